@@ -1,0 +1,106 @@
+"""The code values and cut points of bitsandbytes' 4-bit and 8-bit data types, as float32 bit patterns.
+
+A 4-bit code stands for one of 16 values in [-1, 1]; a block of weights is divided by its absmax and each quotient is
+replaced by the code of a near value. Which code is near is decided by *cuts*: bitsandbytes' CUDA library compares with
+constants that its compiler rounded from decimal literals straight to float32, and four of the fifteen NF4 literals land
+one ulp elsewhere when a decimal goes through float64 first, as it does in Python. So nothing here is a decimal: every
+constant is the bit pattern found in the compiled library (bitsandbytes 0.50.2).
+
+No torch in this file: kernels, reference and tests all read the same tables from here.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+
+def float32_from_bits(bits: int) -> float:
+    """The float32 with this bit pattern; a Python float holds it exactly."""
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
+def _floats(patterns: str) -> tuple[float, ...]:
+    return tuple(float32_from_bits(int(word, 16)) for word in patterns.split())
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """One 4-bit data type.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        values: the 16 values in code order, as stored in `quant_map`. FP4 code 8 is +0.0 here, as bitsandbytes
+            stores it, although its CUDA kernels decode that code to -0.0.
+        cuts: ascending cut points. NF4: 15 of them on the signed quotient; the code is the number of cuts below it.
+            FP4: 7 of them on the magnitude of the quotient.
+        ranks: the code for each number of cuts passed. NF4: 0..15. FP4: the magnitudes in ascending order are the
+            codes 0, 1, 6, 7, 4, 5, 2, 3, to which the sign adds 8.
+        signed_cuts: whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4).
+    """
+
+    quant_type: str
+    values: tuple[float, ...]
+    cuts: tuple[float, ...]
+    ranks: tuple[int, ...]
+    signed_cuts: bool
+
+
+NF4: Final = Codebook(
+    quant_type="nf4",
+    values=_floats(
+        "bf800000 bf3239b1 bf066b30 beca32a0 be91a24d be3d353f bdba7871 00000000"
+        " 3da2faff 3e24cae3 3e7c04dd 3ead033a 3ee1a4b8 3f1007ab 3f3913b3 3f800000"
+    ),
+    cuts=_floats(
+        "bf591cd9 bf1c5270 beeb8480 beadea76 be703cec be0d38bc bd3a7871 3d22faff"
+        " 3df64863 3e5067e0 3e9582d4 3ec753f9 3f006d03 3f248daf 3f5c89d9"
+    ),
+    ranks=tuple(range(16)),
+    signed_cuts=True,
+)
+
+FP4: Final = Codebook(
+    quant_type="fp4",
+    values=_floats(
+        "00000000 3baaaaab 3f2aaaab 3f800000 3eaaaaab 3f000000 3e2aaaab 3e800000"
+        " 00000000 bbaaaaab bf2aaaab bf800000 beaaaaab bf000000 be2aaaab be800000"
+    ),
+    cuts=_floats("3b2aaab9 3db00000 3e555555 3e955555 3ed55556 3f155550 3f555555"),
+    ranks=(0, 1, 6, 7, 4, 5, 2, 3),
+    signed_cuts=False,
+)
+
+CODEBOOKS: Final = {"nf4": NF4, "fp4": FP4}
+
+BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
+
+NESTED_BLOCKSIZE: Final = 256
+"""Block size of the second quantization, of absmax itself; fixed in bitsandbytes."""
+
+# The 128 positive values of the signed dynamic map, ascending. This is the variant that torch.linspace gives on a host
+# with fused multiply-add (every x86 machine of the last decade, so every published checkpoint); without FMA 42 of the
+# 256 entries differ by up to 2 ulp.
+_DYNAMIC_POSITIVE: Final = _floats(
+    """
+    3513a3b7 365a1a94 370205ff 37b24206 38378034 388aefb3 38ba1f4b 3923d70b 398ce705 39c7e283 3a016f01 3a1eecc1
+    3a3c6a80 3a59e83e 3a7765ff 3aa7ef9d 3af1a9fc 3b1db22d 3b428f5c 3b676c8a 3b8624dd 3b989374 3bab020d 3bbd70a4
+    3bcfdf3b 3be24dd3 3bf4bc6a 3c039581 3c0ccccd 3c160418 3c1f3b64 3c3ae148 3c68f5c3 3c8b851f 3ca28f5d 3cb9999a
+    3cd0a3d7 3ce7ae15 3cfeb852 3d0ae148 3d166667 3d21eb85 3d2d70a3 3d38f5c3 3d447ae1 3d500000 3d5b851f 3d670a3d
+    3d728f5d 3d7e147b 3d84cccd 3d8a8f5d 3d9051eb 3d96147b 3d9bd70a 3da1999a 3da75c2a 3dad1eb8 3db2e148 3db8a3d7
+    3dbe6667 3dc428f7 3dc9eb85 3ddb3334 3df80000 3e0a6666 3e18cccd 3e273333 3e35999a 3e440000 3e526666 3e60cccd
+    3e6f3333 3e7d9999 3e860000 3e8d3334 3e946666 3e9b999a 3ea2cccc 3eaa0000 3eb13333 3eb86666 3ebf999a 3ec6cccc
+    3ece0000 3ed53333 3edc6666 3ee3999a 3eeacccc 3ef20000 3ef93332 3f003333 3f03cccc 3f076666 3f0b0000 3f0e999a
+    3f123334 3f15cccd 3f196666 3f1d0000 3f20999a 3f243334 3f27cccd 3f2b6666 3f2f0000 3f32999a 3f363334 3f39cccd
+    3f3d6666 3f410000 3f44999a 3f483333 3f4bcccd 3f4f6666 3f530000 3f56999a 3f5a3333 3f5dcccd 3f616666 3f650000
+    3f68999a 3f6c3333 3f6fcccd 3f736666 3f770000 3f7a999a 3f7e3333 3f800000
+    """
+)
+
+DYNAMIC_MAP: Final = (
+    *(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])),
+    0.0,
+    *_DYNAMIC_POSITIVE,
+)
+"""bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at index 255."""

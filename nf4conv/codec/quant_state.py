@@ -1,0 +1,186 @@
+"""QuantState: what is needed to decode a packed weight, and its form on disk.
+
+The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_type, dtype, offset, state2, nested`), so
+that `dequantize_4bit` takes either library's state without a conversion.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.codec.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX, quant_state_json
+from nf4conv.errors import CodecError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_JSON_KEYS = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_JSON_KEYS = {"nested_blocksize", "nested_dtype", "nested_offset"}
+
+_constants: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+
+def _constant(name: str, values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A table as float32 on `device`; made once for each device, never to be written to."""
+    key = (name, device)
+    if key not in _constants:
+        _constants[key] = torch.tensor(values, dtype=torch.float32, device=device)
+    return _constants[key]
+
+
+def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
+    """[16] float32: the values of the codes (`quant_map` on disk)."""
+    return _constant(quant_type, CODEBOOKS[quant_type].values, device)
+
+
+def dynamic_table(device: torch.device) -> torch.Tensor:
+    """[256] float32: the values of the nested codes (`nested_quant_map` on disk)."""
+    return _constant("dynamic", DYNAMIC_MAP, device)
+
+
+@dataclass
+class NestedState:
+    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`, the offset being QuantState's.
+
+    Attributes:
+        absmax: [ceil(blocks / 256)] float32.
+        code: [256] float32.
+        blocksize: 256, the only value bitsandbytes knows.
+        dtype: float32, of the absmax before it was quantized.
+    """
+
+    absmax: torch.Tensor
+    code: torch.Tensor
+    blocksize: int = NESTED_BLOCKSIZE
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class QuantState:
+    """Everything but the packed codes of a 4-bit weight.
+
+    Attributes:
+        absmax: [blocks] float32, or uint8 codes when nested.
+        shape: of the weight.
+        dtype: of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default.
+        blocksize: elements that share one absmax, 32 … 4096.
+        quant_type: "nf4" or "fp4".
+        code: [16] float32.
+        offset: 0-d float32, on absmax's device; None unless nested.
+        state2: how absmax itself is decoded; None unless nested.
+    """
+
+    absmax: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    blocksize: int
+    quant_type: str
+    code: torch.Tensor
+    offset: torch.Tensor | None = None
+    state2: NestedState | None = None
+
+    @property
+    def nested(self) -> bool:
+        return self.state2 is not None
+
+    def components(self) -> dict[str, torch.Tensor]:
+        """The tensors that stand beside the packed codes on disk: suffix → tensor, as layout.components lists them.
+
+        Reads the offset back from the device, which waits for it.
+        """
+        offset = None if self.offset is None else float(self.offset.item())
+        blob = quant_state_json(
+            quant_type=self.quant_type,
+            blocksize=self.blocksize,
+            dtype=DTYPE_NAMES[self.dtype],
+            shape=self.shape,
+            nested_offset=offset,
+        )
+        parts = {"absmax": self.absmax, "quant_map": self.code}
+        if self.state2 is not None:
+            parts |= {"nested_absmax": self.state2.absmax, "nested_quant_map": self.state2.code}
+        parts[f"{QUANT_STATE_PREFIX}{self.quant_type}"] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        return parts
+
+    @classmethod
+    def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
+        """The inverse of `components`; keys may carry any prefix that ends in a dot.
+
+        The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote low-precision maps.
+
+        Raises:
+            CodecError: a component is missing, unknown or contradicts another.
+        """
+        named = _by_suffix(parts)
+        tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
+        fields = _parse_json(named[tag])
+        absmax = _component(named, "absmax")
+        device = absmax.device
+        offset: torch.Tensor | None = None
+        state2: NestedState | None = None
+        if "nested_absmax" in named:
+            if not fields.keys() >= _NESTED_JSON_KEYS:
+                raise CodecError(f"{tag}: has a nested_absmax but not the keys {sorted(_NESTED_JSON_KEYS)}")
+            if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
+                raise CodecError(
+                    f"{tag}: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}"
+                )
+            offset = torch.tensor(float(fields["nested_offset"]), dtype=torch.float32, device=device)
+            state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
+        expected = torch.uint8 if state2 is not None else torch.float32
+        if absmax.dtype != expected:
+            raise CodecError(f"absmax: {absmax.dtype}, expected {expected}")
+        return cls(
+            absmax=absmax,
+            shape=torch.Size(fields["shape"]),
+            dtype=DTYPES[fields["dtype"]],
+            blocksize=fields["blocksize"],
+            quant_type=fields["quant_type"],
+            code=code_table(fields["quant_type"], device),
+            offset=offset,
+            state2=state2,
+        )
+
+
+def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = {}
+    for key, tensor in parts.items():
+        suffix = next((s for s in COMPONENT_SUFFIXES if key == s or key.endswith(f".{s}")), None)
+        if suffix is None:
+            raise CodecError(
+                f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}"
+            )
+        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
+        named[suffix] = tensor
+    tags = [suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX)]
+    if len(tags) != 1:
+        raise CodecError(f"{len(tags)} quant_state tensors among {sorted(parts)}, expected exactly one")
+    return named
+
+
+def _component(named: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
+    if suffix not in named:
+        raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
+    return named[suffix]
+
+
+def _parse_json(blob: torch.Tensor) -> dict[str, Any]:
+    try:
+        fields = json.loads(bytes(blob.cpu().numpy().tobytes()))
+    except ValueError as error:
+        raise CodecError(f"quant_state: not JSON ({error})") from error
+    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
+        raise CodecError(
+            f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}"
+        )
+    shape = fields["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
+    for key, allowed in (("quant_type", CODEBOOKS), ("blocksize", BLOCKSIZES), ("dtype", DTYPES)):
+        if fields[key] not in allowed:
+            raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
+    return fields
