@@ -74,9 +74,7 @@ def check_options(quant_type: str, blocksize: int) -> None:
     if quant_type not in CODEBOOKS:
         raise CodecError(f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}")
     if blocksize not in BLOCKSIZES:
-        raise CodecError(
-            f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}"
-        )
+        raise CodecError(f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}")
 
 
 def backend(device: torch.device) -> ModuleType:

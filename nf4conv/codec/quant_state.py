@@ -126,9 +126,7 @@ class QuantState:
             if not fields.keys() >= _NESTED_JSON_KEYS:
                 raise CodecError(f"{tag}: has a nested_absmax but not the keys {sorted(_NESTED_JSON_KEYS)}")
             if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
-                raise CodecError(
-                    f"{tag}: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}"
-                )
+                raise CodecError(f"{tag}: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
             offset = torch.tensor(float(fields["nested_offset"]), dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.uint8 if state2 is not None else torch.float32
@@ -151,9 +149,7 @@ def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for key, tensor in parts.items():
         suffix = next((s for s in COMPONENT_SUFFIXES if key == s or key.endswith(f".{s}")), None)
         if suffix is None:
-            raise CodecError(
-                f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}"
-            )
+            raise CodecError(f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}")
         # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
         named[suffix] = tensor
     tags = [suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX)]
@@ -174,9 +170,7 @@ def _parse_json(blob: torch.Tensor) -> dict[str, Any]:
     except ValueError as error:
         raise CodecError(f"quant_state: not JSON ({error})") from error
     if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
-        raise CodecError(
-            f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}"
-        )
+        raise CodecError(f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}")
     shape = fields["shape"]
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
