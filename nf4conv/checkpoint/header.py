@@ -8,12 +8,31 @@ Offsets count from the end of the JSON; tensors must cover the data without hole
 with spaces (https://github.com/huggingface/safetensors#format).
 """
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from nf4conv.errors import SourceError
+
+DTYPE_BITS: Final = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Bits of one element, by dtype tag: all that safetensors 0.8 knows."""
+
+LENGTH_BYTES: Final = 8
+LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
+
+METADATA_KEY: Final = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of a file, as its header tells it.
 
     Attributes:
@@ -35,3 +54,127 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> tuple[TensorInfo, ...]:
+    """The tensors of a safetensors file, in the order of their bytes; the data itself is not read.
+
+    Raises:
+        SourceError: the file is missing, unreadable, truncated or malformed.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            _check_length(path, length, size)
+            raw = file.read(length)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror or error}") from error
+    return parse_header(raw, path, size)
+
+
+def _check_length(path: Path, length: int, size: int) -> None:
+    if size < LENGTH_BYTES:
+        raise SourceError(f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete")
+    if length > LONGEST_HEADER:
+        raise SourceError(f"{path}: claims a header of {length:,} bytes; this is not a safetensors file")
+    if length > size - LENGTH_BYTES:
+        raise SourceError(
+            f"{path}: claims a header of {length:,} bytes but the file has only {size:,}; the download is incomplete"
+        )
+
+
+def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
+    """The tensors that the JSON `raw` of file `path` describes, in the order of their bytes.
+
+    Args:
+        raw: the JSON, without the 8 length bytes.
+        path: named in errors and in each TensorInfo.
+        size: of the whole file, in bytes.
+
+    Raises:
+        SourceError: not JSON, an unknown dtype, an impossible shape, or offsets that overlap, leave holes or
+            reach beyond the file.
+    """
+    try:
+        table = json.loads(raw)  # of a name given twice one entry is lost, and its bytes then belong to none
+    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
+        raise SourceError(f"{path}: the safetensors header is malformed: {error}") from error
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: the safetensors header is not a JSON object")
+    table.pop(METADATA_KEY, None)
+    data_start = LENGTH_BYTES + len(raw)
+    tensors = sorted(
+        (_parse_entry(path, name, entry, data_start) for name, entry in table.items()),
+        key=attrgetter("start", "stop"),
+    )
+    _check_coverage(path, tensors, data_start, size)
+    return tuple(tensors)
+
+
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    try:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError) as error:
+        raise SourceError(f"{path}: {name}: the header entry lacks dtype, shape or data_offsets") from error
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise SourceError(f"{path}: {name}: unknown dtype {dtype!r}; a newer nf4conv may know it")
+    if not _are_sizes(shape):
+        raise SourceError(f"{path}: {name}: {shape!r} is not a shape")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise SourceError(f"{path}: {name}: {offsets!r} are not data offsets")
+    expected = math.prod(shape) * bits
+    if expected != (offsets[1] - offsets[0]) * 8:
+        raise SourceError(
+            f"{path}: {name}: {offsets[1] - offsets[0]:,} bytes, expected {expected / 8:,.0f} for {shape} {dtype}"
+        )
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + offsets[0], data_start + offsets[1])
+
+
+def _are_sizes(values: Any) -> bool:
+    # bool is a subclass of int, and a shape of [true] would pass for [1]
+    if not isinstance(values, list):
+        return False
+    for value in values:
+        if type(value) is not int or value < 0:
+            return False
+    return True
+
+
+def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:
+    position = data_start
+    previous = "the header"
+    for tensor in tensors:
+        if tensor.start < position:
+            raise SourceError(f"{path}: {tensor.name}: its bytes overlap those of {previous}")
+        if tensor.start > position:
+            raise SourceError(f"{path}: {tensor.name}: {tensor.start - position:,} unused bytes before it")
+        position, previous = tensor.stop, tensor.name
+    if position > size:
+        raise SourceError(
+            f"{path}: {previous}: the file ends {position - size:,} bytes early; the download is incomplete"
+        )
+    if position < size:
+        raise SourceError(f"{path}: {size - position:,} bytes after the last tensor belong to none")
+
+
+def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], reserve: int = 0) -> bytes:
+    """A file's first bytes: the length and the JSON, padded with spaces to a multiple of 8.
+
+    Args:
+        entries: (name, dtype, shape, start, stop), offsets counted from the end of the header.
+        reserve: total size to pad to, at least what the header needs.
+    """
+    table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    for name, dtype, shape, start, stop in entries:
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    total = max(reserve, LENGTH_BYTES + len(raw))
+    total += -total % 8  # the data starts aligned, so that a loader can map it
+    length = total - LENGTH_BYTES
+    return length.to_bytes(LENGTH_BYTES, "little") + raw.ljust(length)

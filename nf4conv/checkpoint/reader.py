@@ -1,0 +1,52 @@
+"""Positional reads: many threads share one open file, and none of them moves a file position."""
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from nf4conv.errors import SourceError
+
+
+class Reader:
+    """Reads byte ranges of source files into the caller's buffers. Thread-safe; files stay open until it is closed."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `path` from `start` on.
+
+        Raises:
+            SourceError: the file cannot be read, or ends early.
+        """
+        descriptor = self._descriptor(path)
+        position = 0
+        try:
+            while position < len(buffer):
+                count = os.preadv(descriptor, [buffer[position:]], start + position)
+                if count == 0:
+                    raise SourceError(f"{path}: ends at byte {start + position:,}; it was cut off while being read")
+                position += count
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror or error}") from error
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise SourceError(f"{path}: {error.strerror or error}") from error
+            return self._descriptors[path]
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
