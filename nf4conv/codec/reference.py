@@ -1,1 +1,167 @@
-"""Placeholder, being written."""
+"""Plain torch, any device: the definition of every operation, with the arithmetic of bitsandbytes' CUDA kernels.
+
+Those kernels are compiled with fast math, so every float32 operation flushes denormals to zero, on input and output.
+For each block of a weight (docs/format.md says why each step is what it is):
+
+    absmax = largest |x|, starting at -FLT_MAX and ignoring NaN;  elements past the end of the tensor count as 0
+    r      = 1 / absmax                                           infinite for a block of zeros
+    s      = x · r                                                NaN for a block of zeros
+    code   = number of cuts below s                               no cut is below NaN: code 0
+    byte   = code of the even element · 16 + code of the odd one
+
+No function here validates or allocates its results: ops.py does.
+"""
+
+from typing import Final
+
+import torch
+
+from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
+from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.reduction import cuda_mean
+
+_TINIEST: Final = torch.finfo(torch.float32).tiny
+_FLT_MAX: Final = torch.finfo(torch.float32).max
+_CHUNK: Final = 1 << 18
+
+
+def quantize_blocks(
+    weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
+    """Quantize a weight in blocks.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous.
+        packed: [ceil(n / 2)] uint8, written.
+        absmax: [ceil(n / blocksize)] float32, written.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+    codebook = CODEBOOKS[quant_type]
+    for start in range(0, weight.numel(), _CHUNK):
+        blocks = _padded_blocks(weight[start : start + _CHUNK], blocksize)
+        scaled, maxima = _scale_blocks(blocks)
+        codes = _nearest_codes(scaled, codebook).view(-1, 2)
+        pairs = (codes[:, 0] << 4) | codes[:, 1]
+        target = packed[start // 2 : (start + _CHUNK) // 2]
+        target.copy_(pairs[: target.numel()])
+        absmax[start // blocksize :][: maxima.numel()].copy_(maxima)
+
+
+def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
+    """Quantize absmax to 8-bit codes of the dynamic map, in blocks of 256, after subtracting its mean.
+
+    Args:
+        absmax: [blocks] float32.
+        codes: [blocks] uint8, written.
+        nested_absmax: [ceil(blocks / 256)] float32, written.
+
+    Returns:
+        The mean, 0-d float32.
+    """
+    offset = cuda_mean(absmax)
+    scaled, maxima = _scale_blocks(_padded_blocks(absmax - offset, NESTED_BLOCKSIZE))
+    found = torch.bucketize(scaled.nan_to_num(nan=-2.0), _dynamic_cuts(absmax.device))
+    codes.copy_(found.view(-1)[: codes.numel()])
+    nested_absmax.copy_(maxima)
+    return offset
+
+
+def dequantize_blocks(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    state2: NestedState | None,
+    offset: torch.Tensor | None,
+    out: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the type of `out`.
+
+    Args:
+        packed: [ceil(n / 2)] uint8.
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: how absmax is decoded; None when it is float32.
+        offset: 0-d float32, added to the decoded absmax; None without `state2`.
+        out: [n] float32, float16 or bfloat16, written.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+    scales = absmax if state2 is None or offset is None else _decode_absmax(absmax, state2, offset)
+    values = _decoded_values(quant_type, out.device)
+    for start in range(0, out.numel(), _CHUNK):
+        target = out[start : start + _CHUNK]
+        piece = packed[start // 2 : (start + _CHUNK) // 2]
+        codes = torch.stack((piece >> 4, piece & 15), dim=1).view(-1)[: target.numel()]
+        scale = scales[start // blocksize : -(-(start + target.numel()) // blocksize)]
+        spread = _flushed(scale).repeat_interleave(blocksize)[: target.numel()]
+        product = _flushed(values[codes.int()] * spread)
+        target.copy_(product)
+        _canonical_nans(target)
+
+
+def _padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
+    """[n] of any float type → [ceil(n / blocksize), blocksize] float32, flushed; zeros past the end."""
+    flat = values.float()
+    return _flushed(torch.nn.functional.pad(flat, (0, -flat.numel() % blocksize)).view(-1, blocksize))
+
+
+def _flushed(values: torch.Tensor) -> torch.Tensor:
+    """Denormals become zeros of the same sign; NaN and infinities stay."""
+    return values * (values.abs() >= _TINIEST)
+
+
+def _scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide each row by its largest magnitude, as a flushed product with the flushed reciprocal.
+
+    Returns:
+        scaled: as `blocks`.
+        absmax: [rows] float32.
+    """
+    magnitudes = blocks.abs()
+    absmax = magnitudes.where(~magnitudes.isnan(), -_FLT_MAX).amax(dim=1)
+    return _flushed(blocks * _flushed(1 / absmax)[:, None]), absmax
+
+
+def _nearest_codes(scaled: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Codes of scaled values, uint8 in the same shape."""
+    measured = scaled if codebook.signed_cuts else scaled.abs()
+    passed = torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
+    for cut in codebook.cuts:
+        passed += measured > cut
+    if codebook.signed_cuts:
+        return passed
+    ranks = torch.tensor(codebook.ranks, dtype=torch.uint8, device=scaled.device)
+    return ranks[passed.int()] + 8 * (scaled < 0).to(torch.uint8)
+
+
+def _dynamic_cuts(device: torch.device) -> torch.Tensor:
+    """[255] float32: a value has the code that is the number of these below it.
+
+    They are the midpoints of the dynamic map. A value on a midpoint takes the even one of its two codes, so the
+    midpoint above an odd code is moved down by one ulp.
+    """
+    values = torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device)
+    midpoints = (values[:-1] + values[1:]) * 0.5
+    midpoints[1::2] = midpoints[1::2].nextafter(torch.tensor(-2.0, device=device))
+    return midpoints
+
+
+def _decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
+    """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
+    nested = _flushed(state2.absmax).repeat_interleave(state2.blocksize)[: codes.numel()]
+    return _flushed(_flushed(state2.code)[codes.int()] * nested) + offset
+
+
+def _decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
+    """[16] float32: the values that CUDA decodes to. FP4 code 8 is -0.0 there, not the +0.0 of its quant_map."""
+    values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float32, device=device)
+    if quant_type == "fp4":
+        values[8] = -0.0
+    return values
+
+
+def _canonical_nans(values: torch.Tensor) -> None:
+    """Give every NaN the bits that the GPU's multiply and conversion give it: all ones below the sign."""
+    bits = values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+    bits.masked_fill_(values.isnan(), torch.iinfo(bits.dtype).max)

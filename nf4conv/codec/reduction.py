@@ -1,0 +1,82 @@
+"""torch's CUDA mean, reproduced on any device: the offset of double quantization, to the bit.
+
+bitsandbytes takes the offset with `absmax.mean()` on the GPU. A float32 sum depends on its order, so the order of
+torch's reduction kernel (ATen/native/cuda/Reduce.cuh, CUDA, torch 2.10 and later) is part of the format:
+
+    thread block    T threads, a power of two, at most 512; thread t owns the float4 vectors t, t + T, t + 2T, …
+                    and sums each of the four components apart; the last 0–3 elements go to threads 0–2
+    thread          ((c0 + c1) + c2) + c3
+    tree            halves: thread t adds thread t + T/2, then t + T/4, … down to thread 0
+    many blocks     from 256 elements a thread on, the vectors are dealt to C blocks in turn; the C sums are then
+                    summed by one block in the same way
+
+and the mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128 elements are not
+read as vectors. C depends on the GPU beyond 8192 elements a multiprocessor and block slot: the card meant here is an
+H100 or H200, but all cards agree up to 1.08 million elements (a weight of 69 million at blocksize 64).
+"""
+
+from typing import Final
+
+import torch
+
+_VECTOR: Final = 4
+_MAX_THREADS: Final = 512
+_MIN_PER_THREAD: Final = 16
+_MAX_PER_THREAD: Final = 256
+_RESIDENT_BLOCKS: Final = 132 * (2048 // _MAX_THREADS)  # H100 and H200: 132 multiprocessors of 2048 threads
+
+
+def cuda_mean(values: torch.Tensor) -> torch.Tensor:
+    """The mean of `values` as torch computes it on an H100.
+
+    Args:
+        values: [n] float32, contiguous; on the GPU it would start at a multiple of 16 bytes.
+
+    Returns:
+        0-d float32 on the same device.
+    """
+    length = torch.tensor(values.numel(), dtype=torch.float32, device=values.device)
+    return _cuda_sum(values) * (1 / length)
+
+
+def _cuda_sum(values: torch.Tensor) -> torch.Tensor:
+    count = values.numel()
+    if count < 128:
+        threads = _last_power_of_two(max(count, 1))
+        return _halve(_deal(values, threads))
+    threads = min(_MAX_THREADS, _last_power_of_two(count // _VECTOR))
+    blocks = _block_count(count, threads)
+    body = count - count % _VECTOR
+    lanes = _deal(values[:body].view(-1, _VECTOR), blocks * threads)
+    lanes[: count - body, 0] += values[body:]
+    sums = _halve((((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]).view(blocks, threads))
+    return sums[0] if blocks == 1 else _halve(_deal(sums, threads))
+
+
+def _last_power_of_two(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _block_count(count: int, threads: int) -> int:
+    """How many thread blocks share the sum: ReduceConfig::ctas_per_output."""
+    per_thread = -(-count // threads)
+    if per_thread < _MAX_PER_THREAD:
+        return 1
+    return max(min(_RESIDENT_BLOCKS, -(-per_thread // _MIN_PER_THREAD)), -(-per_thread // _MAX_PER_THREAD))
+
+
+def _deal(rows: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Deal rows to `lanes` accumulators in turn, each adding its own in order: [n, …] → [lanes, …]."""
+    totals = torch.zeros((lanes, *rows.shape[1:]), dtype=torch.float32, device=rows.device)
+    for start in range(0, rows.shape[0], lanes):
+        dealt = rows[start : start + lanes]
+        totals[: dealt.shape[0]] += dealt
+    return totals
+
+
+def _halve(lanes: torch.Tensor) -> torch.Tensor:
+    """Sum the last dimension, a power of two, by adding its upper half to its lower half until one is left."""
+    while lanes.shape[-1] > 1:
+        lower, upper = lanes.chunk(2, dim=-1)
+        lanes = lower + upper
+    return lanes[..., 0]
