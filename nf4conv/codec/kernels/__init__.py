@@ -1,0 +1,21 @@
+"""The Triton backend: the operations of `reference.py` at the memory limit of the card, for CUDA tensors.
+
+    arithmetic.py   the float32 operations as bitsandbytes' CUDA library rounds and flushes them
+    tables.py       the small tables that kernels read, once for each device
+    launch.py       compile once, then launch for the price of the driver call
+    quantize.py     weight → packed codes, absmax
+    dequantize.py   packed codes, absmax (plain or nested) → weight
+    nested.py       absmax → 8-bit codes
+    batch.py        the same for many tensors in a fixed number of launches
+    error.py        weight, packed codes → error sums, nothing materialised
+
+Functions write into the tensors they are given, launch on the calling thread's current stream and validate nothing.
+Each kernel has a constexpr `PTX`: where it is false, every step in inline assembly is replaced by plain Triton, which
+is how Triton's interpreter runs the same indexing, masks and packing without a GPU.
+"""
+
+from nf4conv.codec.kernels.dequantize import dequantize_blocks
+from nf4conv.codec.kernels.nested import compress_absmax
+from nf4conv.codec.kernels.quantize import quantize_blocks
+
+__all__ = ["compress_absmax", "dequantize_blocks", "quantize_blocks"]

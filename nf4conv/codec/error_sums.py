@@ -1,0 +1,61 @@
+"""What one pass over a weight and its packed form can say about the quantization error, and the bound it is held to.
+
+Both backends return `ErrorSums`, and both judge a value by the same bound:
+
+    |w - value(code) · a|  ≤  half_gap(code) · (a + D)  +  |value(code)| · D  +  2^-126
+
+with a the absmax of the block as it decodes, and D how far the nested quantization may have moved it: half the widest
+gap of the dynamic map (9/1280, between neighbours of the top decade; also the distance of its ends from ±1) times
+nested_absmax, and 0 without double quantization. half_gap(code) is half the wider of the two gaps between the code's
+value and its neighbours' values, plus a slack of 2^-20 for the roundings of a float32 product, of the reciprocal and of
+the cuts. 2^-126 is what flushing subnormal numbers to zero may cost.
+
+A correct encoding has no value outside the bound, except where the format itself fails: blocks that hold NaN, infinity
+or magnitudes above 2^126 (docs/format.md).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from nf4conv.codec.codebook import CODEBOOKS
+
+NESTED_ERROR: Final = 9 / 1280 + 2**-20
+"""D / nested_absmax, with the same slack."""
+
+SLACK: Final = 2**-20
+"""Added to half the gap, relative to absmax."""
+
+SMALLEST_NORMAL: Final = 2**-126
+
+
+@dataclass(frozen=True)
+class ErrorSums:
+    """Sums and extremes of the quantization error of one tensor: 0-d tensors on its device.
+
+    The error of a value is its float32 (or half-precision) original minus the float32 product value(code) · absmax,
+    before any rounding to an output dtype.
+
+    Attributes:
+        max_error: float32, the largest |error|; NaN is ignored.
+        max_relative_error: float32, the largest |error| / absmax of the value's block; NaN is ignored.
+        squared_error: float64, Σ error².
+        squared_weight: float64, Σ weight².
+        outside: int64, how many values are outside the bound of the module docstring; NaN counts as outside.
+    """
+
+    max_error: torch.Tensor
+    max_relative_error: torch.Tensor
+    squared_error: torch.Tensor
+    squared_weight: torch.Tensor
+    outside: torch.Tensor
+
+
+def half_gaps(quant_type: str) -> tuple[float, ...]:
+    """For each of the 16 codes half the wider gap to its neighbours in value, plus the slack."""
+    values = CODEBOOKS[quant_type].values
+    ascending = sorted(set(values))
+    gaps = [right - left for left, right in zip(ascending, ascending[1:], strict=False)]
+    wider = [max(pair) for pair in zip([0.0, *gaps], [*gaps, 0.0], strict=True)]
+    return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)

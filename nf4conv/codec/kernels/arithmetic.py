@@ -1,0 +1,66 @@
+"""float32 operations as bitsandbytes' CUDA library performs them: subnormal numbers flushed, nothing contracted.
+
+The library is built with fast math, so a reciprocal is the hardware's approximation and multiplications flush
+subnormal operands and results to zeros of the same sign (docs/format.md). Triton has no spelling for either; hence
+inline assembly, with a plain form beside it for the interpreter.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def flush(x):
+    """Subnormal → zero of the same sign."""
+    return tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
+
+
+@triton.jit
+def multiply(a, b, PTX: tl.constexpr):
+    """a · b, operands and result flushed. a and b have one shape."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return flush(flush(a) * flush(b))
+
+
+@triton.jit
+def reciprocal(a, PTX: tl.constexpr):
+    """1 / a as the hardware approximates it (at most 1 ulp off), operand and result flushed."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return flush(1.0 / flush(a))
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, and for NaN the lowest float32: a maximum over these ignores NaN, as bitsandbytes' does."""
+    return tl.where(x != x, -3.4028234663852886e38, tl.abs(x))
+
+
+@triton.jit
+def lane_table(address, PTX: tl.constexpr):
+    """One entry per lane of a table of 32 words, for shuffles to look up; int32.
+
+    Args:
+        address: int64, any shape: the table's address in every element.
+        PTX: must be true; the interpreter has no lanes.
+    """
+    tl.static_assert(PTX)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 lane;
+        .reg .b64 entry;
+        mov.u32 lane, %laneid;
+        mad.wide.u32 entry, lane, 4, $1;
+        ld.global.nc.b32 $0, [entry];
+        }""",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )

@@ -1,0 +1,152 @@
+"""Packed 4-bit codes and absmax, plain or nested → weight: one pass, one launch.
+
+A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one packed 32-bit word, or
+4 float32 elements from 16 packed bits.
+
+    absmax   once for each block; nested: code[q] · nested_absmax, rounded, then + offset, rounded: never one FMA
+    value    the 16 values sit in the lanes of a warp and are looked up by shuffles (tables.py, docs/kernels.md)
+    product  value · absmax in float32, flushed, then one rounding to the output dtype
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.arithmetic import lane_table, multiply
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.quantize import access
+from nf4conv.codec.kernels.tables import value_table
+from nf4conv.codec.quant_state import NestedState
+
+MINIMUM_SLOTS = 256
+NUM_WARPS = 1
+
+
+def dequantize_blocks(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    state2: NestedState | None,
+    offset: torch.Tensor | None,
+    out: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Decode blocks of a weight.
+
+    Args:
+        packed: [ceil(n / 2)] uint8, contiguous, any shape.
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: how absmax is decoded; None when it is float32.
+        offset: 0-d float32 on the same device, with `state2`.
+        out: [n] float32, float16 or bfloat16, contiguous, written.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+    """
+    n = out.numel()
+    if n == 0:
+        return
+    slot = 16 // out.element_size()
+    tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
+    nested = (absmax, absmax, absmax) if state2 is None else (state2.code, state2.absmax, offset)
+    _launch(
+        triton.cdiv(n, tile),
+        (packed, absmax, *nested, value_table(quant_type, out.device), out, n),
+        (blocksize, tile, state2 is not None, access(out, packed, n, tile), out.is_cuda),
+        out.dtype,
+        NUM_WARPS,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["n"],
+    do_not_specialize_on_alignment=[
+        "packed_ptr", "absmax_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr", "table_ptr", "out_ptr"
+    ],
+)  # fmt: skip
+def _dequantize_kernel(
+    packed_ptr,
+    absmax_ptr,
+    nested_code_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    table_ptr,
+    out_ptr,
+    n: tl.int64,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+    SLOTS: tl.constexpr = TILE // SLOT
+    BLOCKS: tl.constexpr = TILE // BLOCKSIZE
+    program = tl.program_id(0).to(tl.int64)
+    first = program * TILE
+    count = tl.minimum(n - first, TILE).to(tl.int32)
+    words = load_packed(packed_ptr + first // 2, count, SLOT, SLOTS, ACCESS)
+    absmax = load_absmax(
+        absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, program * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, PTX
+    )
+    scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    even, odd = plain_values(words, scale, table_ptr, SLOT)
+    pairs = tl.interleave(even, odd).to(DTYPE)
+    element = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT)[None, :]
+    tl.store(out_ptr + first + element, pairs, mask=element < count)
+
+
+_launch = Launcher(_dequantize_kernel)
+
+
+@triton.jit
+def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
+    """[SLOTS] int32: the packed codes of each slot in its low 32 (or 16) bits."""
+    slot = tl.arange(0, SLOTS)
+    if ACCESS == 2:
+        byte = tl.arange(0, SLOT // 2)[None, :]
+        index = slot[:, None] * (SLOT // 2) + byte
+        values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
+        return tl.sum(values << (byte * 8), axis=1)
+    word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
+    # not true: it makes Triton give each thread one word at a time, so that the output comes out as 16 bytes a thread
+    # with neighbouring threads side by side, and needs no exchange through shared memory
+    single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
+    word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
+    if ACCESS == 1:
+        return tl.load(word_ptr, mask=slot * SLOT < count, other=0).to(tl.int32)
+    return tl.load(word_ptr).to(tl.int32)
+
+
+@triton.jit
+def load_absmax(
+    absmax_ptr,
+    nested_code_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    first_block,
+    count,
+    BLOCKSIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NESTED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """[BLOCKS] float32: absmax of consecutive blocks, decoded."""
+    block = tl.arange(0, BLOCKS)
+    mask = block * BLOCKSIZE < count
+    absmax = tl.load(absmax_ptr + first_block + block, mask=mask, other=0)
+    if not NESTED:
+        return absmax
+    code = tl.load(nested_code_ptr + absmax.to(tl.int32))
+    nested_absmax = tl.load(nested_absmax_ptr + (first_block + block) // 256, mask=mask, other=0.0)
+    return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr)
+
+
+@triton.jit
+def plain_values(words, scale, table_ptr, SLOT: tl.constexpr):
+    """Two [SLOTS, SLOT / 2] float32: the elements of even and of odd index."""
+    shift = tl.arange(0, SLOT // 2)[None, :] * 8
+    spread = tl.broadcast_to(scale[:, None], (words.shape[0], SLOT // 2))
+    even = tl.load(table_ptr + ((words[:, None] >> (shift + 4)) & 15)).to(tl.float32, bitcast=True)
+    odd = tl.load(table_ptr + ((words[:, None] >> shift) & 15)).to(tl.float32, bitcast=True)
+    return multiply(even, spread, False), multiply(odd, spread, False)

@@ -1,0 +1,68 @@
+"""Compile a kernel once for each variant, then launch it for little more than the driver call.
+
+Triton's own `kernel[grid](...)` inspects every argument at every call, about 10 µs for a dozen of them. A `Launcher`
+does that for the first call of a variant and keeps what it compiled; later calls pass addresses as integers straight
+to Triton's C launcher. So kernels must not depend on what Triton would infer from argument values: their pointers and
+sizes are declared `do_not_specialize`, and alignment that the host has checked is stated in the kernel.
+"""
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+_first_call = threading.Lock()
+
+
+class Launcher:
+    """One `@triton.jit` kernel and what it was compiled to.
+
+    Args:
+        kernel: the function; its parameters are run-time arguments first, then constexprs.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        arguments: tuple[torch.Tensor | int, ...],
+        constants: tuple[bool | int, ...],
+        variant: Hashable,
+        num_warps: int,
+    ) -> None:
+        """Launch on the current stream of the first argument's device.
+
+        Args:
+            programs: grid size.
+            arguments: tensors and integers, in the kernel's order; the first is a tensor.
+            constants: the constexprs, in the kernel's order.
+            variant: whatever else decides the compilation: the dtypes of the arguments.
+            num_warps: of 32 threads, for each program.
+        """
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor)
+        device = first.device
+        if device.type != "cuda":
+            self.kernel[(programs,)](*arguments, *constants)  # Triton's interpreter
+            return
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(programs, arguments, constants, variant, num_warps)
+        compiled = self._compiled.get((device.index, variant, constants))
+        if compiled is None:
+            with _first_call:
+                self._compiled[device.index, variant, constants] = self.kernel[(programs,)](
+                    *arguments, *constants, num_warps=num_warps, enable_fp_fusion=False
+                )
+            return
+        compiled.run(
+            *(programs, 1, 1, driver.active.get_current_stream(device.index)),
+            *(compiled.function, compiled.packed_metadata, None, None, None),
+            *[argument if type(argument) is int else argument.data_ptr() for argument in arguments],
+            *constants,
+        )

@@ -1,0 +1,209 @@
+"""Weight → packed 4-bit codes and absmax: one pass, every element read once.
+
+A *slot* is 16 bytes of weight, what one thread loads at once: 8 half-precision elements, which become one packed 32-bit
+word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS slots, whole blocks of them:
+
+    words    [SLOTS, 4] int32 as loaded
+    absmax   the largest magnitude in a slot, then over the slots of a block
+    quotient x · (1 / absmax), with the hardware's reciprocal
+    code     a bucket of the quotient's range, found with approximate arithmetic; then the number of cuts below the
+             bucket plus one exact comparison with the only cut inside it. Both tables sit in the lanes of a warp, one
+             entry each, and are looked up by shuffles (tables.py, docs/kernels.md)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.arithmetic import lane_table, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.tables import bucket_table
+
+MINIMUM_SLOTS = 256
+NUM_WARPS = 2
+
+FULL = 0
+"""Every program has all its elements and pointers are aligned: no masks."""
+SLOTWISE = 1
+"""The size is a multiple of a slot and pointers are aligned: masks by slot."""
+ELEMENTWISE = 2
+"""Any size, any alignment."""
+
+
+def quantize_blocks(
+    weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
+    """Encode blocks of a weight.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin at a block.
+        packed: [ceil(n / 2)] uint8, written.
+        absmax: [ceil(n / blocksize)] float32, written.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+    """
+    n = weight.numel()
+    if n == 0:
+        return
+    slot = 16 // weight.element_size()
+    tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
+    constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
+    _launch(
+        triton.cdiv(n, tile),
+        (weight, packed, absmax, bucket_table(quant_type, weight.device), n),
+        constants,
+        weight.dtype,
+        NUM_WARPS,
+    )
+
+
+def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
+    """How a kernel may touch a weight and its packed form: FULL, SLOTWISE or ELEMENTWISE."""
+    slot = 16 // weight.element_size()
+    if n % slot or weight.data_ptr() % 16 or packed.data_ptr() % 4:
+        return ELEMENTWISE
+    return SLOTWISE if n % tile else FULL
+
+
+@triton.jit(
+    do_not_specialize=["n"], do_not_specialize_on_alignment=["weight_ptr", "packed_ptr", "absmax_ptr", "table_ptr"]
+)
+def _quantize_kernel(
+    weight_ptr,
+    packed_ptr,
+    absmax_ptr,
+    table_ptr,
+    n: tl.int64,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    count = tl.minimum(n - first, TILE).to(tl.int32)
+    quantize_tile(
+        weight_ptr + first,
+        packed_ptr + first // 2,
+        absmax_ptr + first // BLOCKSIZE,
+        table_ptr,
+        count,
+        BLOCKSIZE,
+        TILE,
+        IS_FP4,
+        ACCESS,
+        PTX,
+    )
+
+
+_launch = Launcher(_quantize_kernel)
+
+
+@triton.jit
+def quantize_tile(
+    weight_ptr,
+    packed_ptr,
+    absmax_ptr,
+    table_ptr,
+    count,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Encode `count` ≤ TILE elements; TILE is a multiple of BLOCKSIZE."""
+    DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
+    SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+    SLOTS: tl.constexpr = TILE // SLOT
+    BLOCKS: tl.constexpr = TILE // BLOCKSIZE
+    words = load_words(weight_ptr, count, DTYPE, SLOT, SLOTS, ACCESS)
+    even, odd = halves(words, DTYPE)
+    peak = tl.max(tl.maximum(magnitude(even), magnitude(odd)), axis=1)
+    peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
+    absmax = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
+    block = tl.arange(0, BLOCKS)
+    if ACCESS == 0:
+        tl.store(absmax_ptr + block, absmax)
+    else:
+        tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
+    scale = tl.reshape(
+        tl.broadcast_to(reciprocal(absmax, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
+    )
+    codes = plain_codes(even, odd, scale, table_ptr, IS_FP4)
+    store_codes(packed_ptr, codes, count, SLOT, SLOTS, ACCESS)
+
+
+@triton.jit
+def load_words(
+    weight_ptr, count, DTYPE: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr
+):
+    """[SLOTS, 4] int32: the weight's bits, zeros behind its end."""
+    slot = tl.arange(0, SLOTS)[:, None]
+    word = slot * 4 + tl.arange(0, 4)[None, :]
+    if ACCESS == 2 and DTYPE == tl.float32:
+        return tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + word, mask=word < count, other=0)
+    if ACCESS == 2:
+        half_ptr = weight_ptr.to(tl.pointer_type(tl.int16)) + word * 2
+        low = tl.load(half_ptr, mask=word * 2 < count, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(half_ptr + 1, mask=word * 2 + 1 < count, other=0).to(tl.int32)
+        return low | (high << 16)
+    word_ptr = tl.multiple_of(weight_ptr.to(tl.pointer_type(tl.int32)), 16) + word
+    if ACCESS == 1:
+        return tl.load(word_ptr, mask=slot * SLOT < count, other=0)
+    return tl.load(word_ptr)
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights [SLOTS, 2]."""
+    if DTYPE == tl.float32:
+        SLOTS: tl.constexpr = words.shape[0]
+        return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (SLOTS, 2, 2)))
+    if DTYPE == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
+    """[SLOTS] int32: the packed codes of a slot in its low 32 (or 16) bits."""
+    high = _plain_code(even, scale[:, None], table_ptr, IS_FP4)
+    low = _plain_code(odd, scale[:, None], table_ptr, IS_FP4)
+    shift = tl.arange(0, even.shape[1])[None, :] * 8
+    return tl.sum(((high << 4) | low) << shift, axis=1)
+
+
+@triton.jit
+def _plain_code(x, scale, table_ptr, IS_FP4: tl.constexpr):
+    quotient = multiply(x, tl.broadcast_to(scale, x.shape), False)
+    m = tl.abs(quotient) if IS_FP4 else quotient
+    position = m if IS_FP4 else 0.5 * m + 0.5
+    position = tl.where(m != m, 0.0, tl.minimum(tl.maximum(position, 0.0), 1.0))
+    bucket = (position * 31.0 + 0.5).to(tl.int32)
+    cut = tl.load(table_ptr + bucket).to(tl.float32, bitcast=True)
+    rank = tl.load(table_ptr + 32 + bucket) + (m > cut).to(tl.int32)
+    if IS_FP4:
+        # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
+        return rank ^ ((rank & 2) << 1) | tl.where(quotient < 0.0, 8, 0)
+    return rank
+
+
+@triton.jit
+def store_codes(packed_ptr, codes, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
+    """Write the packed codes of every slot; bytes behind the last element are left alone."""
+    slot = tl.arange(0, SLOTS)
+    if ACCESS == 2:
+        byte = tl.arange(0, SLOT // 2)[None, :]
+        bytes_of_slot = (codes[:, None] >> (byte * 8)).to(tl.uint8)
+        index = slot[:, None] * (SLOT // 2) + byte
+        tl.store(packed_ptr + index, bytes_of_slot, mask=index * 2 < count)
+    else:
+        word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
+        word_ptr = packed_ptr.to(tl.pointer_type(word)) + slot
+        if ACCESS == 1:
+            tl.store(word_ptr, codes.to(word), mask=slot * SLOT < count)
+        else:
+            tl.store(word_ptr, codes.to(word))
