@@ -1,0 +1,135 @@
+"""config.json of a 4-bit checkpoint: the 13 keys of quantization_config, without what an earlier quantization left.
+
+The keys and their order are those that transformers 4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from nf4conv.checkpoint.header import TensorInfo
+
+LEFTOVERS: Final = ("quantization_config", "compression_config")
+"""Keys that make loaders believe in another quantization, wherever in config.json they stand."""
+
+DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""transformers 4.56 and newer write the first, older releases the second."""
+
+_PACKED_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
+_QUANTIZED_SUFFIXES: Final = (
+    ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".SCB", ".absmax",
+)  # fmt: skip
+
+
+def quantization_config(
+    *, quant_type: str, double_quant: bool, compute_dtype: str, skip_modules: Sequence[str]
+) -> dict[str, Any]:
+    """The value of quantization_config.
+
+    Args:
+        quant_type: "nf4" or "fp4"; without it transformers assumes fp4.
+        double_quant: must match what is stored: transformers 4.57 counts the tensors of a weight.
+        compute_dtype: "bfloat16", "float16" or "float32": what a loaded model multiplies in.
+        skip_modules: null would let every loader guess its own list.
+    """
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": quant_type,
+        "bnb_4bit_use_double_quant": double_quant,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": list(skip_modules),
+        "llm_int8_threshold": 6.0,  # loaders refuse an int
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+
+
+def quantized_config(
+    config: Mapping[str, Any],
+    *,
+    quant_type: str,
+    double_quant: bool,
+    compute_dtype: str,
+    skip_modules: Sequence[str],
+    dtype: str | None,
+) -> dict[str, Any]:
+    """The content of config.json for a 4-bit checkpoint.
+
+    Args:
+        config: the content of the source's.
+        quant_type: as for `quantization_config`.
+        double_quant: as for `quantization_config`.
+        compute_dtype: as for `quantization_config`.
+        skip_modules: as for `quantization_config`.
+        dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
+    """
+    edited = without_quantization(config)
+    if dtype is not None:
+        edited = _with_dtype(edited, dtype)
+    edited["quantization_config"] = quantization_config(
+        quant_type=quant_type, double_quant=double_quant, compute_dtype=compute_dtype, skip_modules=skip_modules
+    )
+    return edited
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with every trace of a quantization removed, at all levels."""
+    return {
+        key: without_quantization(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in LEFTOVERS
+    }
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    return _with_present_dtype(config, dtype) | dict.fromkeys([*_dtype_keys(config), "torch_dtype"], dtype)
+
+
+def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    edited = {
+        key: _with_present_dtype(value, dtype) if isinstance(value, Mapping) else value for key, value in config.items()
+    }
+    return edited | {key: dtype for key in DTYPE_KEYS if config.get(key) is not None}
+
+
+def _dtype_keys(config: Mapping[str, Any]) -> list[str]:
+    return [key for key in DTYPE_KEYS if key in config] or ["dtype"]
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config names, such as "bfloat16"; the part of a model that names one speaks for a silent top."""
+    for key in DTYPE_KEYS:
+        if isinstance(config.get(key), str):
+            return str(config[key]).removeprefix("torch.")
+    nested = (checkpoint_dtype(value) for value in config.values() if isinstance(value, Mapping))
+    return next((dtype for dtype in nested if dtype is not None), None)
+
+
+def is_prequantized(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str | None:
+    """Why a source cannot be quantized (again): the method that it is quantized with; None when it is not.
+
+    The config alone does not tell: exports lose the key, and some keep it in a file of its own.
+    """
+    method = _method(config)
+    if method is not None:
+        return f"already quantized: quant_method {method}"
+    for tensor in tensors:
+        if tensor.dtype in _PACKED_DTYPES or tensor.name.endswith(_QUANTIZED_SUFFIXES):
+            return f"already quantized: {tensor.name} is {tensor.dtype}"
+    return None
+
+
+def _method(config: Mapping[str, Any]) -> str | None:
+    for key, value in config.items():
+        if not isinstance(value, Mapping):
+            continue
+        if key in LEFTOVERS:
+            return str(value.get("quant_method") or value.get("format") or "unknown")
+        nested = _method(value)
+        if nested is not None:
+            return nested
+    return None

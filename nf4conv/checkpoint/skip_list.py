@@ -1,0 +1,138 @@
+"""llm_int8_skip_modules: the modules that a loader must leave alone, in spellings that every loader understands.
+
+Three loaders read the list, each by a rule of its own, and none of them with the names on disk but with those that the
+modules have in memory:
+
+    transformers 4   an entry is a module's last component, its whole path, or stands anywhere in the path before a dot
+    transformers 5   an entry is a regular expression that matches from the start of the path to the end of a
+                     component (before 5.21: to anywhere), or the path ends with it
+    vLLM, SGLang     an entry is one component of the path, or a dotted prefix of it
+
+(transformers 4.57.6 integrations/bitsandbytes.py, 5.23.0 quantizers/quantizers_utils.py; vLLM's bitsandbytes
+quantization.) A full path from the root is the one spelling that all of them take. A module that loaders know by
+different paths is listed under each of them.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from nf4conv.errors import PlanError
+
+Predicate = Callable[[str], bool]
+
+HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
+"""Heads that a loader may add to a checkpoint that has none; named so that they stay out of the 4-bit modules."""
+
+
+def _nothing(path: str) -> bool:  # noqa: ARG001
+    return False
+
+
+def transformers_4(entries: Iterable[str]) -> Predicate:
+    """Whether transformers 4 leaves a module alone, by its path."""
+    names = frozenset(entries)
+    inside = re.compile("|".join(rf"{re.escape(name)}\." for name in sorted(names)))
+    if not names:
+        return _nothing
+    return lambda path: path in names or path.rpartition(".")[2] in names or inside.search(path) is not None
+
+
+def transformers_5(entries: Iterable[str]) -> Predicate:
+    """Whether transformers 5.21 or newer leaves a module alone, by its path."""
+    ends = tuple(sorted(entries))
+    if not ends:
+        return _nothing
+    start = re.compile("|".join(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))" for entry in ends))
+    return lambda path: path.endswith(ends) or start.match(path) is not None
+
+
+def transformers_5_0(entries: Iterable[str]) -> Predicate:
+    """Whether transformers 5.0 … 5.20 leaves a module alone: "layers.1" also hits "layers.11"."""
+    ends = tuple(sorted(entries))
+    if not ends:
+        return _nothing
+    start = re.compile("|".join(f"(?:{entry})" for entry in ends))
+    return lambda path: path.endswith(ends) or start.match(path) is not None
+
+
+def vllm(entries: Iterable[str]) -> Predicate:
+    """Whether vLLM or SGLang leaves a module alone, by its path."""
+    names = frozenset(entries)
+    return lambda path: any(part in names for part in path.split(".")) or not names.isdisjoint(_ancestors(path))
+
+
+MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
+    "transformers 4": transformers_4,
+    "transformers 5": transformers_5,
+    "transformers 5.0": transformers_5_0,
+    "vLLM": vllm,
+}
+
+
+def _ancestors(path: str) -> list[str]:
+    """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → ["a", "a.b"]."""
+    parts = path.split(".")
+    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def build_skip_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
+    """The shortest list of full paths that covers every kept module and no packed one.
+
+    A kept module is named by the highest module above it that has nothing packed below; where a loader's rule would
+    see a packed module in that name, by its own path.
+
+    Args:
+        packed: paths of the packed modules, in every spelling.
+        kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
+    """
+    packed = tuple(packed)
+    above_packed = {ancestor for path in packed for ancestor in _ancestors(path)}
+    covered: dict[str, list[str]] = {}
+    for path in kept:
+        entry = next((ancestor for ancestor in _ancestors(path) if ancestor not in above_packed), path)
+        covered.setdefault(entry, []).append(path)
+    too_wide = {entry for entry, _ in _hits(covered, packed)}
+    entries = {path for entry, paths in covered.items() for path in (paths if entry in too_wide else [entry])}
+    extra = {head for head in HEADS if not any(match([head])(path) for match in MATCHERS.values() for path in packed)}
+    return tuple(sorted(entries | extra, key=natural_order))
+
+
+def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts "layers.2" before "layers.10"."""
+    parts = re.split(r"(\d+)", text)
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
+
+
+def _hits(entries: Iterable[str], paths: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """(entry, path) for every path that a loader takes for skipped; one entry is named for each loader."""
+    entries = tuple(entries)
+    for match in MATCHERS.values():
+        is_skipped = match(entries)
+        for path in filter(is_skipped, paths):
+            yield from ((entry, path) for entry in entries if match([entry])(path))
+
+
+def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:
+    """Hold a list against all loaders' rules, in both directions: transformers 5 would fail at the first forward only.
+
+    Args:
+        entries: the list.
+        packed: paths of the packed modules; none may be matched.
+        kept: paths of the unpacked modules that may be `nn.Linear`; all must be matched.
+
+    Raises:
+        PlanError: names every module that a loader would take for the wrong kind.
+    """
+    entries, packed, kept = tuple(entries), tuple(packed), tuple(kept)
+    faults = []
+    for loader, match in MATCHERS.items():
+        is_skipped = match(entries)
+        faults += [f"{path} is packed, but {loader} would skip it" for path in packed if is_skipped(path)]
+        faults += [f"{path} is not packed, but {loader} would not skip it" for path in kept if not is_skipped(path)]
+    if faults:
+        shown = "; ".join(faults[:10])
+        raise PlanError(
+            f"llm_int8_skip_modules cannot tell packed modules from others ({len(faults)} times): {shown}. "
+            "This is a bug of nf4conv: please report the model"
+        )
