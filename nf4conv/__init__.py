@@ -1,0 +1,43 @@
+"""nf4conv: Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4 and back, streamed, bit-exact and verified."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+    from nf4conv.codec.quant_state import QuantState
+    from nf4conv.errors import Nf4convError
+    from nf4conv.options import QuantizeOptions, RunOptions
+    from nf4conv.quantize import plan_quantization, quantize_checkpoint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Nf4convError",
+    "QuantState",
+    "QuantizeOptions",
+    "RunOptions",
+    "dequantize_4bit",
+    "plan_quantization",
+    "quantize_4bit",
+    "quantize_checkpoint",
+]
+
+# Where each public name lives. They are looked up on first use: importing nf4conv must not import torch, which takes
+# seconds, for the sake of `nf4conv --help` and of plans.
+_HOMES = {
+    "Nf4convError": "nf4conv.errors",
+    "QuantState": "nf4conv.codec.quant_state",
+    "QuantizeOptions": "nf4conv.options",
+    "RunOptions": "nf4conv.options",
+    "dequantize_4bit": "nf4conv.codec.ops",
+    "plan_quantization": "nf4conv.quantize",
+    "quantize_4bit": "nf4conv.codec.ops",
+    "quantize_checkpoint": "nf4conv.quantize",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nf4conv' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -138,12 +138,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 def _are_sizes(values: Any) -> bool:
     # bool is a subclass of int, and a shape of [true] would pass for [1]
-    if not isinstance(values, list):
-        return False
-    for value in values:
-        if type(value) is not int or value < 0:
-            return False
-    return True
+    return isinstance(values, list) and set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:

@@ -1,0 +1,314 @@
+"""The complete list of output tensors, their shards, offsets and sizes: a pure function of headers and decisions.
+
+No data is read. Everything a dry run prints comes from here, and every byte that the pipeline writes has its place
+here, except the JSON blobs: the decimals of nested_offset vary in number. So in each shard
+
+    header, padded to its longest possible size
+    tensors of 8-, 4-, 2- and 1-byte elements, in that order: everything is aligned without a hole
+    the JSON blobs, packed tight when all their lengths are known
+
+Within an alignment, tensors of one kind stand together in the order of the jobs, so that the outputs of neighbouring
+small tensors are neighbours too and can be written together.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix
+from nf4conv.codec.layout import DTYPE_NAMES, Component, components
+from nf4conv.errors import PlanError
+
+FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
+TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
+
+_LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
+_ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are packed: one choice for a whole checkpoint, as loaders require.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        double_quant: whether absmax is quantized too.
+        dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
+            float tensors are stored in.
+    """
+
+    quant_type: str
+    blocksize: int
+    double_quant: bool
+    dtype: str
+
+    def components(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
+        return _components(self, shape)
+
+
+@lru_cache(maxsize=4096)
+def _components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
+    return components(
+        quant_type=format.quant_type,
+        blocksize=format.blocksize,
+        dtype=format.dtype,
+        shape=shape,
+        double_quant=format.double_quant,
+    )
+
+
+@dataclass(slots=True)
+class PackJob:
+    """One weight to be packed.
+
+    Attributes:
+        source: the tensor it is read from.
+        matrix: which part of it, under which name.
+        reason: why it is packed.
+        components: the tensors it becomes; the JSON blob with its longest length.
+        offsets: where each component begins, from the start of the shard's data; of the blob only once it is known.
+    """
+
+    source: TensorInfo
+    matrix: PackedMatrix
+    reason: str
+    components: tuple[Component, ...]
+    offsets: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.matrix.name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(component.nbytes for component in self.components)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.matrix.shape)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.elements * DTYPE_BITS[self.source.dtype] // 8
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """One tensor that is kept.
+
+    Attributes:
+        source: the tensor.
+        dtype: dtype tag it is stored in; another than the source's means a cast.
+        reason: why it is not packed.
+        offset: where it begins, from the start of the shard's data.
+    """
+
+    source: TensorInfo
+    dtype: str
+    reason: str
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.elements * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def elements(self) -> int:
+        return self.source.elements
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source.nbytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file.
+
+    Attributes:
+        name: file name.
+        jobs: what it holds, in the order in which the source is read.
+        header_size: bytes reserved for the header.
+        fixed_size: bytes of data before the first JSON blob.
+        blobs_size: the most that the JSON blobs can take.
+    """
+
+    name: str
+    jobs: tuple[PackJob | CopyJob, ...]
+    header_size: int
+    fixed_size: int
+    blobs_size: int
+
+    @property
+    def largest_size(self) -> int:
+        """The most bytes that the file can have."""
+        return self.header_size + self.fixed_size + self.blobs_size
+
+    def tensor_names(self) -> Iterator[str]:
+        for job in self.jobs:
+            if isinstance(job, CopyJob):
+                yield job.name
+            else:
+                yield from (component_name(job, part) for part in job.components)
+
+    def entries(self) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+        """(name, dtype, shape, start, stop) of every tensor but the JSON blobs, as `build_header` takes them."""
+        for job in self.jobs:
+            if isinstance(job, CopyJob):
+                yield job.name, job.dtype, job.source.shape, job.offset, job.offset + job.nbytes
+            else:
+                for part, offset in zip(job.components, job.offsets, strict=False):  # the blob has no offset yet
+                    yield component_name(job, part), part.dtype, part.shape, offset, offset + part.nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will write.
+
+    Attributes:
+        format: how weights are packed.
+        shards: the output files.
+    """
+
+    format: Format
+    shards: tuple[Shard, ...]
+
+    @property
+    def jobs(self) -> Iterator[PackJob | CopyJob]:
+        return (job for shard in self.shards for job in shard.jobs)
+
+    @property
+    def largest_size(self) -> int:
+        """The most bytes that all shards together can take."""
+        return sum(shard.largest_size for shard in self.shards)
+
+
+def component_name(job: PackJob, component: Component) -> str:
+    return f"{job.matrix.name}.{component.suffix}" if component.suffix else job.matrix.name
+
+
+def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
+    """The name of the float dtype that most bytes are stored in; "float32" when there is none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in DTYPE_NAMES:
+            sizes[tensor.dtype] += tensor.nbytes
+    return DTYPE_NAMES[sizes.most_common(1)[0][0]] if sizes else "float32"
+
+
+def make_plan(
+    tensors: Sequence[TensorInfo],
+    decisions: Mapping[str, Pack | Keep],
+    format: Format,
+    *,
+    max_shard_size: int,
+    stem: str = "model",
+) -> Plan:
+    """Place every output tensor.
+
+    Args:
+        tensors: of the source, in the order in which they are to be read.
+        decisions: what becomes of each, by name.
+        format: how weights are packed.
+        max_shard_size: bytes; a single weight larger than that gets a shard of its own.
+        stem: base name of the output files.
+
+    Raises:
+        PlanError: a tensor cannot be packed as decided, or two outputs would have one name.
+    """
+    jobs = [job for tensor in tensors for job in _jobs(tensor, decisions[tensor.name], format)]
+    _check_names(jobs)
+    groups = list(_split(jobs, max_shard_size))
+    single = len(groups) == 1
+    return Plan(
+        format,
+        tuple(
+            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group)
+            for number, group in enumerate(groups, start=1)
+        ),
+    )
+
+
+def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator[PackJob | CopyJob]:
+    if isinstance(decision, Keep):
+        cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
+        yield CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, decision.reason)
+        return
+    if tensor.dtype not in FLOAT_TAGS:
+        raise PlanError(f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype")
+    for matrix in decision.matrices:
+        yield PackJob(tensor, matrix, decision.reason, format.components(matrix.shape))
+
+
+def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise PlanError(f"{job.source.file}: {job.name}: two output tensors would have this name")
+        seen.add(job.name)
+
+
+def _split(jobs: Sequence[PackJob | CopyJob], max_shard_size: int) -> Iterator[list[PackJob | CopyJob]]:
+    group: list[PackJob | CopyJob] = []
+    size = header = 0
+    for job in jobs:
+        job_size, job_header = job.nbytes, _header_size(job)
+        if group and (size + job_size > max_shard_size or header + job_header > _LARGEST_HEADER):
+            yield group
+            group, size, header = [], 0, 0
+        group.append(job)
+        size += job_size
+        header += job_header
+    yield group
+
+
+def _header_size(job: PackJob | CopyJob) -> int:
+    """An upper bound of what a job's tensors take in the header."""
+    name = len(json.dumps(job.name).encode())
+    digits = 2 * len(str(2**48))
+    if isinstance(job, CopyJob):
+        return name + len(job.dtype) + len(str(job.source.shape)) + digits + _ENTRY_SYNTAX
+    return sum(
+        name + 1 + len(part.suffix) + len(part.dtype) + len(str(part.shape)) + digits + _ENTRY_SYNTAX
+        for part in job.components
+    )
+
+
+def _place(name: str, jobs: list[PackJob | CopyJob]) -> Shard:
+    # (alignment, kind) → the tensors of that kind: the job, which of its components (a copy has none), bytes
+    kinds: dict[tuple[int, str], list[tuple[PackJob | CopyJob, int, int]]] = {}
+    blobs_size = 0
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            kinds.setdefault((_alignment(job.dtype), "copy"), []).append((job, 0, job.nbytes))
+            continue
+        *placed, blob = job.components
+        blobs_size += blob.nbytes
+        job.offsets = [0] * len(placed)
+        for index, part in enumerate(placed):
+            kinds.setdefault((_alignment(part.dtype), f"packed {part.suffix}"), []).append((job, index, part.nbytes))
+    position = 0
+    for kind in sorted(kinds, key=lambda kind: (-kind[0], kind[1])):
+        for job, index, nbytes in kinds[kind]:
+            if isinstance(job, CopyJob):
+                job.offset = position
+            else:
+                job.offsets[index] = position
+            position += nbytes
+    metadata = len(json.dumps({METADATA_KEY: {"format": "pt"}}))
+    header = LENGTH_BYTES + metadata + sum(_header_size(job) for job in jobs)
+    return Shard(name, tuple(jobs), header + -header % 8, position, blobs_size)
+
+
+def _alignment(dtype: str) -> int:
+    return max(DTYPE_BITS[dtype] // 8, 1)

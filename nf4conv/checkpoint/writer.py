@@ -1,0 +1,122 @@
+"""One output shard: a temporary file, positional writes from many threads, then header, fsync and the final name."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from nf4conv.checkpoint.header import build_header, read_header
+from nf4conv.errors import OutputError
+
+
+class ShardWriter:
+    """Writes one safetensors file whose layout is known in advance.
+
+    The file has its final name only after `finish`, which checks and syncs it first. Thread-safe: writes are
+    positional and do not overlap.
+
+    Args:
+        temporary: path while it is being written; an existing file is started anew.
+        final: path when it is complete.
+        header_size: bytes to reserve for the header.
+        data_size: bytes of data at fixed offsets; `finish` may append to them.
+    """
+
+    def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
+        self._temporary = temporary
+        self._final = final
+        self._header_size = header_size
+        self._data_size = data_size
+        try:
+            self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.ftruncate(self._descriptor, header_size + data_size)
+        except OSError as error:
+            raise _output_error(temporary, error) from error
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes at `offset`, counted from the end of the header.
+
+        Raises:
+            OutputError: the disk is full or failing.
+        """
+        position = self._header_size + offset
+        try:
+            while data:
+                count = os.pwrite(self._descriptor, data, position)
+                data = data[count:]
+                position += count
+        except OSError as error:
+            raise _output_error(self._final, error) from error
+
+    def finish(self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes) -> int:
+        """Append `tail` to the data, write the header, sync, check, and give the file its final name.
+
+        Args:
+            entries: (name, dtype, shape, start, stop) of every tensor, `tail`'s included.
+            tail: data that follows the fixed-size tensors.
+
+        Returns:
+            The size of the finished file in bytes.
+
+        Raises:
+            OutputError: the disk is full or failing, or the file read back is not what was written.
+        """
+        entries = list(entries)
+        expected = {name: (start, stop) for name, _, _, start, stop in entries}
+        header = build_header(entries, reserve=self._header_size)
+        if len(header) != self._header_size:
+            raise AssertionError(f"{self._final}: header of {len(header)} bytes, {self._header_size} were reserved")
+        self.write(-self._header_size, memoryview(header))
+        self.write(self._data_size, memoryview(tail))
+        size = self._header_size + self._data_size + len(tail)
+        try:
+            os.ftruncate(self._descriptor, size)
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._check(expected, size)
+            self._temporary.replace(self._final)
+        except OSError as error:
+            raise _output_error(self._final, error) from error
+        return size
+
+    def _check(self, expected: dict[str, tuple[int, int]], size: int) -> None:
+        found = read_header(self._temporary)  # refuses holes, overlaps and a wrong file size
+        offsets = {tensor.name: (tensor.start - self._header_size, tensor.stop - self._header_size) for tensor in found}
+        if self._temporary.stat().st_size != size or offsets != expected:
+            raise OutputError(f"{self._final}: the header read back is not the one written; is the disk failing?")
+
+    def close(self) -> None:
+        """Give up an unfinished file; it keeps its temporary name."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _output_error(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"{path}: {error.strerror or error}")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it either exists whole or not at all.
+
+    Raises:
+        OutputError: the disk is full or failing.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _output_error(path, error) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,245 @@
+"""The command line: words → options → one function of the public API → what it returned, printed, and an exit code.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verification failed, 2 usage or bad input.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from nf4conv import __version__
+from nf4conv.errors import Nf4convError
+from nf4conv.options import DTYPES, NON_FINITE, QUANT_TYPES, QuantizeOptions, RunOptions
+
+if TYPE_CHECKING:
+    from nf4conv.quantize import QuantizationPlan, QuantizeReport
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class _Size(click.ParamType[int]):
+    """A number of bytes, as transformers and huggingface_hub write it: 5GB is 5·10⁹, 5GiB is 5·2³⁰."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(value).upper())
+        if match is None or match[2] not in _UNITS:
+            self.fail(f"{value!r} is not a size such as 5GB or 500MB", param, ctx)
+        size = int(float(match[1]) * _UNITS[match[2]])
+        if size <= 0:
+            self.fail("a size must be positive", param, ctx)
+        return size
+
+
+class _Commands(click.Group):
+    """Turns every error that is meant for the user into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Nf4convError as error:
+            _fail(str(error), 2)
+        except _Terminated:
+            _fail("stopped; the same command resumes", 128 + signal.SIGTERM)
+        except KeyboardInterrupt:
+            _fail("interrupted; the same command resumes", 128 + signal.SIGINT)
+        except BrokenPipeError:
+            # the reader of our output has left; nothing is left to be told, not even by the interpreter's exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+
+
+class _Terminated(BaseException):
+    pass
+
+
+def _raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise _Terminated
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"{click.style('Error:', fg='red')} {message}", err=True, color=_color())
+    sys.exit(code)
+
+
+def _color() -> bool | None:
+    """Whether to colour stderr; None leaves it to click, which asks whether it is a terminal."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="%(version)s")
+def main() -> None:
+    """Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4: streamed, bit-exact with bitsandbytes CUDA."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
+
+
+def _run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that every command has which moves weights."""
+    default = RunOptions()
+    for decorate in reversed(
+        (
+            click.option("--device", default=default.device, show_default=True, help="auto, cpu, cuda or cuda:N."),
+            click.option(
+                "--workers",
+                type=click.IntRange(min=0),
+                default=default.workers,
+                help="Threads; 0 chooses.  [default: 0]",
+            ),
+            click.option("--buffer-size", type=_Size(), default="256MB", show_default=True, help="Memory for reading."),
+            click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
+            click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
+            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+            click.option("-q", "--quiet", is_flag=True, help="No progress, no summary."),
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
+_DEFAULT = QuantizeOptions()
+_QUANTIZE_EXAMPLES = """\b
+Examples:
+  nf4conv quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4
+  nf4conv quantize ./model ./out --quant-type fp4 --dry-run
+"""
+
+
+@main.command(epilog=_QUANTIZE_EXAMPLES)
+@click.argument("source", metavar="SRC")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--quant-type",
+    type=click.Choice(QUANT_TYPES),
+    default=_DEFAULT.quant_type,
+    show_default=True,
+    help="4-bit data type.",
+)
+@click.option(
+    "--blocksize",
+    type=int,
+    default=_DEFAULT.blocksize,
+    show_default=True,
+    help="Weights that share one scale: 32, 64, … 4096.",
+)
+@click.option(
+    "--double-quant/--no-double-quant",
+    default=_DEFAULT.double_quant,
+    show_default=True,
+    help="Quantize the scales too.",
+)
+@click.option(
+    "--compute-dtype", type=click.Choice(DTYPES), help="What loaders compute in.  [default: --dtype, but not float32]"
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of what stays unquantized.  [default: the config's]")
+@click.option("--include", multiple=True, metavar="GLOB", help="Pack only tensors that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Keep tensors that match. Repeatable.")
+@click.option(
+    "--skip-modules", multiple=True, metavar="NAME", help="Keep these modules, as llm_int8_skip_modules. Repeatable."
+)
+@click.option("--quantize-towers", is_flag=True, help="Pack vision and audio towers too.")
+@click.option(
+    "--moe",
+    type=click.Choice(["portable", "per-expert"]),
+    default=_DEFAULT.moe,
+    show_default=True,
+    help="How experts are stored.",
+)
+@click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest output file.")
+@click.option(
+    "--non-finite",
+    type=click.Choice(NON_FINITE),
+    default=_DEFAULT.non_finite,
+    show_default=True,
+    help="Weights with NaN or infinity.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
+@_run_options
+def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Quantize the checkpoint SRC, a folder or a .safetensors file, into the folder OUT."""
+    run, options = _split(RunOptions, chosen), _split(QuantizeOptions, chosen)
+    from nf4conv.quantize import plan_quantization, quantize_checkpoint
+
+    plan = plan_quantization(source, options)
+    if dry_run:
+        _print_plan(plan, as_json)
+        return
+    if not quiet:
+        for note in plan.notes:
+            click.echo(f"{click.style('Note:', fg='yellow')} {note}", err=True, color=_color())
+    passes = 2 if options.non_finite == "keep" else 1
+    total = passes * sum(tensor.nbytes for tensor in plan.source.tensors)
+    with _progress(total, quiet) as advance:
+        report = quantize_checkpoint(source, out, options, run, advance)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=2))
+    elif not quiet:
+        _print_report(report)
+
+
+def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
+    """The chosen values that belong to one kind of options."""
+    return kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind)})
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr in bytes of source; none where stderr is not a terminal or the user wants none."""
+    from tqdm import tqdm
+
+    hidden = quiet or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE")
+    with tqdm(total=total, unit="B", unit_scale=True, disable=True if hidden else None, leave=False) as bar:
+        yield bar.update
+
+
+def _print_plan(plan: "QuantizationPlan", as_json: bool) -> None:
+    rows = plan.rows()
+    totals = plan.totals()
+    if as_json:
+        click.echo(
+            json.dumps({"tensors": rows, "totals": totals, "config": plan.config, "notes": plan.notes}, indent=2)
+        )
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        sizes = f"{_bytes(row['bytes_in']):>9} → {_bytes(row['bytes_out']):>9}"
+        click.echo(f"{row['action']:4}  {row['name']:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
+    click.echo(
+        f"\n{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
+        f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])} "
+        f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)"
+    )
+    for note in plan.notes:
+        click.echo(f"Note: {note}")
+
+
+def _print_report(report: "QuantizeReport") -> None:
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
+    resumed = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+    click.echo(
+        f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{resumed}\n"
+        f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)} "
+        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
+        f"{report.seconds:.1f} s on {report.device}, {report.bytes_before / report.seconds / 1e9:.2f} GB/s "
+        f"(all workers: {split})"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

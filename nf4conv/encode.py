@@ -1,0 +1,322 @@
+"""A plan's shards as pipeline tasks: read a piece of a weight, pack it, write the codes to their place.
+
+A large weight is packed in pieces that end at block boundaries; its absmax gathers on the device, and whoever packs the
+last piece does the nested step, which needs all of it. Small tensors are taken many at a time: their outputs are
+neighbours in the shard (checkpoint/plan.py), so each kind of component of a whole batch is one write.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.codec.layout import block_count, quant_state_json
+from nf4conv.codec.ops import backend, compress_absmax
+from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
+from nf4conv.errors import SourceError
+from nf4conv.pipeline import Task, Worker, aligned
+
+SOURCE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class NonFiniteError(SourceError):
+    """A weight that was to be packed holds NaN or infinity."""
+
+    def __init__(self, job: PackJob) -> None:
+        super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
+        self.job = job
+
+
+class ShardProgress:
+    """A shard being written: its file, the JSON blobs gathered so far, and how many of its tasks are left.
+
+    Args:
+        shard: its plan.
+        format: how weights are packed.
+        writer: its file.
+        finished: called with the size of the file once it is complete.
+    """
+
+    def __init__(self, shard: Shard, format: Format, writer: ShardWriter, finished: Callable[[int], None]) -> None:
+        self.shard = shard
+        self.format = format
+        self.writer = writer
+        self._finished = finished
+        self._blobs: dict[str, bytes] = {}
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def tasks(self, piece: int) -> list[Task]:
+        """Everything that is to be done for this shard, in pieces of so many source bytes."""
+        packs = [job for job in self.shard.jobs if isinstance(job, PackJob)]
+        copies = [job for job in self.shard.jobs if isinstance(job, CopyJob)]
+        tasks = [*_pack_tasks(self, packs, piece), *_copy_tasks(self, copies, piece)]
+        self._left = len(tasks)
+        return tasks
+
+    def done(self, blobs: dict[str, bytes] | None = None) -> None:
+        """Count a task as done; the last one completes the file."""
+        with self._lock:
+            self._blobs |= blobs or {}
+            self._left -= 1
+            complete = self._left == 0
+        if complete:
+            self._finish()
+
+    def _finish(self) -> None:
+        entries = list(self.shard.entries())
+        tail = bytearray()
+        for job in self.shard.jobs:
+            if isinstance(job, PackJob):
+                blob = self._blobs[job.name]
+                start = self.shard.fixed_size + len(tail)
+                entries.append((component_name(job, job.components[-1]), "U8", (len(blob),), start, start + len(blob)))
+                tail += blob
+        self._finished(self.writer.finish(entries, bytes(tail)))
+
+
+def _pack_tasks(progress: ShardProgress, jobs: Sequence[PackJob], piece: int) -> Iterator[Task]:
+    batch: list[PackJob] = []
+    room = piece
+    for job in jobs:
+        small = aligned(job.source_bytes) <= piece and not _is_cut_out(job)
+        if batch and (not small or aligned(job.source_bytes) > room):
+            yield PackBatch(progress, tuple(batch))
+            batch, room = [], piece
+        if small:
+            batch.append(job)
+            room -= aligned(job.source_bytes)
+        elif _is_cut_out(job):
+            yield PackCutOut(progress, job)
+        else:
+            yield from _pack_pieces(progress, job, piece)
+    if batch:
+        yield PackBatch(progress, tuple(batch))
+
+
+def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[Task]:
+    step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
+    starts = range(0, job.elements, step)
+    absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(starts))
+    for start in starts:
+        yield PackPiece(progress, job, absmax, start, min(start + step, job.elements))
+
+
+def _copy_tasks(progress: ShardProgress, jobs: Sequence[CopyJob], piece: int) -> Iterator[Task]:
+    batch: list[tuple[CopyJob, int, int]] = []
+    room = piece
+    for job in jobs:
+        itemsize = max(DTYPE_BITS[job.source.dtype] // 8, 1)
+        for start in range(0, max(job.source_bytes, 1), piece - piece % itemsize):
+            stop = min(start + piece, job.source_bytes)
+            if batch and stop - start > room:
+                yield CopyBatch(progress, tuple(batch))
+                batch, room = [], piece
+            batch.append((job, start, stop))
+            room -= stop - start
+    if batch:
+        yield CopyBatch(progress, tuple(batch))
+
+
+class GatheredAbsmax:
+    """The absmax of a weight that several workers pack piece by piece."""
+
+    def __init__(self, blocks: int, pieces: int) -> None:
+        self._blocks = blocks
+        self._left = pieces
+        self._absmax: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def part(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """[stop - start] float32: where a piece writes its share."""
+        with self._lock:
+            if self._absmax is None:
+                self._absmax = torch.empty(self._blocks, dtype=torch.float32, device=device)
+            return self._absmax[start:stop]
+
+    def done(self) -> torch.Tensor | None:
+        """Count a piece as packed; after the last one [blocks] float32, else None."""
+        with self._lock:
+            self._left -= 1
+            return self._absmax if self._left == 0 else None
+
+
+@dataclass(frozen=True)
+class PackPiece:
+    """Elements start … stop of a large weight."""
+
+    progress: ShardProgress
+    job: PackJob
+    absmax: GatheredAbsmax
+    start: int
+    stop: int
+
+    def run(self, worker: Worker) -> None:
+        blocksize = self.progress.format.blocksize
+        [weight] = _read_weights(worker, self.progress.format, [self.job], self.start, self.stop)
+        with worker.timed("encode"):
+            absmax = self.absmax.part(self.start // blocksize, block_count(self.stop, blocksize), worker.device)
+            packed = _pack(self.progress.format, weight, absmax)
+        worker.write([(self.progress.writer, self.job.offsets[0] + self.start // 2, packed)])
+        _check_finite([self.job], [weight])
+        whole = self.absmax.done()
+        self.progress.done(None if whole is None else _write_states(worker, self.progress, [self.job], [whole]))
+
+
+@dataclass(frozen=True)
+class PackBatch:
+    """Weights that fit into a worker's buffer together and are neighbours in the shard."""
+
+    progress: ShardProgress
+    jobs: tuple[PackJob, ...]
+
+    def run(self, worker: Worker) -> None:
+        _pack_whole(worker, self.progress, self.jobs, _read_weights(worker, self.progress.format, self.jobs))
+
+
+@dataclass(frozen=True)
+class PackCutOut:
+    """A weight that is stored transposed or as some columns of a larger matrix: it is taken whole."""
+
+    progress: ShardProgress
+    job: PackJob
+
+    def run(self, worker: Worker) -> None:
+        matrix, source = self.job.matrix, self.job.source
+        start, stop = _matrix_range(self.job)
+        [raw] = worker.read([(source.file, start, stop)])
+        with worker.timed("encode"):
+            weight = raw.view(SOURCE_DTYPES[source.dtype]).view(-1, source.shape[-1])
+            if matrix.columns is not None:
+                weight = weight[:, slice(*matrix.columns)]
+            if matrix.transpose:
+                weight = weight.t()
+            weight = weight.to(DTYPES[self.progress.format.dtype]).contiguous().view(-1)
+        _pack_whole(worker, self.progress, [self.job], [weight])
+
+
+@dataclass(frozen=True)
+class CopyBatch:
+    """Tensors, or parts of them, that are kept: (job, start, stop) in bytes of the source."""
+
+    progress: ShardProgress
+    parts: tuple[tuple[CopyJob, int, int], ...]
+
+    def run(self, worker: Worker) -> None:
+        for job, start, stop in self.parts:
+            source = job.source
+            if job.dtype == source.dtype:
+                worker.copy(
+                    source.file, source.start + start, source.start + stop, self.progress.writer, job.offset + start
+                )
+                continue
+            [raw] = worker.read([(source.file, source.start + start, source.start + stop)])
+            with worker.timed("encode"):
+                cast = raw.view(SOURCE_DTYPES[source.dtype]).to(SOURCE_DTYPES[job.dtype])
+            offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[source.dtype]
+            worker.write([(self.progress.writer, offset, cast)])
+        self.progress.done()
+
+
+def _is_cut_out(job: PackJob) -> bool:
+    """Whether a weight's elements are not one run of its source's bytes."""
+    return job.matrix.transpose or job.matrix.columns is not None
+
+
+def _matrix_range(job: PackJob) -> tuple[int, int]:
+    """The bytes of the source file that hold a job's matrix, with all its columns."""
+    *_, height, width = job.source.shape
+    row = width * DTYPE_BITS[job.source.dtype] // 8
+    first, last = job.matrix.rows or (0, height)
+    start = job.source.start + (job.matrix.index or 0) * height * row
+    return start + first * row, start + last * row
+
+
+def _read_weights(
+    worker: Worker, format: Format, jobs: Sequence[PackJob], start: int = 0, stop: int | None = None
+) -> list[torch.Tensor]:
+    """Weights, or elements start … stop of them, flat and cast to the format's dtype."""
+    ranges = []
+    for job in jobs:
+        begin, end = _matrix_range(job)
+        itemsize = DTYPE_BITS[job.source.dtype] // 8
+        ranges.append((job.source.file, begin + start * itemsize, end if stop is None else begin + stop * itemsize))
+    raws = worker.read(ranges)
+    with worker.timed("encode"):
+        return [
+            raw.view(SOURCE_DTYPES[job.source.dtype]).to(DTYPES[format.dtype])
+            for job, raw in zip(jobs, raws, strict=True)
+        ]
+
+
+def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
+    backend(weight.device).quantize_blocks(weight, packed, absmax, format.quant_type, format.blocksize)
+    return packed
+
+
+def _pack_whole(
+    worker: Worker, progress: ShardProgress, jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]
+) -> None:
+    """Pack whole weights and write all their components."""
+    format = progress.format
+    with worker.timed("encode"):
+        absmaxes = [
+            torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
+            for weight in weights
+        ]
+        packed = torch.cat([_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)])
+    worker.write([(progress.writer, jobs[0].offsets[0], packed)])
+    _check_finite(jobs, weights)
+    progress.done(_write_states(worker, progress, jobs, absmaxes))
+
+
+def _write_states(
+    worker: Worker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
+) -> dict[str, bytes]:
+    """Write all components but the codes and the JSON blobs of weights that are neighbours in the shard.
+
+    Returns:
+        The blobs, by name of the weight.
+    """
+    format = progress.format
+    quant_map = code_table(format.quant_type, worker.device).repeat(len(jobs))
+    offsets: list[float | None] = [None] * len(jobs)
+    with worker.timed("encode"):
+        if format.double_quant:
+            nested = [compress_absmax(absmax) for absmax in absmaxes]
+            parts = [
+                torch.cat([codes for codes, _, _ in nested]),
+                quant_map,
+                torch.cat([state2.absmax for _, _, state2 in nested]),
+                dynamic_table(worker.device).repeat(len(jobs)),
+            ]
+            offsets = list(torch.stack([offset for _, offset, _ in nested]).tolist())
+        else:
+            parts = [torch.cat(list(absmaxes)), quant_map]
+    # parts stand in the order of layout.components, of which the packed codes are the first
+    worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
+    return {
+        job.name: quant_state_json(
+            quant_type=format.quant_type,
+            blocksize=format.blocksize,
+            dtype=format.dtype,
+            shape=job.matrix.shape,
+            nested_offset=offset,
+        )
+        for job, offset in zip(jobs, offsets, strict=True)
+    }
+
+
+def _check_finite(jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]) -> None:
+    # A sum is NaN or infinite if any term is; a finite weight whose sum overflows is looked at again.
+    sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])
+    if bool(torch.isfinite(sums).all()):
+        return
+    for job, weight in zip(jobs, weights, strict=True):
+        if not bool(torch.isfinite(weight).all()):
+            raise NonFiniteError(job)

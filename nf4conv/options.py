@@ -1,0 +1,63 @@
+"""What the user can choose, with its defaults: the one home of both. No torch here."""
+
+from dataclasses import dataclass
+from typing import Final
+
+QUANT_TYPES: Final = ("nf4", "fp4")
+DTYPES: Final = ("bfloat16", "float16", "float32")
+NON_FINITE: Final = ("refuse", "keep")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run uses the machine. None of it changes a byte of the result, except that CPU and CUDA round the
+    reciprocal of a float32 weight's absmax differently (docs/format.md).
+
+    Attributes:
+        device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one.
+        workers: threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU.
+        buffer_size: bytes of host memory for reading, all workers together.
+        overwrite: delete what is in the output folder.
+        checksum: write SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
+    """
+
+    device: str = "auto"
+    workers: int = 0
+    buffer_size: int = 256 * 10**6
+    overwrite: bool = False
+    checksum: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What `quantize` makes of a checkpoint.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        double_quant: whether absmax is quantized too.
+        compute_dtype: what loaders compute in: "bfloat16", "float16" or "float32"; None takes `dtype` unless that
+            is float32, which is slow.
+        dtype: what unquantized tensors are stored in and weights are cast to before they are packed; None takes the
+            config's, or else the dtype that most of the checkpoint is stored in.
+        include: glob patterns; only tensors that match one are packed. Empty: all that can be.
+        exclude: glob patterns of tensors to keep, beside those that are kept anyway.
+        skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers.
+        quantize_towers: whether to pack vision and audio towers too.
+        moe: how experts are stored: "portable" or "per-expert".
+        max_shard_size: bytes of an output file.
+        non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
+    """
+
+    quant_type: str = "nf4"
+    blocksize: int = 64
+    double_quant: bool = True
+    compute_dtype: str | None = None
+    dtype: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    skip_modules: tuple[str, ...] = ()
+    quantize_towers: bool = False
+    moe: str = "portable"
+    max_shard_size: int = 5 * 10**9
+    non_finite: str = "refuse"

@@ -1,0 +1,364 @@
+"""`nf4conv quantize`: a checkpoint in, a 4-bit bitsandbytes checkpoint out.
+
+open_source ▸ select ▸ make_plan            headers and config only: this is all a dry run does
+Workspace ▸ Pipeline(shard tasks)           every byte of every shard
+auxiliary files ▸ index ▸ config.json       config.json last: it is what makes the folder a checkpoint
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from nf4conv import __version__
+from nf4conv.checkpoint.auxiliary import auxiliary_files
+from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
+from nf4conv.checkpoint.plan import Format, PackJob, Plan, dominant_dtype, make_plan
+from nf4conv.checkpoint.selection import Selection, SelectionOptions, demote, select
+from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
+from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
+
+if TYPE_CHECKING:
+    from nf4conv.pipeline import Pipeline, Task
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """Everything that is known before a byte is read.
+
+    Attributes:
+        path: the source as it was given.
+        options: what was asked for.
+        source: the checkpoint.
+        plan: the output files.
+        config: the content of the output's config.json; None when the source has none.
+        auxiliary: files that are copied beside the weights, relative to the source's folder.
+        non_finite: source tensors that are kept because they hold NaN or infinity.
+        notes: what the user should know.
+    """
+
+    path: Path
+    options: QuantizeOptions
+    source: Source
+    plan: Plan
+    config: Mapping[str, Any] | None
+    auxiliary: tuple[PurePosixPath, ...]
+    non_finite: frozenset[str]
+    notes: tuple[str, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry for each weight that is packed and each tensor that is kept: what, why, and bytes in and out."""
+        return [
+            {
+                "name": job.name,
+                "action": "pack" if isinstance(job, PackJob) else "copy" if job.dtype == job.source.dtype else "cast",
+                "reason": job.reason,
+                "dtype": job.source.dtype,
+                "shape": list(job.matrix.shape if isinstance(job, PackJob) else job.source.shape),
+                "bytes_in": job.source_bytes,
+                "bytes_out": job.nbytes,
+                "file": shard.name,
+            }
+            for shard in self.plan.shards
+            for job in shard.jobs
+        ]
+
+    def totals(self) -> dict[str, Any]:
+        """What the rows add up to; the size of the output is exact but for the digits of the nested offsets."""
+        jobs = list(self.plan.jobs)
+        packed = sum(isinstance(job, PackJob) for job in jobs)
+        bytes_in, bytes_out = sum(job.source_bytes for job in jobs), self.plan.largest_size
+        parameters = sum(job.elements for job in jobs)
+        return {
+            "packed": packed,
+            "copied": len(jobs) - packed,
+            "shards": len(self.plan.shards),
+            "parameters": parameters,
+            "bytes_in": bytes_in,
+            "bytes_out": bytes_out,
+            "compression": bytes_in / bytes_out,
+            "bits_per_parameter": 8 * bytes_out / parameters,
+        }
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What a run did.
+
+    Attributes:
+        out: the output folder.
+        device: where it was computed.
+        packed: weights packed.
+        copied: tensors kept.
+        parameters: elements of all tensors.
+        bytes_before: of all tensors of the source.
+        bytes_after: of the output's weight files.
+        bits_per_parameter: of the output.
+        seconds: wall clock of the whole run.
+        seconds_by_activity: "read", "encode" and "write", summed over the workers.
+        shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        notes: what the user should know.
+    """
+
+    out: str
+    device: str
+    packed: int
+    copied: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+    bits_per_parameter: float
+    seconds: float
+    seconds_by_activity: Mapping[str, float]
+    shards_resumed: int
+    notes: tuple[str, ...]
+
+
+def plan_quantization(
+    source: str | Path, options: QuantizeOptions | None = None, *, non_finite: frozenset[str] = frozenset()
+) -> QuantizationPlan:
+    """Decide everything about a quantization from headers and config alone; no weight is read, torch is not imported.
+
+    Args:
+        source: a folder or a .safetensors file.
+        options: what to make of it.
+        non_finite: source tensors known to hold NaN or infinity, to be kept unquantized.
+
+    Raises:
+        SourceError: the source cannot be read.
+        PlanError: the request cannot be met.
+    """
+    options = options or QuantizeOptions()
+    _check_options(options)
+    opened = open_source(Path(source))
+    config = opened.config or {}
+    selection = select(
+        opened.tensors,
+        config,
+        SelectionOptions(
+            include=options.include,
+            exclude=options.exclude,
+            skip_modules=options.skip_modules,
+            quantize_towers=options.quantize_towers,
+            moe=options.moe,
+        ),
+    )
+    if non_finite:
+        selection = demote(selection, dict.fromkeys(sorted(non_finite), "holds NaN or infinity"), config)
+    dtype = options.dtype or checkpoint_dtype(config) or dominant_dtype(opened.tensors)
+    plan = make_plan(
+        opened.tensors,
+        selection.decisions,
+        Format(options.quant_type, options.blocksize, options.double_quant, dtype),
+        max_shard_size=options.max_shard_size,
+        stem=opened.stem,
+    )
+    if not any(isinstance(job, PackJob) for job in plan.jobs):
+        raise PlanError(f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
+    return QuantizationPlan(
+        path=Path(source),
+        options=options,
+        source=opened,
+        plan=plan,
+        config=_new_config(opened, selection, plan.format, options),
+        auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
+        non_finite=non_finite,
+        notes=selection.notes,
+    )
+
+
+def _check_options(options: QuantizeOptions) -> None:
+    for name, value, allowed in (
+        ("quant-type", options.quant_type, tuple(CODEBOOKS)),
+        ("blocksize", options.blocksize, BLOCKSIZES),
+        ("dtype", options.dtype, (None, *DTYPES)),
+        ("compute-dtype", options.compute_dtype, (None, *DTYPES)),
+    ):
+        if value not in allowed:
+            raise PlanError(
+                f"--{name} {value}: expected one of {', '.join(str(choice) for choice in allowed if choice)}"
+            )
+
+
+def _new_config(
+    source: Source, selection: Selection, format: Format, options: QuantizeOptions
+) -> Mapping[str, Any] | None:
+    if source.config is None:
+        return None
+    compute_dtype = options.compute_dtype or (format.dtype if format.dtype != "float32" else "bfloat16")
+    return quantized_config(
+        source.config,
+        quant_type=format.quant_type,
+        double_quant=format.double_quant,
+        compute_dtype=compute_dtype,
+        skip_modules=selection.skip_modules,
+        dtype=format.dtype,
+    )
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: QuantizeOptions | None = None,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> QuantizeReport:
+    """Quantize a checkpoint to 4 bits.
+
+    A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
+
+    Args:
+        source: a folder or a .safetensors file.
+        out: the folder to write; it must be empty, or hold an interrupted run of the same job.
+        options: what to make of the checkpoint.
+        run: how to use the machine.
+        progress: told how many more source bytes have been read, from any thread.
+
+    Raises:
+        SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
+    """
+    # torch takes seconds to import, and a wrong path should be reported before that
+    started = time.perf_counter()
+    run = run or RunOptions()
+    job = plan_quantization(source, options)
+    out = Path(out)
+    check_apart(job.source.folder, out)
+    from nf4conv.encode import NonFiniteError
+    from nf4conv.pipeline import open_pipeline
+
+    pipeline = open_pipeline(run, progress or _ignore)
+    if job.options.non_finite == "keep":
+        job = _without_non_finite(job, pipeline)
+    with Workspace(out, _fingerprint(job, pipeline), overwrite=run.overwrite, checksum=run.checksum) as workspace:
+        resumed = len(workspace.finished)
+        workspace.check_space(_space_needed(job, workspace))
+        try:
+            with ExitStack() as writers:
+                pipeline.run(_tasks(job, workspace, pipeline, writers))
+        except NonFiniteError as error:
+            raise _describe_non_finite(error.job, pipeline) from error
+        _finalize(job, workspace)
+        return _report(job, workspace, pipeline, resumed, time.perf_counter() - started)
+
+
+def _ignore(count: int) -> None:
+    """Progress that nobody watches."""
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Refuse an output folder that is the source, lies in it, or holds it.
+
+    Raises:
+        OutputError: as said.
+    """
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents:
+        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
+    if out in source.parents:
+        raise OutputError(f"{out}: holds the source folder; choose another output folder")
+
+
+def _without_non_finite(job: QuantizationPlan, pipeline: "Pipeline") -> QuantizationPlan:
+    """The plan with every weight that holds NaN or infinity kept; takes a pass over the weights to find them."""
+    from nf4conv.scan import count_non_finite
+
+    found = count_non_finite([entry for entry in job.plan.jobs if isinstance(entry, PackJob)], pipeline)
+    if not found:
+        return job
+    kept = plan_quantization(job.path, job.options, non_finite=frozenset(found))
+    notes = tuple(f"{name}: kept unquantized, {count:,} values are NaN or infinite" for name, count in found.items())
+    return replace(kept, notes=kept.notes + notes)
+
+
+def _describe_non_finite(job: PackJob, pipeline: "Pipeline") -> SourceError:
+    from nf4conv.scan import count_non_finite
+
+    counts = count_non_finite([job], pipeline)
+    count = counts.get(job.source.name, 0)
+    return SourceError(
+        f"{job.source.file}: {job.source.name}: {count:,} of {job.source.elements:,} values are NaN or infinite"
+        f"{'' if count else ' once cast'}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
+    )
+
+
+def _fingerprint(job: QuantizationPlan, pipeline: "Pipeline") -> dict[str, Any]:
+    """Whatever decides the bytes of the result, so that an interrupted run is resumed only by its like."""
+    files = {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in job.source.files}
+    headers = hashlib.sha256()
+    for tensor in job.source.tensors:
+        headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
+    return {
+        "command": "quantize",
+        "version": __version__,
+        "torch": version("torch"),
+        "device": pipeline.device.type,
+        "source files": files,
+        "source headers": headers.hexdigest(),
+        "source config": job.source.config,
+        "tensors kept for NaN or infinity": sorted(job.non_finite),
+        **{f"--{name.replace('_', '-')}": value for name, value in asdict(job.options).items()},
+    }
+
+
+def _space_needed(job: QuantizationPlan, workspace: Workspace) -> int:
+    shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in workspace.finished)
+    return shards + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
+
+
+def _tasks(job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline", writers: ExitStack) -> Iterator["Task"]:
+    from nf4conv.encode import ShardProgress
+
+    for shard in job.plan.shards:
+        if shard.name in workspace.finished:
+            pipeline.advance(sum(entry.source_bytes for entry in shard.jobs))
+            continue
+        writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
+        writers.callback(writer.close)
+        finished = partial(workspace.record, shard.name)
+        yield from ShardProgress(shard, job.plan.format, writer, finished).tasks(pipeline.piece)
+
+
+def _finalize(job: QuantizationPlan, workspace: Workspace) -> None:
+    for name in job.auxiliary:
+        workspace.write(str(name), (job.source.folder / name).read_bytes())
+    if len(job.plan.shards) > 1:
+        workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
+    config = None if job.config is None else (json.dumps(job.config, indent=2, ensure_ascii=False) + "\n").encode()
+    workspace.complete({} if config is None else {"config.json": config})
+
+
+def _index(plan: Plan, workspace: Workspace) -> bytes:
+    total = sum(workspace.finished[shard.name].size - shard.header_size for shard in plan.shards)
+    weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _report(
+    job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline", resumed: int, seconds: float
+) -> QuantizeReport:
+    parameters = sum(entry.elements for entry in job.plan.jobs)
+    bytes_after = sum(shard.size for shard in workspace.finished.values())
+    return QuantizeReport(
+        out=str(workspace.out),
+        device=str(pipeline.device),
+        packed=sum(isinstance(entry, PackJob) for entry in job.plan.jobs),
+        copied=sum(not isinstance(entry, PackJob) for entry in job.plan.jobs),
+        parameters=parameters,
+        bytes_before=sum(tensor.nbytes for tensor in job.source.tensors),
+        bytes_after=bytes_after,
+        bits_per_parameter=8 * bytes_after / parameters,
+        seconds=seconds,
+        seconds_by_activity=dict(pipeline.seconds),
+        shards_resumed=resumed,
+        notes=job.notes,
+    )
