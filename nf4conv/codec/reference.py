@@ -87,8 +87,8 @@ def dequantize_blocks(
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax.
     """
-    scales = absmax if state2 is None or offset is None else _decode_absmax(absmax, state2, offset)
-    values = _decoded_values(quant_type, out.device)
+    scales = absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset)
+    values = decoded_values(quant_type, out.device)
     for start in range(0, out.numel(), _CHUNK):
         target = out[start : start + _CHUNK]
         piece = packed[start // 2 : (start + _CHUNK) // 2]
@@ -147,13 +147,13 @@ def _dynamic_cuts(device: torch.device) -> torch.Tensor:
     return midpoints
 
 
-def _decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
+def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
     """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
     nested = _flushed(state2.absmax).repeat_interleave(state2.blocksize)[: codes.numel()]
     return _flushed(_flushed(state2.code)[codes.int()] * nested) + offset
 
 
-def _decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
+def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
     """[16] float32: the values that CUDA decodes to. FP4 code 8 is -0.0 there, not the +0.0 of its quant_map."""
     values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float32, device=device)
     if quant_type == "fp4":
