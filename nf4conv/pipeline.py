@@ -10,6 +10,8 @@ computation happens, and each worker computes on one thread.
 """
 
 import os
+import resource
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -30,7 +32,8 @@ LARGEST_PIECE = 32 * 2**20
 """Bytes. Larger pieces gain nothing: the cost per piece is already below 1 % (benchmarks/results)."""
 
 
-_CUDA_WORKERS = 8
+_CUDA_WORKERS: Final = 8
+_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
 
 class Task(Protocol):
@@ -143,6 +146,7 @@ class Pipeline:
 
     Attributes:
         piece: bytes that a worker reads at a time.
+        elapsed: wall-clock seconds spent running tasks.
         seconds: time spent by activity, summed over the workers.
     """
 
@@ -150,7 +154,8 @@ class Pipeline:
         self.device = device
         self.piece = piece_size(buffer_size, workers)
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._count = workers
+        self.elapsed = 0.0
+        self.workers = workers
         self.advance = advance
 
     def run(self, tasks: Iterable[Task]) -> None:
@@ -158,11 +163,12 @@ class Pipeline:
 
         An interrupt stops the workers after the piece in hand.
         """
+        started = time.perf_counter()
         crew = _Crew(tasks)
         with Reader() as reader:
             threads = [
                 threading.Thread(target=self._work, args=(crew, reader), name=f"nf4conv-{number}", daemon=True)
-                for number in range(self._count)
+                for number in range(self.workers)
             ]
             for thread in threads:
                 thread.start()
@@ -177,6 +183,15 @@ class Pipeline:
                 raise
         if crew.error is not None:
             raise crew.error
+        self.elapsed += time.perf_counter() - started
+
+    def memory(self) -> "MemoryUse":
+        """The most memory used so far: of this process on the host, and of torch on the device."""
+        cuda = self.device.type == "cuda"
+        return MemoryUse(
+            host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
+            device=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
+        )
 
     def _work(self, crew: "_Crew", reader: Reader) -> None:
         try:
@@ -221,6 +236,13 @@ def _device(name: str) -> torch.device:
     if int(index or 0) >= found:
         raise PlanError(f"--device {name}: torch finds {found} CUDA devices on this machine")
     return torch.device("cuda", int(index or 0))
+
+
+class MemoryUse(NamedTuple):
+    """Bytes."""
+
+    host: int
+    device: int
 
 
 class _Crew:

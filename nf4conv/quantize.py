@@ -28,7 +28,7 @@ from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
 
 if TYPE_CHECKING:
-    from nf4conv.pipeline import Pipeline, Task
+    from nf4conv.pipeline import MemoryUse, Pipeline, Task
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,11 @@ class QuantizeReport:
         bytes_after: of the output's weight files.
         bits_per_parameter: of the output.
         seconds: wall clock of the whole run.
+        pipeline_seconds: of it, from the first read to the last write.
         seconds_by_activity: "read", "encode" and "write", summed over the workers.
+        host_baseline_bytes: peak resident memory of the process when the first byte is read.
+        host_peak_bytes: the same at the end.
+        device_peak_bytes: the most that torch held on the GPU.
         shards_resumed: finished shards of an earlier, interrupted run that were kept.
         notes: what the user should know.
     """
@@ -118,7 +122,11 @@ class QuantizeReport:
     bytes_after: int
     bits_per_parameter: float
     seconds: float
+    pipeline_seconds: float
     seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
     shards_resumed: int
     notes: tuple[str, ...]
 
@@ -236,6 +244,7 @@ def quantize_checkpoint(
     from nf4conv.pipeline import open_pipeline
 
     pipeline = open_pipeline(run, progress or _ignore)
+    baseline = pipeline.memory()
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, pipeline)
     with Workspace(out, _fingerprint(job, pipeline), overwrite=run.overwrite, checksum=run.checksum) as workspace:
@@ -247,7 +256,7 @@ def quantize_checkpoint(
         except NonFiniteError as error:
             raise _describe_non_finite(error.job, pipeline) from error
         _finalize(job, workspace)
-        return _report(job, workspace, pipeline, resumed, time.perf_counter() - started)
+        return _report(job, workspace, pipeline, resumed, started, baseline)
 
 
 def _ignore(count: int) -> None:
@@ -344,7 +353,12 @@ def _index(plan: Plan, workspace: Workspace) -> bytes:
 
 
 def _report(
-    job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline", resumed: int, seconds: float
+    job: QuantizationPlan,
+    workspace: Workspace,
+    pipeline: "Pipeline",
+    resumed: int,
+    started: float,
+    baseline: "MemoryUse",
 ) -> QuantizeReport:
     parameters = sum(entry.elements for entry in job.plan.jobs)
     bytes_after = sum(shard.size for shard in workspace.finished.values())
@@ -357,8 +371,12 @@ def _report(
         bytes_before=sum(tensor.nbytes for tensor in job.source.tensors),
         bytes_after=bytes_after,
         bits_per_parameter=8 * bytes_after / parameters,
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
+        pipeline_seconds=pipeline.elapsed,
         seconds_by_activity=dict(pipeline.seconds),
+        host_baseline_bytes=baseline.host,
+        host_peak_bytes=pipeline.memory().host,
+        device_peak_bytes=pipeline.memory().device,
         shards_resumed=resumed,
         notes=job.notes,
     )
