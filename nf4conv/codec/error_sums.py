@@ -15,6 +15,7 @@ or magnitudes above 2^126 (docs/format.md).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -56,6 +57,6 @@ def half_gaps(quant_type: str) -> tuple[float, ...]:
     """For each of the 16 codes half the wider gap to its neighbours in value, plus the slack."""
     values = CODEBOOKS[quant_type].values
     ascending = sorted(set(values))
-    gaps = [right - left for left, right in zip(ascending, ascending[1:], strict=False)]
+    gaps = [right - left for left, right in pairwise(ascending)]
     wider = [max(pair) for pair in zip([0.0, *gaps], [*gaps, 0.0], strict=True)]
     return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)

@@ -2,6 +2,7 @@
 
     arithmetic.py   the float32 operations as bitsandbytes' CUDA library rounds and flushes them
     tables.py       the small tables that kernels read, once for each device
+    assembly.py     the two hot loops as PTX
     launch.py       compile once, then launch for the price of the driver call
     quantize.py     weight → packed codes, absmax
     dequantize.py   packed codes, absmax (plain or nested) → weight
@@ -14,8 +15,17 @@ Each kernel has a constexpr `PTX`: where it is false, every step in inline assem
 is how Triton's interpreter runs the same indexing, masks and packing without a GPU.
 """
 
+from nf4conv.codec.kernels.batch import compress_absmax_batch, quantize_blocks_batch
 from nf4conv.codec.kernels.dequantize import dequantize_blocks
+from nf4conv.codec.kernels.error import error_sums
 from nf4conv.codec.kernels.nested import compress_absmax
 from nf4conv.codec.kernels.quantize import quantize_blocks
 
-__all__ = ["compress_absmax", "dequantize_blocks", "quantize_blocks"]
+__all__ = [
+    "compress_absmax",
+    "compress_absmax_batch",
+    "dequantize_blocks",
+    "error_sums",
+    "quantize_blocks",
+    "quantize_blocks_batch",
+]

@@ -17,12 +17,13 @@ def flush(x):
 
 @triton.jit
 def multiply(a, b, PTX: tl.constexpr):
-    """a · b, operands and result flushed. a and b have one shape."""
+    """Multiply; operands and result flushed; one shape."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
-    return flush(flush(a) * flush(b))
+    else:
+        return flush(flush(a) * flush(b))
 
 
 @triton.jit
@@ -32,7 +33,8 @@ def reciprocal(a, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
         )
-    return flush(1.0 / flush(a))
+    else:
+        return flush(1.0 / flush(a))
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def magnitude(x):
 
 
 @triton.jit
-def lane_table(address, PTX: tl.constexpr):
+def lane_entry(address, PTX: tl.constexpr):
     """One entry per lane of a table of 32 words, for shuffles to look up; int32.
 
     Args:

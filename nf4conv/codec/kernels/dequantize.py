@@ -1,7 +1,7 @@
 """Packed 4-bit codes and absmax, plain or nested → weight: one pass, one launch.
 
-A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one packed 32-bit word, or
-4 float32 elements from 16 packed bits.
+A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one packed 32-bit word,
+or 4 float32 elements from 16 packed bits.
 
     absmax   once for each block; nested: code[q] · nested_absmax, rounded, then + offset, rounded: never one FMA
     value    the 16 values sit in the lanes of a warp and are looked up by shuffles (tables.py, docs/kernels.md)
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_table, multiply
+from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.quantize import access
 from nf4conv.codec.kernels.tables import value_table
@@ -20,6 +21,7 @@ from nf4conv.codec.quant_state import NestedState
 
 MINIMUM_SLOTS = 256
 NUM_WARPS = 1
+STREAM = False
 
 
 def dequantize_blocks(
@@ -47,11 +49,11 @@ def dequantize_blocks(
         return
     slot = 16 // out.element_size()
     tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
-    nested = (absmax, absmax, absmax) if state2 is None else (state2.code, state2.absmax, offset)
+    nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     _launch(
         triton.cdiv(n, tile),
         (packed, absmax, *nested, value_table(quant_type, out.device), out, n),
-        (blocksize, tile, state2 is not None, access(out, packed, n, tile), out.is_cuda),
+        (blocksize, tile, state2 is not None, access(out, packed, n, tile), STREAM, out.is_cuda),
         out.dtype,
         NUM_WARPS,
     )
@@ -76,6 +78,7 @@ def _dequantize_kernel(
     TILE: tl.constexpr,
     NESTED: tl.constexpr,
     ACCESS: tl.constexpr,
+    STREAM: tl.constexpr,
     PTX: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -86,14 +89,27 @@ def _dequantize_kernel(
     first = program * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
     words = load_packed(packed_ptr + first // 2, count, SLOT, SLOTS, ACCESS)
-    absmax = load_absmax(
-        absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, program * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, PTX
+    absmax, _ = load_absmax(
+        absmax_ptr,
+        nested_code_ptr,
+        nested_absmax_ptr,
+        offset_ptr,
+        program * BLOCKS,
+        count,
+        BLOCKSIZE,
+        BLOCKS,
+        NESTED,
+        ACCESS,
+        PTX,
     )
     scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
-    even, odd = plain_values(words, scale, table_ptr, SLOT)
-    pairs = tl.interleave(even, odd).to(DTYPE)
-    element = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT)[None, :]
-    tl.store(out_ptr + first + element, pairs, mask=element < count)
+    if PTX and ACCESS != 2:
+        store_decoded(out_ptr + first, words, scale, table_ptr, count, DTYPE, SLOT, SLOTS, ACCESS, STREAM)
+    else:
+        even, odd = plain_values(words, scale, table_ptr, SLOT, PTX)
+        values = tl.interleave(even, odd).to(DTYPE)
+        element = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT)[None, :]
+        tl.store(out_ptr + first + element, values, mask=element < count)
 
 
 _launch = Launcher(_dequantize_kernel)
@@ -108,14 +124,16 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
         index = slot[:, None] * (SLOT // 2) + byte
         values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
         return tl.sum(values << (byte * 8), axis=1)
-    word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
-    # not true: it makes Triton give each thread one word at a time, so that the output comes out as 16 bytes a thread
-    # with neighbouring threads side by side, and needs no exchange through shared memory
-    single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
-    word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
-    if ACCESS == 1:
-        return tl.load(word_ptr, mask=slot * SLOT < count, other=0).to(tl.int32)
-    return tl.load(word_ptr).to(tl.int32)
+    else:
+        word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
+        # not true: it makes Triton give each thread one word at a time, so that the output comes out as 16 bytes a
+        # thread with neighbouring threads side by side, and needs no exchange through shared memory
+        single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
+        word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
+        if ACCESS == 1:
+            return tl.load(word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first").to(tl.int32)
+        else:
+            return tl.load(word_ptr, eviction_policy="evict_first").to(tl.int32)
 
 
 @triton.jit
@@ -129,24 +147,62 @@ def load_absmax(
     BLOCKSIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     NESTED: tl.constexpr,
+    ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """[BLOCKS] float32: absmax of consecutive blocks, decoded."""
+    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 unless NESTED."""
     block = tl.arange(0, BLOCKS)
-    mask = block * BLOCKSIZE < count
-    absmax = tl.load(absmax_ptr + first_block + block, mask=mask, other=0)
-    if not NESTED:
-        return absmax
-    code = tl.load(nested_code_ptr + absmax.to(tl.int32))
-    nested_absmax = tl.load(nested_absmax_ptr + (first_block + block) // 256, mask=mask, other=0.0)
-    return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr)
+    if ACCESS == 0:
+        absmax = tl.load(absmax_ptr + first_block + block)
+    else:
+        block = tl.minimum(block, (count - 1) // BLOCKSIZE)
+        absmax = tl.load(absmax_ptr + first_block + block)
+    if NESTED:
+        code = tl.load(nested_code_ptr + absmax.to(tl.int32))
+        nested_absmax = tl.load(nested_absmax_ptr + (first_block + block) // 256)
+        return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr), nested_absmax
+    else:
+        return absmax, tl.zeros((BLOCKS,), tl.float32)
 
 
 @triton.jit
-def plain_values(words, scale, table_ptr, SLOT: tl.constexpr):
+def store_decoded(
+    out_ptr,
+    words,
+    scale,
+    table_ptr,
+    count,
+    DTYPE: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACCESS: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """Decode by shuffles and store 16 bytes a thread."""
+    value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
+    w0, w1, w2, w3 = tl.inline_asm_elementwise(
+        decode_assembly(DTYPE),
+        "=r,=r,=r,=r,r,f,r",
+        [words, scale, value],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
+    slot = tl.arange(0, SLOTS)[:, None]
+    word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + slot * 4 + tl.arange(0, 4)[None, :]
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if ACCESS == 1:
+        tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
+    else:
+        tl.store(word_ptr, decoded, eviction_policy=policy)
+
+
+@triton.jit
+def plain_values(words, scale, table_ptr, SLOT: tl.constexpr, PTX: tl.constexpr):
     """Two [SLOTS, SLOT / 2] float32: the elements of even and of odd index."""
     shift = tl.arange(0, SLOT // 2)[None, :] * 8
     spread = tl.broadcast_to(scale[:, None], (words.shape[0], SLOT // 2))
     even = tl.load(table_ptr + ((words[:, None] >> (shift + 4)) & 15)).to(tl.float32, bitcast=True)
     odd = tl.load(table_ptr + ((words[:, None] >> shift) & 15)).to(tl.float32, bitcast=True)
-    return multiply(even, spread, False), multiply(odd, spread, False)
+    return multiply(even, spread, PTX), multiply(odd, spread, PTX)

@@ -49,20 +49,32 @@ class Launcher:
         device = first.device
         if device.type != "cuda":
             self.kernel[(programs,)](*arguments, *constants)  # Triton's interpreter
-            return
-        if torch.cuda.current_device() != device.index:
+        elif torch.cuda.current_device() == device.index:
+            self._launch(device.index, programs, arguments, constants, variant, num_warps)
+        else:
             with torch.cuda.device(device):
-                return self(programs, arguments, constants, variant, num_warps)
-        compiled = self._compiled.get((device.index, variant, constants))
+                self._launch(device.index, programs, arguments, constants, variant, num_warps)
+
+    def _launch(
+        self,
+        device: int,
+        programs: int,
+        arguments: tuple[torch.Tensor | int, ...],
+        constants: tuple[bool | int, ...],
+        variant: Hashable,
+        num_warps: int,
+    ) -> None:
+        key = (device, variant, num_warps, constants)
+        compiled = self._compiled.get(key)
         if compiled is None:
             with _first_call:
-                self._compiled[device.index, variant, constants] = self.kernel[(programs,)](
+                self._compiled[key] = self.kernel[(programs,)](
                     *arguments, *constants, num_warps=num_warps, enable_fp_fusion=False
                 )
             return
         compiled.run(
-            *(programs, 1, 1, driver.active.get_current_stream(device.index)),
+            *(programs, 1, 1, driver.active.get_current_stream(device)),
             *(compiled.function, compiled.packed_metadata, None, None, None),
-            *[argument if type(argument) is int else argument.data_ptr() for argument in arguments],
+            *[argument if isinstance(argument, int) else argument.data_ptr() for argument in arguments],
             *constants,
         )

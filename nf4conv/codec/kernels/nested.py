@@ -1,6 +1,6 @@
 """absmax → 8-bit codes: the second quantization, of absmax itself in blocks of 256.
 
-The mean that is subtracted first is torch's own reduction, so its bits are those that bitsandbytes gets (docs/format.md).
+The mean that is subtracted first is torch's own reduction, so its bits are those that bitsandbytes gets.
 """
 
 import torch
@@ -72,8 +72,7 @@ def compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_p
     # the number of middles below the quotient; a tie goes to the even code
     code = tl.zeros((256,), tl.int32)
     for level in tl.static_range(8):
-        STEP: tl.constexpr = 128 >> level
-        middle = tl.load(middle_ptr + code + (STEP - 1))
-        above = quotient > middle if STEP == 1 else quotient >= middle
-        code += tl.where(above, STEP, 0)
+        middle = tl.load(middle_ptr + code + ((128 >> level) - 1))
+        above = quotient > middle if level == 7 else quotient >= middle
+        code += tl.where(above, 128 >> level, 0)
     tl.store(codes_ptr + index, code.to(tl.uint8), mask=mask)

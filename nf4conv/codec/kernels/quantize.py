@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_table, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.arithmetic import lane_entry, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.assembly import encode_assembly, peak_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import bucket_table
 
@@ -118,53 +119,79 @@ def quantize_tile(
     SLOTS: tl.constexpr = TILE // SLOT
     BLOCKS: tl.constexpr = TILE // BLOCKSIZE
     words = load_words(weight_ptr, count, DTYPE, SLOT, SLOTS, ACCESS)
-    even, odd = halves(words, DTYPE)
-    peak = tl.max(tl.maximum(magnitude(even), magnitude(odd)), axis=1)
+    if PTX:
+        w0, w1, w2, w3 = split_words(words)
+        peak = tl.inline_asm_elementwise(
+            peak_assembly(DTYPE), "=f,r,r,r,r", [w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        even, odd = halves(words, DTYPE)
+        peak = tl.max(tl.maximum(magnitude(even), magnitude(odd)), axis=1)
     peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
+    # the lowest float32 where a block holds only NaN
+    peak = tl.maximum(peak, -3.4028234663852886e38)
     absmax = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
     block = tl.arange(0, BLOCKS)
     if ACCESS == 0:
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
-    scale = tl.reshape(
-        tl.broadcast_to(reciprocal(absmax, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
-    )
-    codes = plain_codes(even, odd, scale, table_ptr, IS_FP4)
+    scale = tl.reshape(tl.broadcast_to(reciprocal(absmax, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    if PTX:
+        table = tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64)
+        codes = tl.inline_asm_elementwise(
+            encode_assembly(DTYPE, IS_FP4),
+            "=r,r,r,r,r,f,r,r",
+            [w0, w1, w2, w3, scale, lane_entry(table, PTX), lane_entry(table + 128, PTX)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        codes = plain_codes(even, odd, scale, table_ptr, IS_FP4)
     store_codes(packed_ptr, codes, count, SLOT, SLOTS, ACCESS)
 
 
 @triton.jit
-def load_words(
-    weight_ptr, count, DTYPE: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr
-):
+def load_words(weight_ptr, count, DTYPE: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
     """[SLOTS, 4] int32: the weight's bits, zeros behind its end."""
     slot = tl.arange(0, SLOTS)[:, None]
     word = slot * 4 + tl.arange(0, 4)[None, :]
-    if ACCESS == 2 and DTYPE == tl.float32:
-        return tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + word, mask=word < count, other=0)
-    if ACCESS == 2:
+    word_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
+    if ACCESS == 0:
+        return tl.load(tl.multiple_of(word_ptr, 16) + word, eviction_policy="evict_first")
+    elif ACCESS == 1:
+        mask = slot * SLOT < count
+        return tl.load(tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first")
+    elif DTYPE == tl.float32:
+        return tl.load(word_ptr + word, mask=word < count, other=0)
+    else:
         half_ptr = weight_ptr.to(tl.pointer_type(tl.int16)) + word * 2
         low = tl.load(half_ptr, mask=word * 2 < count, other=0).to(tl.int32) & 0xFFFF
         high = tl.load(half_ptr + 1, mask=word * 2 + 1 < count, other=0).to(tl.int32)
         return low | (high << 16)
-    word_ptr = tl.multiple_of(weight_ptr.to(tl.pointer_type(tl.int32)), 16) + word
-    if ACCESS == 1:
-        return tl.load(word_ptr, mask=slot * SLOT < count, other=0)
-    return tl.load(word_ptr)
+
+
+@triton.jit
+def split_words(words):
+    """The four columns of [SLOTS, 4]."""
+    w02, w13 = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+    w0, w2 = tl.split(w02)
+    w1, w3 = tl.split(w13)
+    return w0, w1, w2, w3
 
 
 @triton.jit
 def halves(words, DTYPE: tl.constexpr):
     """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights [SLOTS, 2]."""
     if DTYPE == tl.float32:
-        SLOTS: tl.constexpr = words.shape[0]
-        return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (SLOTS, 2, 2)))
-    if DTYPE == tl.bfloat16:
+        return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (words.shape[0], 2, 2)))
+    elif DTYPE == tl.bfloat16:
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    low = words.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
+    else:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
@@ -188,7 +215,8 @@ def _plain_code(x, scale, table_ptr, IS_FP4: tl.constexpr):
     if IS_FP4:
         # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
         return rank ^ ((rank & 2) << 1) | tl.where(quotient < 0.0, 8, 0)
-    return rank
+    else:
+        return rank
 
 
 @triton.jit

@@ -1,0 +1,105 @@
+"""The inline assembly of the two hot loops: PTX text, made at compile time for a dtype and a data type.
+
+Both loops look values up in tables that a warp holds in its lanes, one entry each: `shfl.sync.idx` reads the register
+of the lane whose number is in the low five bits of the index. A shuffle costs one issue slot, where a table in memory
+costs an address computation as well, and a tree of selects twenty-odd instructions. A shuffle needs all 32 lanes of a
+warp, so there is no data-dependent branch around these loops anywhere.
+"""
+
+import triton
+import triton.language as tl
+
+_HALF = "0f3F000000"
+_STEPS = "0f41F80000"  # 31
+_ROUND = "0f4B400000"  # 1.5 · 2^23: adding it leaves a rounded integer in the low bits
+
+
+@triton.constexpr_function
+def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
+    """Quantize one slot.
+
+    Operands: $0 the packed codes; $1… the slot's four words; then the reciprocal of absmax, and this lane's cut and
+    count from `tables.bucket_table`.
+    """
+    words, scale, cut, below = ("$1", "$2", "$3", "$4"), "$5", "$6", "$7"
+    elements = 4 if dtype.name == "fp32" else 8
+    # bytes from the highest down, and in each the even element first, into the high nibble
+    order = [element for byte in reversed(range(elements // 2)) for element in (2 * byte, 2 * byte + 1)]
+    lines = [".reg .f32 x, q, m, u, t, d;", ".reg .b32 i, b, s, codes, signs;", ".reg .b16 l, h;"]
+    lines += ["mov.b32 codes, 0;", "mov.b32 signs, 0;"]
+    for element in order:
+        lines += [_element(dtype, words, element), f"mul.rn.ftz.f32 q, x, {scale};"]
+        if is_fp4:
+            lines += ["abs.f32 m, q;", "add.rn.sat.ftz.f32 u, m, 0f00000000;"]
+        else:
+            lines += ["mov.f32 m, q;", f"fma.rn.sat.ftz.f32 u, q, {_HALF}, {_HALF};"]
+        lines += [
+            f"fma.rn.f32 d, u, {_STEPS}, {_ROUND};",
+            "mov.b32 i, d;",
+            f"shfl.sync.idx.b32 t, {cut}, i, 31, -1;",
+            f"shfl.sync.idx.b32 b, {below}, i, 31, -1;",
+            "sub.rn.f32 d, t, m;",  # negative if and only if the quotient is above the cut; NaN is not
+            "mov.b32 s, d;",
+            "shr.u32 s, s, 31;",
+            "mad.lo.u32 codes, codes, 16, b;",
+            "add.u32 codes, codes, s;",
+        ]
+        if is_fp4:  # the top bit of q + 0 is set for negative numbers but not for -0
+            lines += ["add.rn.f32 d, q, 0f00000000;", "mov.b32 s, d;", "shf.l.wrap.b32 signs, s, signs, 4;"]
+    if is_fp4:  # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
+        lines += ["and.b32 s, codes, 0x22222222;", "shl.b32 s, s, 1;", "xor.b32 codes, codes, s;"]
+        lines += ["and.b32 signs, signs, 0x88888888;", "or.b32 codes, codes, signs;"]
+    return "{\n" + "\n".join([*lines, "mov.b32 $0, codes;"]) + "\n}"
+
+
+@triton.constexpr_function
+def _element(dtype: tl.dtype, words: tuple[str, ...], element: int) -> str:
+    if dtype.name == "fp32":
+        return f"mov.b32 x, {words[element]};"
+    word = words[element // 2]
+    if dtype.name == "bf16":
+        return f"and.b32 x, {word}, 0xffff0000;" if element % 2 else f"shl.b32 x, {word}, 16;"
+    return f"mov.b32 {{l, h}}, {word};\ncvt.f32.f16 x, {'h' if element % 2 else 'l'};"
+
+
+@triton.constexpr_function
+def peak_assembly(dtype: tl.dtype) -> str:
+    """The largest magnitude in one slot, NaN ignored (NaN if there is nothing else).
+
+    Operands: $0 float32; $1…$4 the slot's words.
+    """
+    lines = [".reg .b32 a, b, c, d;", ".reg .f32 x, y;", ".reg .b16 l, h;"]
+    if dtype.name == "fp32":
+        lines += ["abs.f32 x, $1;"]
+        for word in ("$2", "$3", "$4"):
+            lines += [f"abs.f32 y, {word};", "max.f32 x, x, y;"]
+        return "{\n" + "\n".join([*lines, "mov.f32 $0, x;"]) + "\n}"
+    kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
+    lines += [f"and.b32 {name}, ${index}, 0x7fff7fff;" for index, name in enumerate("abcd", 1)]
+    lines += [f"max.{kind} a, a, b;", f"max.{kind} c, c, d;", f"max.{kind} a, a, c;"]
+    if dtype.name == "bf16":
+        lines += ["shl.b32 x, a, 16;", "and.b32 y, a, 0xffff0000;"]
+    else:
+        lines += ["mov.b32 {l, h}, a;", "cvt.f32.f16 x, l;", "cvt.f32.f16 y, h;"]
+    return "{\n" + "\n".join([*lines, "max.f32 $0, x, y;"]) + "\n}"
+
+
+@triton.constexpr_function
+def decode_assembly(dtype: tl.dtype) -> str:
+    """Dequantize one slot.
+
+    Operands: $0…$3 the four output words; $4 the packed codes; $5 absmax; $6 this lane's value.
+    """
+    elements = 4 if dtype.name == "fp32" else 8
+    lines = [".reg .f32 v<8>;", ".reg .b32 i;"]
+    for element in range(elements):
+        shift = 8 * (element // 2) + 4 * (1 - element % 2)
+        # bit 4 of the index may be anything: the table is held twice
+        index = f"shr.u32 i, $4, {shift};" if shift else "mov.b32 i, $4;"
+        lines += [index, f"shfl.sync.idx.b32 v{element}, $6, i, 31, -1;", f"mul.rn.ftz.f32 v{element}, v{element}, $5;"]
+    if dtype.name == "fp32":
+        lines += [f"mov.b32 ${word}, v{word};" for word in range(4)]
+    else:
+        kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
+        lines += [f"cvt.rn.{kind}.f32 ${word}, v{2 * word + 1}, v{2 * word};" for word in range(4)]
+    return "{\n" + "\n".join(lines) + "\n}"

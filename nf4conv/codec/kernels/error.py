@@ -1,0 +1,158 @@
+"""Weight and its packed form → error sums: one pass over both, the decoded weight is never written.
+
+A program walks over TILES tiles and writes one partial result of each kind; torch adds the partials up, in float64 and
+in a fixed order, so a result is the same from run to run. Squares are taken and summed in float64: no weight is too
+small or too large for its square, and 2^31 of them add up with 15 digits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
+from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.quantize import access, halves, load_words
+from nf4conv.codec.kernels.tables import bound_table, value_table
+from nf4conv.codec.quant_state import NestedState
+
+MINIMUM_SLOTS = 256
+TILES = 8
+NUM_WARPS = 4
+
+
+def error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    state2: NestedState | None,
+    offset: torch.Tensor | None,
+    quant_type: str,
+    blocksize: int,
+) -> ErrorSums:
+    """Compare a weight with its packed form; arguments as in `dequantize_blocks`.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous: the original.
+        packed: [ceil(n / 2)] uint8.
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: how absmax is decoded; None when it is float32.
+        offset: 0-d float32, with `state2`.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+    n = weight.numel()
+    device = weight.device
+    tile = max(MINIMUM_SLOTS * 16, blocksize * weight.element_size()) // weight.element_size()
+    programs = triton.cdiv(n, tile * TILES)
+    peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
+    squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
+    outside = torch.zeros(programs, dtype=torch.int64, device=device)
+    nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
+    tables = (value_table(quant_type, device), bound_table(quant_type, device))
+    if n:
+        _launch(
+            programs,
+            (weight, packed, absmax, *nested, *tables, peaks, squares, outside, n, programs),
+            (blocksize, tile, TILES, state2 is not None, access(weight, packed, n, tile), weight.is_cuda),
+            weight.dtype,
+            NUM_WARPS,
+        )
+    peak = peaks.amax(1) if n else peaks.new_zeros(2)
+    total = squares.sum(1)
+    return ErrorSums(peak[0], peak[1], total[0], total[1], outside.sum())
+
+
+_NESTED_ERROR = tl.constexpr(NESTED_ERROR)
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+
+
+@triton.jit(
+    do_not_specialize=["n", "programs"],
+    do_not_specialize_on_alignment=[
+        "weight_ptr", "packed_ptr", "absmax_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr", "value_ptr",
+        "bound_ptr", "peaks_ptr", "squares_ptr", "outside_ptr",
+    ],
+)  # fmt: skip
+def _error_kernel(
+    weight_ptr,
+    packed_ptr,
+    absmax_ptr,
+    nested_code_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    value_ptr,
+    bound_ptr,
+    peaks_ptr,
+    squares_ptr,
+    outside_ptr,
+    n: tl.int64,
+    programs: tl.int64,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    NESTED: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
+    SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+    SLOTS: tl.constexpr = TILE // SLOT
+    BLOCKS: tl.constexpr = TILE // BLOCKSIZE
+    program = tl.program_id(0)
+    largest = tl.zeros((BLOCKS,), tl.float32)
+    relative = tl.zeros((BLOCKS,), tl.float32)
+    squared_error = tl.zeros((SLOTS,), tl.float64)
+    squared_weight = tl.zeros((SLOTS,), tl.float64)
+    outside = tl.zeros((SLOTS,), tl.int32)
+    for step in range(TILES):
+        tile = program.to(tl.int64) * TILES + step
+        count = tl.maximum(tl.minimum(n - tile * TILE, TILE), 0).to(tl.int32)
+        if count > 0:
+            words = load_words(weight_ptr + tile * TILE, count, DTYPE, SLOT, SLOTS, ACCESS)
+            even, odd = halves(words, DTYPE)
+            codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
+            absmax, moved = load_absmax(
+                absmax_ptr,
+                nested_code_ptr,
+                nested_absmax_ptr,
+                offset_ptr,
+                tile * BLOCKS,
+                count,
+                BLOCKSIZE,
+                BLOCKS,
+                NESTED,
+                ACCESS,
+                PTX,
+            )
+            scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+            moved = tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)) * _NESTED_ERROR
+            peak = tl.zeros((SLOTS,), tl.float32)
+            for parity in tl.static_range(2):
+                shift = tl.arange(0, SLOT // 2)[None, :] * 8 + (4 - 4 * parity)
+                index = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT // 2)[None, :] * 2 + parity
+                weight = even if parity == 0 else odd
+                code = (codes[:, None] >> shift) & 15
+                value = tl.load(value_ptr + code).to(tl.float32, bitcast=True)
+                decoded = multiply(value, tl.broadcast_to(scale[:, None], value.shape), PTX)
+                # masked elements are zeros already
+                error = tl.abs(tl.where(index < count, weight - decoded, 0.0))
+                bound = tl.load(bound_ptr + code) * (scale + moved)[:, None] + tl.abs(value) * moved[:, None]
+                outside += tl.sum(((error <= bound + _SMALLEST_NORMAL) == 0).to(tl.int32), axis=1)
+                peak = tl.maximum(peak, tl.max(tl.where(error != error, 0.0, error), axis=1))
+                wide_error = error.to(tl.float64)
+                squared_error += tl.sum(wide_error * wide_error, axis=1)
+                wide_weight = weight.to(tl.float64)
+                squared_weight += tl.sum(wide_weight * wide_weight, axis=1)
+            peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
+            largest = tl.maximum(largest, peak)
+            relative = tl.maximum(relative, tl.where(absmax > 0.0, tl.div_rn(peak, absmax), 0.0))
+    tl.store(peaks_ptr + program, tl.max(largest, axis=0))
+    tl.store(peaks_ptr + programs + program, tl.max(relative, axis=0))
+    tl.store(squares_ptr + program, tl.sum(squared_error, axis=0))
+    tl.store(squares_ptr + programs + program, tl.sum(squared_weight, axis=0))
+    tl.store(outside_ptr + program, tl.sum(outside.to(tl.int64), axis=0))
+
+
+_launch = Launcher(_error_kernel)
