@@ -9,26 +9,31 @@ from nf4conv.checkpoint.families import Family, families_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal
 
+EXPERT: Final = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
+STACKED_EXPERTS: Final = "experts stacked in one tensor, which loaders take in 16 bits only"
+TOWER: Final = "in a vision or audio part (--quantize-towers packs it)"
+
 _EMBEDDING: Final = re.compile(
-    r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*(_|^)(emb|embed|embeds|embedding|embeddings)|wte|wpe|shared|codebook"
-    r"|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias|.*position_bias.*|rel_embeddings)$"
+    r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared"
+    r"|codebook|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias|.*position_bias.*)$"
 )
 _HEAD: Final = re.compile(
-    r"(^|\.)(lm_head\w*|embed_out|output_projection|generator_lm_head|generator_predictions|discriminator_predictions"
-    r"|predictions|cls|score|scores|classifier\w*|\w*classification_head|qa_outputs|vocab_\w+|mlm_head|lm_loss"
-    r"|pred_layer|proj_out|final_proj|head|\w*_heads?|output|unembed|logits_proj)(\.|$)"
+    r"(^|\.)(lm_head\w*|embed_out|output_projection|generator_lm_head|\w*predictions|cls|score|scores|classifier\w*"
+    r"|\w*classification_head|qa_outputs|vocab_\w+|lm_loss|pred_layer|proj_out|final_proj|head|\w*_heads?|output|unembed"
+    r"|logits_proj)(\.|$)"
 )
-_ROUTER: Final = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|gate_weight|switch|router\.(classifier|layer))$")
-_EXPERT: Final = re.compile(r"(^|\.)experts?\.(\w+_)?\d+\.")
+_ROUTER: Final = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|gate_weight|router\.(classifier|layer))$")
+_EXPERT: Final = re.compile(r"(^|\.)experts\.\d+\.")
 _TOWER: Final = re.compile(
     r"^(vision|visual|vit|audio|image|video|speech|sound|acoustic|semantic_tok|pixel|sam|vq|embed_vision|embed_audio"
-    r"|merger|connector|multi_modal|multimodal|mm_|modality_proj|\w*projector|resampler|perceiver|q_?former|aligner|abstractor"
-    r"|patch_|codec|talker|token2wav|code2wav)"
+    r"|merger|connector|multi_modal|multimodal|mm_|modality_proj|\w*projector|mlp1$|resampler|perceiver|q_?former"
+    r"|aligner|abstractor|patch_|codec|generation_|talker|token2wav|code2wav)"
 )
+_EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
 _FLOAT32: Final = re.compile(
     r"e_score_correction_bias|expert_bias|moe_statics|A_log$|\.D$|dt_bias|sinks$|router.*bias$"
 )
-_SSM_RAW: Final = ("x_proj", "dt_proj", "out_proj")
+_LAYER_COUNTS: Final = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,60 +44,83 @@ class Evidence:
         shapes: of every tensor, by name.
         families: listed deviations that apply.
         vocab_sizes: every vocabulary size that the config names.
+        layers: the largest number of layers that the config names; 0 when it names none.
         multimodal: whether encoders of other inputs stand beside a language model.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     families: tuple[Family, ...]
     vocab_sizes: frozenset[int]
+    layers: int
     multimodal: bool
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
+        numbers = list(_numbers(config))
         return cls(
             shapes={tensor.name: tensor.shape for tensor in tensors},
             families=families_of(config),
-            vocab_sizes=frozenset(_vocab_sizes(config)),
+            vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
+            layers=max((number for key, number in numbers if key in _LAYER_COUNTS), default=0),
             multimodal=is_multimodal(config),
         )
 
-    def why_not_a_matrix(self, tensor: TensorInfo) -> str | None:
-        if len(tensor.shape) < 2:
+    def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Why a tensor is not the weight of a module that multiplies with a matrix."""
+        if len(shape) > 2:
+            return STACKED_EXPERTS if re.search(r"(^|\.)experts\.", name) else "a convolution or another tensor"
+        if len(shape) < 2:
             return "a vector"
-        if len(tensor.shape) > 2:
-            return "a convolution or stacked experts"
-        if not tensor.name.endswith(".weight"):
+        if not name.endswith(".weight"):
             return "a bare parameter, not a module's weight"
         return None
 
-    def why_not_linear(self, module: str, shape: tuple[int, ...]) -> str | None:
+    def why_not_linear(self, module: str) -> str | None:
         """Why a matrix is certainly no `nn.Linear`; None when it may be one."""
-        if self._is_linear_by_family(module):
-            return None
         leaf = module.rpartition(".")[2]
-        if _EMBEDDING.match(leaf):
-            return "an embedding"
-        if not _in_layer(module) and shape[0] in self.vocab_sizes and not _HEAD.search(module):
-            return "as many rows as the vocabulary: an embedding or an output head"
-        return None
+        if not _EMBEDDING.match(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
+            return None
+        return None if self._is_linear_by_family(module) else "an embedding"
 
     def why_kept(self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool) -> str | None:
-        """Why a matrix that may be an `nn.Linear` is not packed; None when it is."""
+        """Why a matrix that may be an `nn.Linear` is not packed; None when it is.
+
+        Args:
+            module: its path on disk.
+            shape: of its weight.
+            towers: whether vision and audio parts are packed.
+            experts: whether experts stored one by one are packed.
+        """
         for family in self.families:
             for pattern, reason in family.keep:
                 if re.search(pattern, module):
                     return reason
-        if self.multimodal and not towers and self._in_tower(module):
-            return "in a vision or audio part (--quantize-towers packs it)"
+        if self._is_linear_by_family(module):
+            return None
+        if self.multimodal and not towers and _in_tower(module):
+            return TOWER
+        return self._why_no_layer(module, shape) or self._why_special(module, experts)
+
+    def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> str | None:
+        if _EMBEDDING.match(module.rpartition(".")[2]):
+            return "an input embedding"
         if not _in_layer(module) and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
             return "an output head"
+        layer = re.search(r"(^|\.)layers\.(\d+)\.", module)
+        if _EXTRA_LAYER.search(module) or (layer and 0 < self.layers <= int(layer[2])):
+            return "a layer beyond the model's, for predicting several tokens"
+        return None
+
+    def _why_special(self, module: str, experts: bool) -> str | None:
         if _ROUTER.search(module):
             return "a router"
         if not experts and _EXPERT.search(module):
-            return "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
+            return EXPERT
         parent, _, leaf = module.rpartition(".")
-        if leaf in _SSM_RAW and f"{parent}.D" in self.shapes:
+        if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
             return "state-space kernels read this weight directly"
+        if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:
+            return "nn.MultiheadAttention reads this weight directly"
         return None
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
@@ -112,21 +140,26 @@ class Evidence:
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
         return tensor.dtype == "F32" and _FLOAT32.search(tensor.name) is not None
 
+    @property
+    def splits_experts(self) -> bool:
+        return any(family.splits_experts for family in self.families)
+
     def _is_linear_by_family(self, module: str) -> bool:
         return any(family.linear and re.search(family.linear, module) for family in self.families)
-
-    def _in_tower(self, module: str) -> bool:
-        outside = re.split(r"\.\d+\.", module)[0].split(".")
-        return any(_TOWER.match(part) for part in outside)
 
 
 def _in_layer(module: str) -> bool:
     return re.search(r"\.\d+\.", module) is not None
 
 
-def _vocab_sizes(config: Mapping[str, Any]) -> Iterator[int]:
+def _in_tower(module: str) -> bool:
+    outside = re.split(r"\.\d+\.", module)[0].split(".")
+    return any(_TOWER.match(part) for part in outside)
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _vocab_sizes(value)
-        elif key.endswith("vocab_size") and isinstance(value, int):
-            yield value
+            yield from _numbers(value)
+        elif isinstance(value, int):
+            yield key, value

@@ -15,37 +15,137 @@ class Family:
 
     Attributes:
         transposed: modules that store [in, out] (transformers' Conv1D) and are packed as [out, in].
-        linear: modules that are `nn.Linear` although their names speak against it.
+        linear: modules that are packed although their names speak against it.
         keep: (pattern, reason) of modules that must not be packed.
-        renamed: (pattern, replacement): names on disk → names in memory, where loaders rename.
+        renamed: (pattern, replacement): names on disk → names in memory, where loaders rename what is not packed.
+        heads: modules that are in memory but, being tied or merged, not on disk; none is packed.
+        splits_experts: whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed.
     """
 
     transposed: str = ""
     linear: str = ""
     keep: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    heads: tuple[str, ...] = ()
+    splits_experts: bool = False
 
 
-FP32_WO: Final = Family(keep=((r"(^|\.)wo$", "transformers never quantizes wo of this family"),))
-GPT2: Final = Family(transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$")
 SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
-CONVERTED: Final = "transformers 5 splits or merges this weight when loading"
+CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
+FLOAT32: Final = "transformers never quantizes this weight of the family"
+
+T5: Final = Family(keep=((r"(^|\.)wo$", FLOAT32),))
+GPT2: Final = Family(transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$")
+FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
+INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
+BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
+DETR: Final = Family(
+    keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),), heads=("bbox_embed", "class_embed")
+)
+
+
+QKV: Final = ("q_proj", "k_proj", "v_proj")
+GATE_UP: Final = ("gate_proj", "up_proj")
+
+
+def _converted(merged: str, parts: tuple[str, ...]) -> Family:
+    """Projections that transformers 5 takes apart or puts together; the results are named by their last component."""
+    pattern = rf"(^|\.)({merged})$"
+    return Family(keep=((pattern, CONVERTED),), renamed=tuple((f".*{pattern}", part) for part in parts))
+
+
+TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
+MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    # Conv1D stores [in, out]
     "gpt2": GPT2,
     "openai-gpt": GPT2,
     "imagegpt": GPT2,
     "decision_transformer": GPT2,
-    "t5": FP32_WO,
-    "mt5": FP32_WO,
-    "umt5": FP32_WO,
-    "udop": FP32_WO,
-    "pop2piano": FP32_WO,
-    "falcon": Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),)),
-    "RefinedWeb": Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),)),
-    "RefinedWebModel": Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),)),
-    "mixtral": Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),)),
+    "clvp_decoder": GPT2,
+    # kept out of 4-bit by transformers itself
+    "t5": T5,
+    "mt5": T5,
+    "umt5": T5,
+    "udop": T5,
+    "pop2piano": T5,
+    "deepseek_v32": INDEXER,
+    "glm_moe_dsa": INDEXER,
+    "axk2": INDEXER,
+    "mistral_large4": INDEXER,
+    "deepseek_v4": Family(
+        keep=(
+            (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", FLOAT32),
+            (r"\.wo_a$", SUBCLASS),
+        ),
+        renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
+    ),
+    "falcon": FALCON,
+    "RefinedWeb": FALCON,
+    "RefinedWebModel": FALCON,
+    "ibert": Family(keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),)),
+    # taken apart or merged when transformers 5 loads them
+    "nomic_bert": _converted("Wqkv", QKV),
+    "jina_embeddings_v3": _converted("Wqkv", QKV),
+    "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
+    "hrm_text": _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP),
+    "molmo2": MOLMO2,
+    "molmo2_text": MOLMO2,
+    "tipsv2": TIPS,
+    "tipsv2_dpt": TIPS,
+    "tipsv2_vision_model": TIPS,
+    "tipsv2_text_model": Family(heads=QKV),
+    "sapiens2": _converted("w12", GATE_UP),
+    "radio": _converted("qkv", QKV),
+    "gradium_phonon_tts": _converted("in_proj", QKV),
+    "nemo_speechlm": _converted("w_qkv", QKV),
+    "minimax_m3_vl": _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)),
+    "rf_detr": Family(
+        keep=DETR.keep,
+        heads=(*DETR.heads, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        renamed=((r"^transformer\.", "model."),),
+    ),
+    # modules that transformers 5 renames
+    "phimoe": BLOCK_SPARSE,
+    "mixtral": BLOCK_SPARSE,
+    "minimax": BLOCK_SPARSE,
+    "minimax_m2": BLOCK_SPARSE,
+    "nemotron_h": Family(renamed=((r"^backbone\.", "model."),)),
+    "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
+    "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
+    "sam3_tracker": Family(renamed=((r"^tracker_model\.", ""),)),
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
+    # modules that are not on disk under their own name
+    "gpt_neox_japanese": Family(heads=("embed_out",)),
+    "biogpt": Family(heads=("output_projection",)),
+    "trocr": Family(heads=("output_projection",)),
+    "modernbert": Family(heads=("decoder",)),
+    "modernbert-decoder": Family(heads=("decoder",)),
+    "distilbert": Family(heads=("vocab_projector",)),
+    "whisper": Family(heads=("proj_out",)),
+    "canary": Family(heads=("proj_out",)),
+    "cohere_asr": Family(heads=("proj_out",)),
+    "granite_speech5_ctc": Family(heads=("ctc_head",)),
+    "bark": Family(heads=("fine_acoustics.lm_heads",)),
+    "moonshine": Family(heads=("proj_out",)),
+    "xlm": Family(heads=("pred_layer",)),
+    "flaubert": Family(heads=("pred_layer",)),
+    "xlnet": Family(heads=("lm_loss",)),
+    "luke": Family(heads=("entity_predictions",)),
+    # object detectors share their box and class heads
+    "d_fine": DETR,
+    "deimv2": DETR,
+    "rt_detr_v2": DETR,
+    "pp_doclayout_v3": DETR,
+    "lw_detr": DETR,
+    # experts that load packed in transformers 4 and 5 alike, once they are split
+    "llama4": Family(splits_experts=True),
+    "llama4_text": Family(splits_experts=True),
+    # a vision part without a name of its own
+    "cosmos3_omni": Family(keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)),
+    # heads whose name, listed, would hit every attention output
+    "git": Family(linear=r"^output$"),
 }
 
 

@@ -9,13 +9,24 @@ Multimodal checkpoints keep the names they were first saved with, in two styles,
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.checkpoint.families import Family
+from nf4conv.checkpoint.families import Family, families_of
+from nf4conv.checkpoint.skip_list import HEADS
 
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
-_LANGUAGE: Final = re.compile(r"^(?:language_model\.model|model\.language_model|language_model|model)\.(.+)")
+
+TOWERS: Final = (
+    "vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector",
+    "model.vision_tower", "model.visual", "model.vision_model", "model.audio_tower", "model.multi_modal_projector",
+)  # fmt: skip
+"""What most multimodal models call the parts that are not packed."""
+
+_LANGUAGE: Final = re.compile(
+    r"^(?:language_model\.model|model\.language_model|language_model|model)\.((?:layers|norm|h|blocks|decoder)(?:\.|$).*)"
+)
 _DUAL_ENCODER: Final = re.compile(r"clip|siglip|clap|align|owl|groupvit|flava|vilt|bridgetower|blip(?!.?2)", re.I)
 
 
@@ -25,29 +36,42 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
     return nested and not _DUAL_ENCODER.search(str(config.get("model_type", "")))
 
 
-def spellings(path: str, families: Iterable[Family], multimodal: bool) -> tuple[str, ...]:
-    """Every path that a loader may know a module by; the path on disk comes first.
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """How loaders rename the modules of one model.
 
-    Args:
-        path: of a module on disk.
-        families: of the model.
+    Attributes:
+        families: listed deviations that apply.
         multimodal: whether `is_multimodal(config)`.
     """
-    paths = [path]
-    for family in families:
-        paths += [re.sub(pattern, new, old) for pattern, new in family.renamed for old in paths]
-    if multimodal:
-        paths += [alias for name in paths for alias in _multimodal_spellings(name)]
-    return tuple(dict.fromkeys(paths))
+
+    families: tuple[Family, ...]
+    multimodal: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "ModuleNames":
+        return cls(families_of(config), is_multimodal(config))
+
+    @property
+    def absent_heads(self) -> tuple[str, ...]:
+        """Modules that a loader may build although the checkpoint holds nothing for them, or under other names."""
+        tied = tuple(head for family in self.families for head in family.heads)
+        return HEADS + tied + (TOWERS if self.multimodal else ())
+
+    def spellings(self, path: str) -> tuple[str, ...]:
+        """Every path that a loader may know a module by; the path on disk comes first."""
+        paths = [path]
+        for family in self.families:
+            renamed = [re.sub(pattern, new, old) for old in paths for pattern, new in family.renamed]
+            paths += [name for name in renamed if name not in paths]
+        if self.multimodal:
+            paths += [alias for name in paths for alias in _multimodal_spellings(name)]
+        return tuple(dict.fromkeys(paths))
 
 
 def _multimodal_spellings(path: str) -> tuple[str, ...]:
-    bare = re.sub(r"^(model\.|language_model\.(?=lm_head))", "", path)
     inner = _LANGUAGE.match(path)
-    if inner is None or not _is_language(inner[1]):
-        return (bare, f"model.{bare}")
-    return (f"model.language_model.{inner[1]}", f"language_model.model.{inner[1]}", f"model.{inner[1]}")
-
-
-def _is_language(inner: str) -> bool:
-    return re.match(r"(layers|embed_tokens|norm|h|blocks|decoder)(\.|$)", inner) is not None
+    if inner is not None:
+        return (f"model.language_model.{inner[1]}", f"language_model.model.{inner[1]}", f"model.{inner[1]}")
+    bare = re.sub(r"^(model\.|language_model\.(?=lm_head))", "", path)
+    return (bare, f"model.{bare}")

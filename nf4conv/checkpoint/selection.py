@@ -4,17 +4,24 @@ A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensor
 says otherwise. Where the rule is unsure it keeps the tensor and lists its module as skipped: that always loads.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from nf4conv.checkpoint.evidence import Evidence
-from nf4conv.checkpoint.families import families_of
+from nf4conv.checkpoint.evidence import EXPERT, STACKED_EXPERTS, TOWER, Evidence
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import is_multimodal, spellings
-from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules
+from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules, mistaken_for_skipped
 from nf4conv.errors import PlanError
+
+NOTES: Final = {
+    EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a checkpoint loads "
+    "in transformers 4, vLLM and Unsloth, and in transformers 5 not at all",
+    STACKED_EXPERTS: "experts that are stacked in one tensor, which no loader takes in 4-bit",
+    TOWER: "the vision and audio parts. --quantize-towers packs them too",
+}
+"""What to tell the user when many bytes are kept for a reason."""
 
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -112,7 +119,7 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Se
     """
     evidence = Evidence.gather(tensors, config)
     decisions = {tensor.name: _decide(tensor, evidence, options) for tensor in tensors}
-    return _with_skip_list(decisions, config, ())
+    return _with_skip_list(decisions, config, tuple(_notes(tensors, decisions)))
 
 
 def demote(
@@ -138,44 +145,92 @@ def demote(
     return _with_skip_list(decisions, config, selection.notes)
 
 
-def _with_skip_list(decisions: dict[str, Pack | Keep], config: Mapping[str, Any], notes: tuple[str, ...]) -> Selection:
-    families = families_of(config)
-    multimodal = is_multimodal(config)
+def _with_skip_list(
+    decisions: Mapping[str, Pack | Keep], config: Mapping[str, Any], notes: tuple[str, ...]
+) -> Selection:
+    decisions = dict(decisions)
+    names = ModuleNames.of(config)
+    while True:
+        packed = {matrix.name: name for name, decision in decisions.items() for matrix in _matrices(decision)}
+        kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
+        spelled = {path: name for matrix, name in packed.items() for path in names.spellings(_module(matrix))}
+        skipped = [path for name in kept for path in names.spellings(_module(name))]
+        skip_modules = build_skip_modules(spelled, skipped, names.absent_heads)
+        mistaken = {spelled[path] for path in mistaken_for_skipped(skip_modules, spelled)}
+        if not mistaken:
+            check_skip_modules(skip_modules, spelled, skipped)
+            return Selection(decisions, skip_modules, notes)
+        for name in mistaken:
+            if len(_matrices(decisions[name])) > 1:
+                raise PlanError(f"{name}: loaders cannot tell its weights from modules that they must skip")
+            decisions[name] = Keep("a loader could not tell its name from that of a skipped module", is_linear=True)
 
-    def spelled(names: Iterable[str]) -> tuple[str, ...]:
-        paths = (name.removesuffix(".weight") for name in names)
-        return tuple(dict.fromkeys(path for disk in paths for path in spellings(disk, families, multimodal)))
 
-    packed = spelled(
-        matrix.name for decision in decisions.values() if isinstance(decision, Pack) for matrix in decision.matrices
-    )
-    kept = spelled(name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear)
-    skip_modules = build_skip_modules(packed, kept)
-    check_skip_modules(skip_modules, packed, kept)
-    return Selection(decisions, skip_modules, notes)
+def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
+    return decision.matrices if isinstance(decision, Pack) else ()
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
 
 
 def _decide(tensor: TensorInfo, evidence: Evidence, options: SelectionOptions) -> Pack | Keep:
+    keep_dtype = evidence.is_float32_by_design(tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
-    reason = evidence.why_not_a_matrix(tensor)
+    module = _module(tensor.name)
+    if evidence.splits_experts and (matrices := split_experts(tensor)):
+        unwanted = _unwanted(tensor.name, module, options)
+        if unwanted:
+            raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
+        return Pack(matrices, "experts, one nn.Linear each")
+    reason = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
     if reason is not None:
-        return Keep(reason, keep_dtype=evidence.is_float32_by_design(tensor))
-    module = tensor.name.removesuffix(".weight")
-    reason = evidence.why_not_linear(module, tensor.shape)
-    if reason is not None:
-        return Keep(reason, keep_dtype=evidence.is_float32_by_design(tensor))
+        return Keep(reason, keep_dtype)
     reason = _unwanted(tensor.name, module, options) or evidence.why_kept(
         module, tensor.shape, towers=options.quantize_towers, experts=options.moe == "per-expert"
     )
     if reason is None and not _matches(tensor.name, options.include):
         reason = evidence.why_unsure(module, tensor.shape)
     if reason is not None:
-        return Keep(reason, keep_dtype=evidence.is_float32_by_design(tensor), is_linear=True)
+        return Keep(reason, keep_dtype, is_linear=True)
     rows, columns = tensor.shape
     if evidence.is_transposed(module):
         return Pack((PackedMatrix(tensor.name, (columns, rows), transpose=True),), "Conv1D, stored as [in, out]")
     return Pack((PackedMatrix(tensor.name, (rows, columns)),), "nn.Linear")
+
+
+def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
+    """The weights of Llama 4's experts, which transformers loads as one `nn.Linear` each when they are packed.
+
+    gate_up_proj is [expert, in, 2 × intermediate], the gate in the first half; down_proj is [expert, intermediate,
+    out] (transformers, models/llama4 and quantizers/base.py: SequentialLlama4TextExperts).
+
+    Returns:
+        One or two for each expert; none when the tensor holds no experts.
+    """
+    prefix, _, leaf = tensor.name.rpartition(".")
+    if len(tensor.shape) != 3 or not prefix.endswith("feed_forward.experts"):
+        return ()
+    experts, rows, columns = tensor.shape
+    half = columns // 2
+    parts = {
+        "gate_up_proj": (("gate_proj", (0, half)), ("up_proj", (half, columns))),
+        "down_proj": (("down_proj", (0, columns)),),
+    }.get(leaf, ())
+    return tuple(
+        PackedMatrix(f"{prefix}.{index}.{name}.weight", (span[1] - span[0], rows), True, index, span)
+        for index in range(experts)
+        for name, span in parts
+    )
+
+
+def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
+    total = sum(tensor.nbytes for tensor in tensors)
+    for reason, hint in NOTES.items():
+        size = sum(tensor.nbytes for tensor in tensors if decisions[tensor.name].reason == reason)
+        if size:
+            yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
 
 
 def _unwanted(name: str, module: str, options: SelectionOptions) -> str | None:

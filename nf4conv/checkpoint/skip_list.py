@@ -22,7 +22,7 @@ from nf4conv.errors import PlanError
 Predicate = Callable[[str], bool]
 
 HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
-"""Heads that a loader may add to a checkpoint that has none; named so that they stay out of the 4-bit modules."""
+"""Heads that a loader may add to a checkpoint that has none: they have to stay out of the 4-bit modules."""
 
 
 def _nothing(path: str) -> bool:  # noqa: ARG001
@@ -76,7 +76,7 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 
 
-def build_skip_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
+def build_skip_modules(packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = HEADS) -> tuple[str, ...]:
     """The shortest list of full paths that covers every kept module and no packed one.
 
     A kept module is named by the highest module above it that has nothing packed below; where a loader's rule would
@@ -85,6 +85,7 @@ def build_skip_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[str,
     Args:
         packed: paths of the packed modules, in every spelling.
         kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
+        absent: modules that the checkpoint lacks and a loader may add; left out where they hit a packed one.
     """
     packed = tuple(packed)
     above_packed = {ancestor for path in packed for ancestor in _ancestors(path)}
@@ -94,8 +95,14 @@ def build_skip_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[str,
         covered.setdefault(entry, []).append(path)
     too_wide = {entry for entry, _ in _hits(covered, packed)}
     entries = {path for entry, paths in covered.items() for path in (paths if entry in too_wide else [entry])}
-    extra = {head for head in HEADS if not any(match([head])(path) for match in MATCHERS.values() for path in packed)}
-    return tuple(sorted(entries | extra, key=natural_order))
+    harmless = {entry for entry in absent if not mistaken_for_skipped([entry], packed)}
+    return tuple(sorted(entries | harmless, key=natural_order))
+
+
+def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> list[str]:
+    """The paths that at least one loader would skip."""
+    skipped = [match(entries) for match in MATCHERS.values()]
+    return [path for path in packed if any(is_skipped(path) for is_skipped in skipped)]
 
 
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
