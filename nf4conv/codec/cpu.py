@@ -1,4 +1,4 @@
-"""The operations of `reference.py` as a CPU does them fastest: the same bytes, tens of times sooner.
+"""The operations of `reference.py` as a CPU does them fastest: the same bytes, many times sooner.
 
 A chunk of blocks that fits the cache is worked on at a time. Counting the cuts below every element takes 15
 comparisons, which sounds slow and is not: numpy compares and adds a whole vector register at once, about 0.06 ns a
@@ -8,8 +8,8 @@ maxima.
 Nothing is flushed to zero here. Where that would matter, the block is *special*: its absmax is outside a range in which
 no product can tell the difference, or is NaN or infinite. Special blocks, and a partial last one, go to the reference.
 
-Chunks are independent, so a large tensor is shared by `torch.get_num_threads()` threads: numpy and torch let go of the
-interpreter lock while they compute. The lock is why a thread of many takes a larger chunk: to hold it more seldom.
+A large weight is quantized by several threads: numpy and torch let go of the interpreter lock while they compute, and
+chunks are large enough for the lock to change hands seldom. Decoding has too little to do for that.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,19 @@ import numpy.typing as npt
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.codebook import CODEBOOKS, Codebook
+from nf4conv.codec.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 from nf4conv.codec.quant_state import NestedState
-from nf4conv.codec.reference import compress_absmax as compress_absmax
+from nf4conv.codec.reduction import cuda_mean
 
-_CHUNK: Final = 1 << 16
-"""Elements worked on at a time by a single thread: 1.5 MB of temporaries."""
+_QUANTIZE_CHUNK: Final = 1 << 18
+"""Elements a thread quantizes at a time: 6 MB of temporaries. A quarter of it is 10 % faster in a lone thread, and
+half as fast in two."""
 
-_SHARED_CHUNK: Final = 1 << 18
-"""The same when several threads take turns at the interpreter lock."""
+_DECODE_CHUNK: Final = 1 << 15
+"""Elements decoded at a time. With more, torch would call its threads together for every operation of some 10 µs."""
 
-_MIN_SHARED: Final = 8 * _SHARED_CHUNK
-"""Smaller tensors are not worth starting threads for."""
+_MAX_THREADS: Final = 8
+"""More would mostly wait for the interpreter lock."""
 
 _TINIEST: Final = np.finfo(np.float32).tiny
 _MIN_ABSMAX: Final = 2.0**-100  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0
@@ -49,21 +50,37 @@ def quantize_blocks(
 ) -> None:
     """Quantize a weight in blocks; arguments as `reference.quantize_blocks`."""
     codebook = CODEBOOKS[quant_type]
-    elements = weight.numel()
-    whole = elements - elements % blocksize
+    whole = weight.numel() - weight.numel() % blocksize
 
-    def quantize_range(start: int, stop: int, chunk: int) -> None:
-        scratch = _Scratch.allocate(min(chunk, stop - start), codebook)
-        for at in range(start, stop, chunk):
-            end = min(at + chunk, stop)
+    def quantize_range(start: int, stop: int) -> None:
+        scratch = _Scratch.allocate(min(_QUANTIZE_CHUNK, stop - start), codebook)
+        for at in range(start, stop, _QUANTIZE_CHUNK):
+            end = min(at + _QUANTIZE_CHUNK, stop)
             blocks = weight[at:end].view(-1, blocksize)
             maxima = absmax[at // blocksize : end // blocksize]
             _quantize_chunk(blocks, packed[at // 2 : end // 2], maxima, codebook, scratch)
 
     _share(whole, quantize_range)
-    if whole < elements:
+    _requantize_special(weight[:whole].view(-1, blocksize), packed, absmax[: whole // blocksize], quant_type)
+    if whole < weight.numel():
         tail = absmax[whole // blocksize :]
         reference.quantize_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
+
+
+def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
+    """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`.
+
+    The upper half of a float32 leaves two neighbouring codes to choose from; one comparison decides.
+    """
+    offset = cuda_mean(absmax)
+    blocks = reference.padded_blocks(absmax - offset, NESTED_BLOCKSIZE)
+    scaled, maxima = reference.scale_blocks(blocks)
+    flat = scaled.view(-1)[: codes.numel()].numpy()
+    lower, cuts = _dynamic_search()
+    found = np.take(lower, flat.view("<u2")[1::2])
+    np.add(found, flat > np.take(cuts, found), out=codes.numpy(), casting="unsafe")
+    nested_absmax.copy_(maxima)
+    return offset
 
 
 def dequantize_blocks(
@@ -76,46 +93,39 @@ def dequantize_blocks(
     blocksize: int,
 ) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
-    elements = out.numel()
     scales = absmax if state2 is None or offset is None else reference.decode_absmax(absmax, state2, offset)
-    whole = elements - elements % blocksize
-    magnitudes = scales.abs()
-    ordinary = (magnitudes >= _MIN_SCALE) & (magnitudes < torch.inf) | (magnitudes == 0)
-    if not ordinary.all():
-        whole = 0
+    whole = out.numel() - out.numel() % blocksize if _are_ordinary(scales) else 0
     pairs = _pair_table(quant_type)
-
-    def dequantize_range(start: int, stop: int, chunk: int) -> None:
-        indices = torch.empty(min(chunk, stop - start) // 2, dtype=torch.int32)
-        values = torch.empty(min(chunk, stop - start))
-        for at in range(start, stop, chunk):
-            end = min(at + chunk, stop)
-            count = end - at
-            chosen = indices[: count // 2].copy_(packed[at // 2 : end // 2])
-            product = values[:count]
-            torch.index_select(pairs, 0, chosen, out=product.view(torch.int64))
-            product.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
-            out[at:end].copy_(product)
-
-    _share(whole, dequantize_range)
-    if whole < elements:
+    chosen = torch.empty(min(_DECODE_CHUNK, whole) // 2, dtype=torch.int32)
+    values = torch.empty(min(_DECODE_CHUNK, whole), dtype=torch.float32)
+    for at in range(0, whole, _DECODE_CHUNK):
+        end = min(at + _DECODE_CHUNK, whole)
+        indices = chosen[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
+        decoded = values[: end - at]
+        torch.index_select(pairs, 0, indices, out=decoded.view(torch.int64))
+        decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
+        out[at:end].copy_(decoded)
+    if whole < out.numel():
         tail = scales[whole // blocksize :]
         reference.dequantize_blocks(packed[whole // 2 :], tail, None, None, out[whole:], quant_type, blocksize)
 
 
-def _share(elements: int, work: Callable[[int, int, int], None]) -> None:
-    """Call `work(start, stop, chunk)` so that the ranges cover all elements, in as many threads as torch uses."""
-    threads = torch.get_num_threads()
-    if threads == 1 or elements < _MIN_SHARED:
-        if elements:
-            work(0, elements, _CHUNK)
+def _share(elements: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses."""
+    torch_threads = torch.get_num_threads()
+    chunks = -(-elements // _QUANTIZE_CHUNK)
+    threads = min(torch_threads, chunks, _MAX_THREADS)
+    if threads <= 1:
+        work(0, elements)
         return
-    chunks = -(-elements // _SHARED_CHUNK)
-    step = -(-chunks // threads) * _SHARED_CHUNK
-    starts = range(0, elements, step)
-    with ThreadPoolExecutor(len(starts)) as pool:
-        for done in [pool.submit(work, start, min(start + step, elements), _SHARED_CHUNK) for start in starts]:
-            done.result()
+    step = -(-chunks // threads) * _QUANTIZE_CHUNK
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            started = [pool.submit(work, start, min(start + step, elements)) for start in range(0, elements, step)]
+    finally:
+        torch.set_num_threads(torch_threads)  # the initializer changed what threads yet to come will use
+    for done in started:
+        done.result()
 
 
 @dataclass
@@ -160,9 +170,6 @@ def _quantize_chunk(
         codes = _count_cuts(magnitudes.mul_(reciprocals), codebook, scratch)
         codes += _is_negative(values, magnitudes).view(np.uint8) << 3
         np.take(_pair_ranks(codebook), _pair_nibbles(codes), out=packed.numpy(), mode="clip")
-    special = ~((absmax >= _MIN_ABSMAX) & (absmax <= _MAX_ABSMAX))
-    if special.any():
-        _quantize_special(blocks, packed, absmax, special, codebook.quant_type)
 
 
 def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> _Bytes:
@@ -194,21 +201,45 @@ def _pair_ranks(codebook: Codebook) -> _Bytes:
     return np.array([high << 4 | low for high in nibbles for low in nibbles], dtype=np.uint8)
 
 
-def _quantize_special(
-    blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, special: torch.Tensor, quant_type: str
-) -> None:
-    """Write the special blocks over again, as the reference has them."""
-    rows, blocksize = blocks[special].shape
-    bytes_again = torch.empty(rows * blocksize // 2, dtype=torch.uint8)
+def _requantize_special(blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> None:
+    """Find the special blocks among [rows, blocksize] by their absmax and have the reference write them again."""
+    special = ~((absmax >= _MIN_ABSMAX) & (absmax <= _MAX_ABSMAX))
+    if not special.any():
+        return
+    again = blocks[special]
+    rows, blocksize = again.shape
+    bytes_again = torch.empty((rows, blocksize // 2), dtype=torch.uint8)
     absmax_again = torch.empty(rows, dtype=torch.float32)
-    reference.quantize_blocks(blocks[special].view(-1), bytes_again, absmax_again, quant_type, blocksize)
-    packed.view(-1, blocksize // 2)[special] = bytes_again.view(rows, -1)
+    reference.quantize_blocks(again.view(-1), bytes_again.view(-1), absmax_again, quant_type, blocksize)
+    packed[: blocks.numel() // 2].view(-1, blocksize // 2)[special] = bytes_again
     absmax[special] = absmax_again
+
+
+@cache
+def _dynamic_search() -> tuple[_Bytes, npt.NDArray[np.float32]]:
+    """How to find the 8-bit code of a float32 by its upper 16 bits.
+
+    Returns:
+        lower: [65536] uint8, the lowest code among the values with these upper bits; the others have it or the next.
+            0 for NaN and infinities.
+        cuts: [256] float32, above which a value has the next code; none is above the last.
+    """
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lowest = np.where(upper >> 31, upper | 0xFFFF, upper).view(np.float32)
+    finite = (upper & 0x7F800000) != 0x7F800000
+    cuts = reference.dynamic_cuts(torch.device("cpu")).numpy()
+    lower = np.where(finite, np.searchsorted(cuts, np.where(finite, lowest, 0)), 0)
+    return lower.astype(np.uint8), np.append(cuts, np.float32(np.inf))
+
+
+def _are_ordinary(scales: torch.Tensor) -> bool:
+    """Whether no decoded value is NaN, infinite or flushed to zero, whatever its code."""
+    magnitudes = scales.abs()
+    return bool(((magnitudes == 0) | (magnitudes >= _MIN_SCALE) & (magnitudes < torch.inf)).all())
 
 
 @cache
 def _pair_table(quant_type: str) -> torch.Tensor:
     """[256] int64: the two float32 values that a byte decodes to, as one word."""
     values = reference.decoded_values(quant_type, torch.device("cpu"))
-    high, low = torch.cartesian_prod(values, values).unbind(1)
-    return torch.stack((high, low), dim=1).view(torch.int64).view(-1)
+    return torch.cartesian_prod(values, values).view(torch.int64).view(-1)

@@ -39,8 +39,8 @@ def quantize_blocks(
     """
     codebook = CODEBOOKS[quant_type]
     for start in range(0, weight.numel(), _CHUNK):
-        blocks = _padded_blocks(weight[start : start + _CHUNK], blocksize)
-        scaled, maxima = _scale_blocks(blocks)
+        blocks = padded_blocks(weight[start : start + _CHUNK], blocksize)
+        scaled, maxima = scale_blocks(blocks)
         codes = _nearest_codes(scaled, codebook).view(-1, 2)
         pairs = (codes[:, 0] << 4) | codes[:, 1]
         target = packed[start // 2 : (start + _CHUNK) // 2]
@@ -60,8 +60,8 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
         The mean, 0-d float32.
     """
     offset = cuda_mean(absmax)
-    scaled, maxima = _scale_blocks(_padded_blocks(absmax - offset, NESTED_BLOCKSIZE))
-    found = torch.bucketize(scaled.nan_to_num(nan=-2.0), _dynamic_cuts(absmax.device))
+    scaled, maxima = scale_blocks(padded_blocks(absmax - offset, NESTED_BLOCKSIZE))
+    found = torch.bucketize(scaled.nan_to_num(nan=-2.0), dynamic_cuts(absmax.device))
     codes.copy_(found.view(-1)[: codes.numel()])
     nested_absmax.copy_(maxima)
     return offset
@@ -100,7 +100,7 @@ def dequantize_blocks(
         _canonical_nans(target)
 
 
-def _padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
+def padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
     """[n] of any float type → [ceil(n / blocksize), blocksize] float32, flushed; zeros past the end."""
     flat = values.float()
     return _flushed(torch.nn.functional.pad(flat, (0, -flat.numel() % blocksize)).view(-1, blocksize))
@@ -111,7 +111,7 @@ def _flushed(values: torch.Tensor) -> torch.Tensor:
     return values * (values.abs() >= _TINIEST)
 
 
-def _scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each row by its largest magnitude, as a flushed product with the flushed reciprocal.
 
     Returns:
@@ -135,7 +135,7 @@ def _nearest_codes(scaled: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     return ranks[passed.int()] + 8 * (scaled < 0).to(torch.uint8)
 
 
-def _dynamic_cuts(device: torch.device) -> torch.Tensor:
+def dynamic_cuts(device: torch.device) -> torch.Tensor:
     """[255] float32: a value has the code that is the number of these below it.
 
     They are the midpoints of the dynamic map. A value on a midpoint takes the even one of its two codes, so the
@@ -149,7 +149,7 @@ def _dynamic_cuts(device: torch.device) -> torch.Tensor:
 
 def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
     """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
-    nested = _flushed(state2.absmax).repeat_interleave(state2.blocksize)[: codes.numel()]
+    nested = _flushed(state2.absmax)[:, None].expand(-1, state2.blocksize).reshape(-1)[: codes.numel()]
     return _flushed(_flushed(state2.code)[codes.int()] * nested) + offset
 
 
