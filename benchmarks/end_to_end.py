@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
-from nf4conv.pipeline import open_pipeline, piece_size
+from nf4conv.pipeline import make_pipeline
+from nf4conv.worker import TorchEngine
 
 
 def run(command: list[str]) -> dict[str, Any]:
@@ -42,8 +43,8 @@ def run(command: list[str]) -> dict[str, Any]:
 def measure(source: Path, scratch: Path, runs: int, skip_peer: bool) -> dict[str, list[dict[str, Any]]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)
-    workers = open_pipeline(defaults, lambda _: None).workers
-    piece = piece_size(defaults.buffer_size, workers)
+    pipeline = make_pipeline(TorchEngine(device), defaults, lambda _: None)
+    workers, piece = pipeline.workers, pipeline.piece
     python = sys.executable
     contestants = {
         "nf4conv": lambda out: [python, "-m", "nf4conv", "quantize", str(source), out, "--json", "--quiet"],

@@ -6,91 +6,44 @@ neighbours in the shard (checkpoint/plan.py), so each kind of component of a who
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS
-from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
-from nf4conv.checkpoint.writer import ShardWriter
-from nf4conv.codec.layout import block_count, quant_state_json
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
+from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
-from nf4conv.errors import SourceError
-from nf4conv.pipeline import Task, Worker, aligned
+from nf4conv.pipeline import Task, aligned
+from nf4conv.shards import NonFiniteError, ShardProgress, json_blobs
+from nf4conv.worker import TorchWorker
 
 SOURCE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class NonFiniteError(SourceError):
-    """A weight that was to be packed holds NaN or infinity."""
-
-    def __init__(self, job: PackJob) -> None:
-        super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
-        self.job = job
-
-
-class ShardProgress:
-    """A shard being written: its file, the JSON blobs gathered so far, and how many of its tasks are left.
-
-    Args:
-        shard: its plan.
-        format: how weights are packed.
-        writer: its file.
-        finished: called with the size of the file once it is complete.
-    """
-
-    def __init__(self, shard: Shard, format: Format, writer: ShardWriter, finished: Callable[[int], None]) -> None:
-        self.shard = shard
-        self.format = format
-        self.writer = writer
-        self._finished = finished
-        self._blobs: dict[str, bytes] = {}
-        self._left = 0
-        self._lock = threading.Lock()
-
-    def tasks(self, piece: int) -> list[Task]:
-        """Everything that is to be done for this shard, in pieces of so many source bytes."""
-        packs = [job for job in self.shard.jobs if isinstance(job, PackJob)]
-        copies = [job for job in self.shard.jobs if isinstance(job, CopyJob)]
-        tasks = [*_pack_tasks(self, packs, piece), *_copy_tasks(self, copies, piece)]
-        self._left = len(tasks)
-        return tasks
-
-    def done(self, blobs: dict[str, bytes] | None = None) -> None:
-        """Count a task as done; the last one completes the file."""
-        with self._lock:
-            self._blobs |= blobs or {}
-            self._left -= 1
-            complete = self._left == 0
-        if complete:
-            self._finish()
-
-    def _finish(self) -> None:
-        entries = list(self.shard.entries())
-        tail = bytearray()
-        for job in self.shard.jobs:
-            if isinstance(job, PackJob):
-                blob = self._blobs[job.name]
-                start = self.shard.fixed_size + len(tail)
-                entries.append((component_name(job, job.components[-1]), "U8", (len(blob),), start, start + len(blob)))
-                tail += blob
-        self._finished(self.writer.finish(entries, bytes(tail)))
+def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
+    """Everything that is to be done for a shard, in pieces of so many source bytes."""
+    packs = [job for job in progress.shard.jobs if isinstance(job, PackJob)]
+    copies = [job for job in progress.shard.jobs if isinstance(job, CopyJob)]
+    tasks: list[Task[TorchWorker]] = [*_pack_tasks(progress, packs, piece), *_copy_tasks(progress, copies, piece)]
+    progress.expect(len(tasks))
+    return tasks
 
 
-def _pack_tasks(progress: ShardProgress, jobs: Sequence[PackJob], piece: int) -> Iterator[Task]:
+def _pack_tasks(progress: ShardProgress, jobs: Sequence[PackJob], piece: int) -> Iterator[Task[TorchWorker]]:
     batch: list[PackJob] = []
     room = piece
     for job in jobs:
-        small = aligned(job.source_bytes) <= piece and not _is_cut_out(job)
+        small = aligned(job.source_bytes) <= piece and not job.is_cut_out
         if batch and (not small or aligned(job.source_bytes) > room):
             yield PackBatch(progress, tuple(batch))
             batch, room = [], piece
         if small:
             batch.append(job)
             room -= aligned(job.source_bytes)
-        elif _is_cut_out(job):
+        elif job.is_cut_out:
             yield PackCutOut(progress, job)
         else:
             yield from _pack_pieces(progress, job, piece)
@@ -98,7 +51,7 @@ def _pack_tasks(progress: ShardProgress, jobs: Sequence[PackJob], piece: int) ->
         yield PackBatch(progress, tuple(batch))
 
 
-def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[Task]:
+def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
     step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
     starts = range(0, job.elements, step)
     absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(starts))
@@ -106,7 +59,7 @@ def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[
         yield PackPiece(progress, job, absmax, start, min(start + step, job.elements))
 
 
-def _copy_tasks(progress: ShardProgress, jobs: Sequence[CopyJob], piece: int) -> Iterator[Task]:
+def _copy_tasks(progress: ShardProgress, jobs: Sequence[CopyJob], piece: int) -> Iterator[Task[TorchWorker]]:
     batch: list[tuple[CopyJob, int, int]] = []
     room = piece
     for job in jobs:
@@ -155,7 +108,7 @@ class PackPiece:
     start: int
     stop: int
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: TorchWorker) -> None:
         blocksize = self.progress.format.blocksize
         [weight] = _read_weights(worker, self.progress.format, [self.job], self.start, self.stop)
         with worker.timed("encode"):
@@ -174,7 +127,7 @@ class PackBatch:
     progress: ShardProgress
     jobs: tuple[PackJob, ...]
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: TorchWorker) -> None:
         _pack_whole(worker, self.progress, self.jobs, _read_weights(worker, self.progress.format, self.jobs))
 
 
@@ -185,9 +138,9 @@ class PackCutOut:
     progress: ShardProgress
     job: PackJob
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: TorchWorker) -> None:
         matrix, source = self.job.matrix, self.job.source
-        start, stop = _matrix_range(self.job)
+        start, stop = self.job.source_range
         [raw] = worker.read([(source.file, start, stop)])
         with worker.timed("encode"):
             weight = raw.view(SOURCE_DTYPES[source.dtype]).view(-1, source.shape[-1])
@@ -206,7 +159,7 @@ class CopyBatch:
     progress: ShardProgress
     parts: tuple[tuple[CopyJob, int, int], ...]
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: TorchWorker) -> None:
         for job, start, stop in self.parts:
             source = job.source
             if job.dtype == source.dtype:
@@ -222,27 +175,13 @@ class CopyBatch:
         self.progress.done()
 
 
-def _is_cut_out(job: PackJob) -> bool:
-    """Whether a weight's elements are not one run of its source's bytes."""
-    return job.matrix.transpose or job.matrix.columns is not None
-
-
-def _matrix_range(job: PackJob) -> tuple[int, int]:
-    """The bytes of the source file that hold a job's matrix, with all its columns."""
-    *_, height, width = job.source.shape
-    row = width * DTYPE_BITS[job.source.dtype] // 8
-    first, last = job.matrix.rows or (0, height)
-    start = job.source.start + (job.matrix.index or 0) * height * row
-    return start + first * row, start + last * row
-
-
 def _read_weights(
-    worker: Worker, format: Format, jobs: Sequence[PackJob], start: int = 0, stop: int | None = None
+    worker: TorchWorker, format: Format, jobs: Sequence[PackJob], start: int = 0, stop: int | None = None
 ) -> list[torch.Tensor]:
     """Weights, or elements start … stop of them, flat and cast to the format's dtype."""
     ranges = []
     for job in jobs:
-        begin, end = _matrix_range(job)
+        begin, end = job.source_range
         itemsize = DTYPE_BITS[job.source.dtype] // 8
         ranges.append((job.source.file, begin + start * itemsize, end if stop is None else begin + stop * itemsize))
     raws = worker.read(ranges)
@@ -260,7 +199,7 @@ def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.T
 
 
 def _pack_whole(
-    worker: Worker, progress: ShardProgress, jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]
 ) -> None:
     """Pack whole weights and write all their components."""
     format = progress.format
@@ -276,7 +215,7 @@ def _pack_whole(
 
 
 def _write_states(
-    worker: Worker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
 ) -> dict[str, bytes]:
     """Write all components but the codes and the JSON blobs of weights that are neighbours in the shard.
 
@@ -300,16 +239,7 @@ def _write_states(
             parts = [torch.cat(list(absmaxes)), quant_map]
     # parts stand in the order of layout.components, of which the packed codes are the first
     worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
-    return {
-        job.name: quant_state_json(
-            quant_type=format.quant_type,
-            blocksize=format.blocksize,
-            dtype=format.dtype,
-            shape=job.matrix.shape,
-            nested_offset=offset,
-        )
-        for job, offset in zip(jobs, offsets, strict=True)
-    }
+    return json_blobs(format, jobs, offsets)
 
 
 def _check_finite(jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]) -> None:

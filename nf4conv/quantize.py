@@ -26,9 +26,10 @@ from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
+from nf4conv.pipeline import MemoryUse, Pipeline, Task, make_pipeline
 
 if TYPE_CHECKING:
-    from nf4conv.pipeline import MemoryUse, Pipeline, Task
+    from nf4conv.worker import TorchWorker
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,10 @@ def quantize_checkpoint(
     job = plan_quantization(source, options)
     out = Path(out)
     check_apart(job.source.folder, out)
-    from nf4conv.encode import NonFiniteError
-    from nf4conv.pipeline import open_pipeline
+    from nf4conv.shards import NonFiniteError
+    from nf4conv.worker import TorchEngine
 
-    pipeline = open_pipeline(run, progress or _ignore)
+    pipeline = make_pipeline(TorchEngine(run.device), run, progress or _ignore)
     baseline = pipeline.memory()
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, pipeline)
@@ -276,7 +277,7 @@ def check_apart(source: Path, out: Path) -> None:
         raise OutputError(f"{out}: holds the source folder; choose another output folder")
 
 
-def _without_non_finite(job: QuantizationPlan, pipeline: "Pipeline") -> QuantizationPlan:
+def _without_non_finite(job: QuantizationPlan, pipeline: "Pipeline[TorchWorker]") -> QuantizationPlan:
     """The plan with every weight that holds NaN or infinity kept; takes a pass over the weights to find them."""
     from nf4conv.scan import count_non_finite
 
@@ -288,7 +289,7 @@ def _without_non_finite(job: QuantizationPlan, pipeline: "Pipeline") -> Quantiza
     return replace(kept, notes=kept.notes + notes)
 
 
-def _describe_non_finite(job: PackJob, pipeline: "Pipeline") -> SourceError:
+def _describe_non_finite(job: PackJob, pipeline: "Pipeline[TorchWorker]") -> SourceError:
     from nf4conv.scan import count_non_finite
 
     counts = count_non_finite([job], pipeline)
@@ -299,7 +300,7 @@ def _describe_non_finite(job: PackJob, pipeline: "Pipeline") -> SourceError:
     )
 
 
-def _fingerprint(job: QuantizationPlan, pipeline: "Pipeline") -> dict[str, Any]:
+def _fingerprint(job: QuantizationPlan, pipeline: "Pipeline[TorchWorker]") -> dict[str, Any]:
     """Whatever decides the bytes of the result, so that an interrupted run is resumed only by its like."""
     files = {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in job.source.files}
     headers = hashlib.sha256()
@@ -309,7 +310,7 @@ def _fingerprint(job: QuantizationPlan, pipeline: "Pipeline") -> dict[str, Any]:
         "command": "quantize",
         "version": __version__,
         "torch": version("torch"),
-        "device": pipeline.device.type,
+        "device": pipeline.device.partition(":")[0],
         "source files": files,
         "source headers": headers.hexdigest(),
         "source config": job.source.config,
@@ -323,8 +324,11 @@ def _space_needed(job: QuantizationPlan, workspace: Workspace) -> int:
     return shards + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
 
 
-def _tasks(job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline", writers: ExitStack) -> Iterator["Task"]:
-    from nf4conv.encode import ShardProgress
+def _tasks(
+    job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline[TorchWorker]", writers: ExitStack
+) -> Iterator["Task[TorchWorker]"]:
+    from nf4conv.encode import shard_tasks
+    from nf4conv.shards import ShardProgress
 
     for shard in job.plan.shards:
         if shard.name in workspace.finished:
@@ -333,7 +337,7 @@ def _tasks(job: QuantizationPlan, workspace: Workspace, pipeline: "Pipeline", wr
         writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
         finished = partial(workspace.record, shard.name)
-        yield from ShardProgress(shard, job.plan.format, writer, finished).tasks(pipeline.piece)
+        yield from shard_tasks(ShardProgress(shard, job.plan.format, writer, finished), pipeline.piece)
 
 
 def _finalize(job: QuantizationPlan, workspace: Workspace) -> None:
@@ -355,16 +359,16 @@ def _index(plan: Plan, workspace: Workspace) -> bytes:
 def _report(
     job: QuantizationPlan,
     workspace: Workspace,
-    pipeline: "Pipeline",
+    pipeline: "Pipeline[TorchWorker]",
     resumed: int,
     started: float,
-    baseline: "MemoryUse",
+    baseline: MemoryUse,
 ) -> QuantizeReport:
     parameters = sum(entry.elements for entry in job.plan.jobs)
     bytes_after = sum(shard.size for shard in workspace.finished.values())
     return QuantizeReport(
         out=str(workspace.out),
-        device=str(pipeline.device),
+        device=pipeline.device,
         packed=sum(isinstance(entry, PackJob) for entry in job.plan.jobs),
         copied=sum(not isinstance(entry, PackJob) for entry in job.plan.jobs),
         parameters=parameters,

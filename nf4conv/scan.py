@@ -10,7 +10,8 @@ import torch
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.encode import SOURCE_DTYPES
-from nf4conv.pipeline import Pipeline, Task, Worker
+from nf4conv.pipeline import Pipeline, Task
+from nf4conv.worker import TorchWorker
 
 
 @dataclass
@@ -26,7 +27,7 @@ class _CountPiece:
     stop: int
     counts: _Counts
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: TorchWorker) -> None:
         [raw] = worker.read([(self.tensor.file, self.start, self.stop)])
         with worker.timed("encode"):
             found = int((~torch.isfinite(raw.view(SOURCE_DTYPES[self.tensor.dtype]))).sum())
@@ -35,14 +36,14 @@ class _CountPiece:
                 self.counts.by_name[self.tensor.name] += found
 
 
-def count_non_finite(jobs: Sequence[PackJob], pipeline: Pipeline) -> Mapping[str, int]:
+def count_non_finite(jobs: Sequence[PackJob], pipeline: Pipeline[TorchWorker]) -> Mapping[str, int]:
     """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
     counts = _Counts()
     pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts))
     return dict(sorted(counts.by_name.items()))
 
 
-def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task]:
+def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
     for tensor in tensors.values():
         step = piece - piece % (DTYPE_BITS[tensor.dtype] // 8)
         for start in range(tensor.start, tensor.stop, step):

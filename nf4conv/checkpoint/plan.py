@@ -97,6 +97,20 @@ class PackJob:
     def source_bytes(self) -> int:
         return self.elements * DTYPE_BITS[self.source.dtype] // 8
 
+    @property
+    def is_cut_out(self) -> bool:
+        """Whether the weight's elements are not one run of its source's bytes, in order."""
+        return self.matrix.transpose or self.matrix.columns is not None
+
+    @property
+    def source_range(self) -> tuple[int, int]:
+        """The bytes of the source file that hold the weight, with all columns of its rows."""
+        *_, height, width = self.source.shape
+        row = width * DTYPE_BITS[self.source.dtype] // 8
+        first, last = self.matrix.rows or (0, height)
+        start = self.source.start + (self.matrix.index or 0) * height * row
+        return start + first * row, start + last * row
+
 
 @dataclass(slots=True)
 class CopyJob:
