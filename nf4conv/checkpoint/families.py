@@ -39,8 +39,10 @@ GPT2: Final = Family(transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_at
 FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
+NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."),))
 DETR: Final = Family(
-    keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),), heads=("bbox_embed", "class_embed")
+    keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
+    heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
 )
 
 
@@ -95,7 +97,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "tipsv2": TIPS,
     "tipsv2_dpt": TIPS,
     "tipsv2_vision_model": TIPS,
-    "tipsv2_text_model": Family(heads=QKV),
+    "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
     "sapiens2": _converted("w12", GATE_UP),
     "radio": _converted("qkv", QKV),
     "gradium_phonon_tts": _converted("in_proj", QKV),
@@ -111,7 +113,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mixtral": BLOCK_SPARSE,
     "minimax": BLOCK_SPARSE,
     "minimax_m2": BLOCK_SPARSE,
-    "nemotron_h": Family(renamed=((r"^backbone\.", "model."),)),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_omni": NEMOTRON_H,
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
     "sam3_tracker": Family(renamed=((r"^tracker_model\.", ""),)),
@@ -132,6 +135,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "xlm": Family(heads=("pred_layer",)),
     "flaubert": Family(heads=("pred_layer",)),
     "xlnet": Family(heads=("lm_loss",)),
+    "ultravbert": Family(heads=("projection_head",)),
     "luke": Family(heads=("entity_predictions",)),
     # object detectors share their box and class heads
     "d_fine": DETR,

@@ -10,7 +10,7 @@ Multimodal checkpoints keep the names they were first saved with, in two styles,
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nf4conv.checkpoint.families import Family, families_of
@@ -43,24 +43,26 @@ class ModuleNames:
     Attributes:
         families: listed deviations that apply.
         multimodal: whether `is_multimodal(config)`.
+        in_memory: paths that are known for certain, by path on disk.
     """
 
     families: tuple[Family, ...]
     multimodal: bool
+    in_memory: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModuleNames":
         return cls(families_of(config), is_multimodal(config))
 
     @property
-    def absent_heads(self) -> tuple[str, ...]:
+    def absent(self) -> tuple[str, ...]:
         """Modules that a loader may build although the checkpoint holds nothing for them, or under other names."""
         tied = tuple(head for family in self.families for head in family.heads)
         return HEADS + tied + (TOWERS if self.multimodal else ())
 
     def spellings(self, path: str) -> tuple[str, ...]:
         """Every path that a loader may know a module by; the path on disk comes first."""
-        paths = [path]
+        paths = [path] + ([self.in_memory[path]] if path in self.in_memory else [])
         for family in self.families:
             renamed = [re.sub(pattern, new, old) for old in paths for pattern, new in family.renamed]
             paths += [name for name in renamed if name not in paths]

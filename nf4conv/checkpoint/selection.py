@@ -4,7 +4,7 @@ A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensor
 says otherwise. Where the rule is unsure it keeps the tensor and lists its module as skipped: that always loads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -119,7 +119,7 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Se
     """
     evidence = Evidence.gather(tensors, config)
     decisions = {tensor.name: _decide(tensor, evidence, options) for tensor in tensors}
-    return _with_skip_list(decisions, config, tuple(_notes(tensors, decisions)))
+    return with_skip_list(decisions, ModuleNames.of(config), list(_notes(tensors, decisions)))
 
 
 def demote(
@@ -142,24 +142,39 @@ def demote(
         if not isinstance(decision, Pack) or [matrix.name for matrix in decision.matrices] != [name]:
             raise PlanError(f"{name}: {reason}, but it cannot be kept in 16 bits on its own")
         decisions[name] = Keep(reason, is_linear=True)
-    return _with_skip_list(decisions, config, selection.notes)
+    return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
 
 
-def _with_skip_list(
-    decisions: Mapping[str, Pack | Keep], config: Mapping[str, Any], notes: tuple[str, ...]
+def with_skip_list(
+    decisions: Mapping[str, Pack | Keep],
+    names: ModuleNames,
+    notes: Sequence[str],
+    not_on_disk: Collection[str] = (),
 ) -> Selection:
+    """Complete decisions with the list of modules to skip.
+
+    Where loaders could not tell a packed module from one that they must skip, it is kept too.
+
+    Args:
+        decisions: for every tensor.
+        names: how loaders rename the modules.
+        notes: for the user.
+        not_on_disk: modules in memory that are `nn.Linear` and must be skipped, though no tensor is theirs.
+
+    Raises:
+        PlanError: no list can tell the packed modules from the others.
+    """
     decisions = dict(decisions)
-    names = ModuleNames.of(config)
     while True:
         packed = {matrix.name: name for name, decision in decisions.items() for matrix in _matrices(decision)}
         kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
         spelled = {path: name for matrix, name in packed.items() for path in names.spellings(_module(matrix))}
-        skipped = [path for name in kept for path in names.spellings(_module(name))]
-        skip_modules = build_skip_modules(spelled, skipped, names.absent_heads)
+        skipped = [path for name in kept for path in names.spellings(_module(name))] + list(not_on_disk)
+        skip_modules = build_skip_modules(spelled, skipped, names.absent)
         mistaken = {spelled[path] for path in mistaken_for_skipped(skip_modules, spelled)}
         if not mistaken:
             check_skip_modules(skip_modules, spelled, skipped)
-            return Selection(decisions, skip_modules, notes)
+            return Selection(decisions, skip_modules, tuple(notes))
         for name in mistaken:
             if len(_matrices(decisions[name])) > 1:
                 raise PlanError(f"{name}: loaders cannot tell its weights from modules that they must skip")
