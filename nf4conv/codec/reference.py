@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
 from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
 
@@ -87,17 +88,63 @@ def dequantize_blocks(
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax.
     """
-    scales = absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset)
+    scales = _flushed(absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset))
     values = decoded_values(quant_type, out.device)
     for start in range(0, out.numel(), _CHUNK):
         target = out[start : start + _CHUNK]
-        piece = packed[start // 2 : (start + _CHUNK) // 2]
-        codes = torch.stack((piece >> 4, piece & 15), dim=1).view(-1)[: target.numel()]
-        scale = scales[start // blocksize : -(-(start + target.numel()) // blocksize)]
-        spread = _flushed(scale).repeat_interleave(blocksize)[: target.numel()]
-        product = _flushed(values[codes.int()] * spread)
-        target.copy_(product)
+        codes = _unpacked(packed[start // 2 : (start + _CHUNK) // 2])[: target.numel()]
+        target.copy_(_flushed(values[codes] * _spread(scales, blocksize, start, target.numel())))
         _canonical_nans(target)
+
+
+def error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    state2: NestedState | None,
+    offset: torch.Tensor | None,
+    quant_type: str,
+    blocksize: int,
+) -> ErrorSums:
+    """Compare a weight with its packed form, by the bound that error_sums.py states.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous: the original.
+        packed: [ceil(n / 2)] uint8; this and the rest as in `dequantize_blocks`.
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: how absmax is decoded; None when it is float32.
+        offset: 0-d float32; None without `state2`.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+    scales, moved = absmax, torch.zeros_like(absmax, dtype=torch.float32)
+    if state2 is not None and offset is not None:
+        scales, moved = decode_absmax(absmax, state2, offset), NESTED_ERROR * _nested_scales(absmax, state2)
+    values = decoded_values(quant_type, weight.device)
+    gaps = torch.tensor(half_gaps(quant_type), dtype=torch.float32, device=weight.device)
+    count = -(-weight.numel() // _CHUNK)
+    peaks = torch.zeros((2, count), dtype=torch.float32, device=weight.device)
+    squares = torch.zeros((2, count), dtype=torch.float64, device=weight.device)
+    outside = torch.zeros(count, dtype=torch.int64, device=weight.device)
+    for chunk, start in enumerate(range(0, weight.numel(), _CHUNK)):
+        original = weight[start : start + _CHUNK].float()
+        codes = _unpacked(packed[start // 2 : (start + _CHUNK) // 2])[: original.numel()]
+        scale = _spread(scales, blocksize, start, original.numel())
+        shift = _spread(moved, blocksize, start, original.numel())
+        error = (original - _flushed(values[codes] * _flushed(scale))).abs()
+        bound = gaps[codes] * (scale + shift) + values[codes].abs() * shift + SMALLEST_NORMAL
+        peaks[0, chunk] = _largest(error)
+        peaks[1, chunk] = _largest((error / scale).where(scale > 0, 0))
+        squares[0, chunk] = error.double().square().sum()
+        squares[1, chunk] = original.double().square().sum()
+        outside[chunk] = (~(error <= bound)).sum()
+    squared_error, squared_weight = squares.sum(dim=1)
+    return ErrorSums(_largest(peaks[0]), _largest(peaks[1]), squared_error, squared_weight, outside.sum())
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest value, 0-d; NaN is ignored, and of nothing it is 0."""
+    return torch.cat((values, values.new_zeros(1))).nan_to_num(nan=0.0, posinf=torch.inf).amax()
 
 
 def padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
@@ -149,8 +196,12 @@ def dynamic_cuts(device: torch.device) -> torch.Tensor:
 
 def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
     """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
-    nested = _flushed(state2.absmax)[:, None].expand(-1, state2.blocksize).reshape(-1)[: codes.numel()]
-    return _flushed(_flushed(state2.code)[codes.int()] * nested) + offset
+    return _flushed(_flushed(state2.code)[codes.int()] * _nested_scales(codes, state2)) + offset
+
+
+def _nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:
+    """[blocks] float32: the nested absmax that each code is multiplied by."""
+    return _flushed(state2.absmax)[:, None].expand(-1, state2.blocksize).reshape(-1)[: codes.numel()]
 
 
 def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
@@ -159,6 +210,17 @@ def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
     if quant_type == "fp4":
         values[8] = -0.0
     return values
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8 → [2 * bytes] int32 codes, for use as indices."""
+    return torch.stack((packed >> 4, packed & 15), dim=1).view(-1).int()
+
+
+def _spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> torch.Tensor:
+    """[blocks] → [count]: what elements start, start + 1, … have of their blocks; start is the first of one."""
+    blocks = per_block[start // blocksize : -(-(start + count) // blocksize)]
+    return blocks.repeat_interleave(blocksize)[:count]
 
 
 def _canonical_nans(values: torch.Tensor) -> None:
