@@ -123,11 +123,7 @@ class QuantState:
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if "nested_absmax" in named:
-            if not fields.keys() >= _NESTED_JSON_KEYS:
-                raise CodecError(f"{tag}: has a nested_absmax but not the keys {sorted(_NESTED_JSON_KEYS)}")
-            if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
-                raise CodecError(f"{tag}: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
-            offset = torch.tensor(float(fields["nested_offset"]), dtype=torch.float32, device=device)
+            offset = torch.tensor(_nested_offset(fields), dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.uint8 if state2 is not None else torch.float32
         if absmax.dtype != expected:
@@ -174,7 +170,18 @@ def _parse_json(blob: torch.Tensor) -> dict[str, Any]:
     shape = fields["shape"]
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
-    for key, allowed in (("quant_type", CODEBOOKS), ("blocksize", BLOCKSIZES), ("dtype", DTYPES)):
-        if fields[key] not in allowed:
+    for key, allowed in (("quant_type", tuple(CODEBOOKS)), ("blocksize", BLOCKSIZES), ("dtype", tuple(DTYPES))):
+        if type(fields[key]) not in (str, int) or fields[key] not in allowed:
             raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
     return fields
+
+
+def _nested_offset(fields: dict[str, Any]) -> float:
+    if not fields.keys() >= _NESTED_JSON_KEYS:
+        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
+    if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
+        raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
+    offset = fields["nested_offset"]
+    if type(offset) not in (float, int):
+        raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
+    return float(offset)
