@@ -10,12 +10,12 @@ import pytest
 from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, FP4, NF4, float32_from_bits
 
 # The literals of bitsandbytes' csrc/kernels.cu, ascending.
-NF4_LITERALS = (
-    "-0.8480964004993439 -0.6106329262256622 -0.4599952697753906 -0.33967943489551544 -0.23460740596055984"
-    " -0.13791173323988914 -0.045525018125772476 0.03979014977812767 0.1202552504837513 0.2035212516784668"
-    " 0.2920137718319893 0.3893125355243683 0.5016634166240692 0.6427869200706482 0.8614784181118011"
-).split()
-FP4_LITERALS = "0.00260417 0.0859375 0.20833333 0.29166667 0.4166667 0.583333 0.8333333".split()
+NF4_LITERALS = """
+    -0.8480964004993439 -0.6106329262256622 -0.4599952697753906 -0.33967943489551544 -0.23460740596055984
+    -0.13791173323988914 -0.045525018125772476 0.03979014977812767 0.1202552504837513 0.2035212516784668
+    0.2920137718319893 0.3893125355243683 0.5016634166240692 0.6427869200706482 0.8614784181118011
+"""
+FP4_LITERALS = "0.00260417 0.0859375 0.20833333 0.29166667 0.4166667 0.583333 0.8333333"
 
 
 def bits(value: float) -> str:
@@ -32,11 +32,11 @@ def rounded_once(decimal: str) -> float:
 
 @pytest.mark.parametrize(("codebook", "literals"), [(NF4, NF4_LITERALS), (FP4, FP4_LITERALS)], ids=["nf4", "fp4"])
 def test_cuts_are_the_literals_rounded_once(codebook, literals):
-    assert [bits(cut) for cut in codebook.cuts] == [bits(rounded_once(literal)) for literal in literals]
+    assert [bits(cut) for cut in codebook.cuts] == [bits(rounded_once(literal)) for literal in literals.split()]
 
 
 def test_four_nf4_literals_round_differently_by_way_of_float64():
-    twice = [bits(float(literal)) for literal in NF4_LITERALS]
+    twice = [bits(float(literal)) for literal in NF4_LITERALS.split()]
     differing = [i for i, cut in enumerate(NF4.cuts) if bits(cut) != twice[i]]
     assert differing == [0, 8, 12, 14]
 

@@ -9,7 +9,6 @@ from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 
-
 PLAIN_JSON = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [5, 77]}'
 
 

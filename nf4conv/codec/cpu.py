@@ -69,17 +69,11 @@ def quantize_blocks(
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
-    """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`.
-
-    The upper half of a float32 leaves two neighbouring codes to choose from; one comparison decides.
-    """
+    """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`."""
     offset = cuda_mean(absmax)
     blocks = reference.padded_blocks(absmax - offset, NESTED_BLOCKSIZE)
     scaled, maxima = reference.scale_blocks(blocks)
-    flat = scaled.view(-1)[: codes.numel()].numpy()
-    lower, cuts = _dynamic_search()
-    found = np.take(lower, flat.view("<u2")[1::2])
-    np.add(found, flat > np.take(cuts, found), out=codes.numpy(), casting="unsafe")
+    codes.numpy()[:] = nearest_dynamic(scaled.view(-1)[: codes.numel()].numpy())
     nested_absmax.copy_(maxima)
     return offset
 
@@ -215,6 +209,17 @@ def _requantize_special(blocks: torch.Tensor, packed: torch.Tensor, absmax: torc
     reference.quantize_blocks(again.view(-1), bytes_again.view(-1), absmax_again, quant_type, blocksize)
     packed[: blocks.numel() // 2].view(-1, blocksize // 2)[special] = bytes_again
     absmax[special] = absmax_again
+
+
+def nearest_dynamic(scaled: npt.NDArray[np.float32]) -> _Bytes:
+    """[n] values, none beyond ±1, to [n] codes; NaN to 0.
+
+    The upper half of a float32 leaves two neighbouring codes to choose from; one comparison decides.
+    """
+    lower, cuts = _dynamic_search()
+    codes: _Bytes = lower[scaled.view("<u2")[1::2]]
+    codes += scaled > cuts[codes]
+    return codes
 
 
 @cache

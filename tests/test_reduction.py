@@ -1,0 +1,73 @@
+"""The mean in the order of torch's CUDA kernel."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from weights import spread_values
+
+from nf4conv.codec.reduction import cuda_mean
+
+
+def lane_by_lane(values: np.ndarray) -> np.float32:
+    """The sum of 128 … 130 560 elements, one CUDA thread after the other, as Reduce.cuh has them."""
+    count = len(values)
+    threads = min(512, 2 ** int(np.log2(count // 4)))
+    lanes = []
+    for thread in range(threads):
+        sums = [np.float32(0)] * 4
+        for vector in range(thread, count // 4, threads):
+            for i in range(4):
+                sums[i] += values[4 * vector + i]
+        if count // 4 * 4 + thread < count:
+            sums[0] += values[count // 4 * 4 + thread]
+        lanes.append(((sums[0] + sums[1]) + sums[2]) + sums[3])
+    distance = threads // 2
+    while distance:
+        for thread in range(distance):
+            lanes[thread] += lanes[thread + distance]
+        distance //= 2
+    return lanes[0]
+
+
+@pytest.mark.parametrize("count", [128, 129, 255, 1000, 2047, 2051, 5003])
+def test_one_thread_block_adds_lane_by_lane(count):
+    values = np.random.default_rng(count).random(count, dtype=np.float32)
+    expected = lane_by_lane(values) * (np.float32(1) / np.float32(count))
+    assert cuda_mean(torch.from_numpy(values)).item() == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 31, 33, 100, 127])
+def test_few_elements_are_halved(count):
+    values = np.random.default_rng(count).random(count, dtype=np.float32)
+    width = 2 ** int(np.log2(count))
+    lanes = [values[i] + values[i + width] if i + width < count else values[i] for i in range(width)]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    assert cuda_mean(torch.from_numpy(values)).item() == lanes[0] * (np.float32(1) / np.float32(count))
+
+
+@pytest.mark.parametrize("count", [1, 500, 130_560, 130_561, 1_000_003, 5_000_001])
+def test_it_is_the_mean(count):
+    values = spread_values(count)
+    exact = Fraction(int((values.double() * 2**27).sum()), count * 2**27)
+    assert abs(Fraction(cuda_mean(values).item()) / exact - 1) < Fraction(1, 2**20)
+
+
+def test_a_constant_keeps_its_value():
+    assert cuda_mean(torch.full((1 << 18,), 0.3)).item() == np.float32(0.3)
+
+
+def test_infinity_stays():
+    values = torch.ones(1000)
+    values[7] = torch.inf
+    assert cuda_mean(values).item() == torch.inf
+
+
+def test_where_the_order_matters_most():
+    """Lane 0 loses its small elements beside a large one; lane 1 keeps its own."""
+    values = torch.zeros(4096)
+    values[0], values[2048], values[4], values[2052] = 2.0**24, 1.0, 1.0, 1.0
+    assert cuda_mean(values).item() == (2.0**24 + 2) / 4096
