@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,17 @@ def measure(source: Path, scratch: Path, runs: int, skip_peer: bool) -> dict[str
     pipeline = make_pipeline(TorchEngine(device), defaults, lambda _: None)
     workers, piece = pipeline.workers, pipeline.piece
     python = sys.executable
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     contestants = {
         "nf4conv": lambda out: [python, "-m", "nf4conv", "quantize", str(source), out, "--json", "--quiet"],
-        "floor": lambda out: [python, "-m", "benchmarks.floor", str(source), out, device, str(workers), str(piece)],
+        "floor": lambda out: [
+            *(python, "-m", "benchmarks.floor", str(source), out, device, str(workers), str(piece)),
+            str(results["nf4conv"][-1]["bytes_after"] / results["nf4conv"][-1]["bytes_before"]),
+        ],
         "transformers + bitsandbytes": lambda out: [python, "-m", "benchmarks.peer", str(source), out, device],
     }
     if skip_peer:
         del contestants["transformers + bitsandbytes"]
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
         for name, command in contestants.items():
             if turn == 0 and name.startswith("transformers"):
@@ -61,12 +65,11 @@ def measure(source: Path, scratch: Path, runs: int, skip_peer: bool) -> dict[str
             out = scratch / "out"
             shutil.rmtree(out, ignore_errors=True)
             result = run(command(str(out)))
-            if turn:
-                results[name].append(result)
+            results[name].append(result)
             print(
                 f"{'warm-up' if turn == 0 else f'run {turn}'}: {name}: {result['wall_seconds']:.2f} s", file=sys.stderr
             )
-    return results
+    return {name: entries[-runs:] for name, entries in results.items()}
 
 
 def median(results: list[dict[str, Any]], key: str) -> float:

@@ -1,10 +1,10 @@
 """The floor under `nf4conv quantize`: moves the same bytes with the same threads and computes nothing.
 
-Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a thread), brings 0.28
-bytes back for each byte read, and writes those to files of the size of nf4conv's output. Prints the seconds from the
-first read to the last write, without start-up, as JSON.
+Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a thread), brings KEPT
+bytes back for each byte read, and writes those to as many files, several at a time as nf4conv does. Prints the seconds
+from the first read to the last write, without start-up, as JSON.
 
-Usage: python -m benchmarks.floor SOURCE OUT DEVICE THREADS PIECE_BYTES
+Usage: python -m benchmarks.floor SOURCE OUT DEVICE THREADS PIECE_BYTES KEPT
 """
 
 import json
@@ -16,21 +16,21 @@ from pathlib import Path
 
 import torch
 
-KEPT = 0.28  # bytes written per byte read: 8B-parameter Llama in bfloat16 to nested NF4
+from nf4conv.pipeline import interleave
 
 
 def main() -> None:
-    source, out, device, threads, piece = (
-        Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]),
-    )  # fmt: skip
+    source, out, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
+    threads, piece, kept_ratio = int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
     out.mkdir(parents=True)
-    jobs = []
+    files = []
     for path in sorted(source.glob("*.safetensors")):
         size = path.stat().st_size
         reading = os.open(path, os.O_RDONLY)
         writing = os.open(out / path.name, os.O_RDWR | os.O_CREAT)
-        os.ftruncate(writing, int(size * KEPT))
-        jobs += [(reading, writing, start, min(piece, size - start)) for start in range(0, size, piece)]
+        os.ftruncate(writing, int(size * kept_ratio))
+        files.append([(reading, writing, start, min(piece, size - start)) for start in range(0, size, piece)])
+    jobs = list(interleave(files, 4))
     todo = iter(jobs)
     lock = threading.Lock()
     cuda = device.type == "cuda"
@@ -49,13 +49,13 @@ def main() -> None:
                 return
             reading, writing, start, length = job
             os.preadv(reading, [host.numpy()[:length].data], start)
-            kept = int(length * KEPT)
+            kept = int(length * kept_ratio)
             if stream is not None:
                 with torch.cuda.stream(stream):
                     held[:length].copy_(host[:length], non_blocking=True)
                     back[:kept].copy_(held[:kept], non_blocking=True)
                 stream.synchronize()
-            os.pwrite(writing, back.numpy()[:kept].data, int(start * KEPT))
+            os.pwrite(writing, back.numpy()[:kept].data, int(start * kept_ratio))
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:

@@ -157,7 +157,7 @@ Examples:
     show_default=True,
     help="How experts are stored.",
 )
-@click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest output file.")
+@click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
 @click.option(
     "--non-finite",
     type=click.Choice(NON_FINITE),
@@ -179,9 +179,7 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     if not quiet:
         for note in plan.notes:
             click.echo(f"{click.style('Note:', fg='yellow')} {note}", err=True, color=_color())
-    passes = 2 if options.non_finite == "keep" else 1
-    total = passes * sum(tensor.nbytes for tensor in plan.source.tensors)
-    with _progress(total, quiet) as advance:
+    with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
         report = quantize_checkpoint(source, out, options, run, advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))

@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS
-from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
+from nf4conv.checkpoint.plan import Format, PackJob
 from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
-from nf4conv.pipeline import Task, aligned
-from nf4conv.shards import NonFiniteError, ShardProgress, json_blobs
+from nf4conv.pipeline import Task, aligned, interleave
+from nf4conv.shards import (
+    CopyPart,
+    NonFiniteError,
+    RawCopies,
+    ShardProgress,
+    copy_groups,
+    is_cast,
+    json_blobs,
+    pack_groups,
+    spans,
+)
 from nf4conv.worker import TorchWorker
 
 SOURCE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -25,54 +35,26 @@ SOURCE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
-    packs = [job for job in progress.shard.jobs if isinstance(job, PackJob)]
-    copies = [job for job in progress.shard.jobs if isinstance(job, CopyJob)]
-    tasks: list[Task[TorchWorker]] = [*_pack_tasks(progress, packs, piece), *_copy_tasks(progress, copies, piece)]
-    progress.expect(len(tasks))
-    return tasks
-
-
-def _pack_tasks(progress: ShardProgress, jobs: Sequence[PackJob], piece: int) -> Iterator[Task[TorchWorker]]:
-    batch: list[PackJob] = []
-    room = piece
-    for job in jobs:
-        small = aligned(job.source_bytes) <= piece and not job.is_cut_out
-        if batch and (not small or aligned(job.source_bytes) > room):
-            yield PackBatch(progress, tuple(batch))
-            batch, room = [], piece
-        if small:
-            batch.append(job)
-            room -= aligned(job.source_bytes)
-        elif job.is_cut_out:
-            yield PackCutOut(progress, job)
+    packs: list[Task[TorchWorker]] = []
+    for group in pack_groups(progress.shard, piece):
+        if group[0].is_cut_out:
+            packs.append(PackCutOut(progress, group[0]))
+        elif aligned(group[0].source_bytes) > piece:
+            packs += _pack_pieces(progress, group[0], piece)
         else:
-            yield from _pack_pieces(progress, job, piece)
-    if batch:
-        yield PackBatch(progress, tuple(batch))
+            packs.append(PackBatch(progress, tuple(group)))
+    copies: list[Task[TorchWorker]] = [
+        CastCopies(progress, parts) if is_cast(parts) else RawCopies(progress, parts)
+        for parts in copy_groups(progress.shard, piece)
+    ]
+    progress.expect(len(packs) + len(copies))
+    return list(interleave([packs, copies], 2))
 
 
 def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
-    step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
-    starts = range(0, job.elements, step)
-    absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(starts))
-    for start in starts:
-        yield PackPiece(progress, job, absmax, start, min(start + step, job.elements))
-
-
-def _copy_tasks(progress: ShardProgress, jobs: Sequence[CopyJob], piece: int) -> Iterator[Task[TorchWorker]]:
-    batch: list[tuple[CopyJob, int, int]] = []
-    room = piece
-    for job in jobs:
-        itemsize = max(DTYPE_BITS[job.source.dtype] // 8, 1)
-        for start in range(0, max(job.source_bytes, 1), piece - piece % itemsize):
-            stop = min(start + piece, job.source_bytes)
-            if batch and stop - start > room:
-                yield CopyBatch(progress, tuple(batch))
-                batch, room = [], piece
-            batch.append((job, start, stop))
-            room -= stop - start
-    if batch:
-        yield CopyBatch(progress, tuple(batch))
+    pieces = spans(job, piece)
+    absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(pieces))
+    return (PackPiece(progress, job, absmax, start, stop) for start, stop in pieces)
 
 
 class GatheredAbsmax:
@@ -153,24 +135,19 @@ class PackCutOut:
 
 
 @dataclass(frozen=True)
-class CopyBatch:
-    """Tensors, or parts of them, that are kept: (job, start, stop) in bytes of the source."""
+class CastCopies:
+    """Tensors, or parts of them, that are kept in another dtype."""
 
     progress: ShardProgress
-    parts: tuple[tuple[CopyJob, int, int], ...]
+    parts: tuple[CopyPart, ...]
 
     def run(self, worker: TorchWorker) -> None:
         for job, start, stop in self.parts:
-            source = job.source
-            if job.dtype == source.dtype:
-                worker.copy(
-                    source.file, source.start + start, source.start + stop, self.progress.writer, job.offset + start
-                )
-                continue
-            [raw] = worker.read([(source.file, source.start + start, source.start + stop)])
+            begin = job.source.start + start
+            [raw] = worker.read([(job.source.file, begin, begin + stop - start)])
             with worker.timed("encode"):
-                cast = raw.view(SOURCE_DTYPES[source.dtype]).to(SOURCE_DTYPES[job.dtype])
-            offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[source.dtype]
+                cast = raw.view(SOURCE_DTYPES[job.source.dtype]).to(SOURCE_DTYPES[job.dtype])
+            offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
             worker.write([(self.progress.writer, offset, cast)])
         self.progress.done()
 

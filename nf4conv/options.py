@@ -45,7 +45,7 @@ class QuantizeOptions:
         skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers.
         quantize_towers: whether to pack vision and audio towers too.
         moe: how experts are stored: "portable" or "per-expert".
-        max_shard_size: bytes of an output file.
+        max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
     """
 
@@ -59,5 +59,5 @@ class QuantizeOptions:
     skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
     moe: str = "portable"
-    max_shard_size: int = 5 * 10**9
+    max_shard_size: int = 10**9
     non_finite: str = "refuse"

@@ -13,9 +13,10 @@ import resource
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -115,7 +116,7 @@ class Pipeline(Generic[W]):
 
     Attributes:
         piece: bytes that a worker reads at a time.
-        elapsed: wall-clock seconds spent running tasks.
+        elapsed: wall-clock seconds from the first task to the end of the last, workers being ready.
         seconds: time spent by activity, summed over the workers.
     """
 
@@ -136,7 +137,6 @@ class Pipeline(Generic[W]):
 
         An interrupt stops the workers after the piece in hand.
         """
-        started = time.perf_counter()
         crew = _Crew(tasks)
         with Reader() as reader:
             threads = [
@@ -156,7 +156,7 @@ class Pipeline(Generic[W]):
                 raise
         if crew.error is not None:
             raise crew.error
-        self.elapsed += time.perf_counter() - started
+        self.elapsed += time.perf_counter() - crew.started
 
     def memory(self) -> MemoryUse:
         return MemoryUse(_peak_resident(), self.engine.device_memory())
@@ -179,6 +179,7 @@ class _Crew(Generic[W]):
     def __init__(self, tasks: Iterable[Task[W]]) -> None:
         self.lock = threading.Lock()
         self.error: BaseException | None = None
+        self.started = 0.0
         self._tasks = iter(tasks)
         self._stopped = False
 
@@ -187,6 +188,7 @@ class _Crew(Generic[W]):
             with self.lock:
                 if self._stopped:
                     return
+                self.started = self.started or time.perf_counter()
                 task = next(self._tasks, None)
             if task is None:
                 return
@@ -210,6 +212,23 @@ def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], N
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = run.workers or (cores if engine.device == "cpu" else min(cores, _CUDA_WORKERS))
     return Pipeline(engine, workers=workers, buffer_size=run.buffer_size, advance=advance)
+
+
+T = TypeVar("T")
+
+
+def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
+    """Items of `width` groups in turn; when one is exhausted the next group takes its place."""
+    waiting = iter(groups)
+    active = deque(iter(group) for group in islice(waiting, width))
+    while active:
+        group = active.popleft()
+        for item in group:
+            yield item
+            active.append(group)
+            break
+        else:
+            active.extend(iter(group) for group in islice(waiting, 1))
 
 
 def aligned(nbytes: int) -> int:

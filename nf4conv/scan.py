@@ -10,8 +10,9 @@ import torch
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.encode import SOURCE_DTYPES
-from nf4conv.pipeline import Pipeline, Task
-from nf4conv.worker import TorchWorker
+from nf4conv.options import RunOptions
+from nf4conv.pipeline import Task, make_pipeline
+from nf4conv.worker import TorchEngine, TorchWorker
 
 
 @dataclass
@@ -36,9 +37,10 @@ class _CountPiece:
                 self.counts.by_name[self.tensor.name] += found
 
 
-def count_non_finite(jobs: Sequence[PackJob], pipeline: Pipeline[TorchWorker]) -> Mapping[str, int]:
+def count_non_finite(jobs: Sequence[PackJob], run: RunOptions) -> Mapping[str, int]:
     """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
     counts = _Counts()
+    pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
     pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts))
     return dict(sorted(counts.by_name.items()))
 

@@ -1,12 +1,21 @@
-"""What the tasks that fill one output shard share: its file, the JSON blobs so far, and how many tasks are left."""
+"""A shard divided into tasks, and what those tasks share: its file, the JSON blobs so far, how many tasks are left.
+
+How a weight is packed differs by engine (encode.py, cuda/encode.py); what is taken together and what piece by piece
+does not.
+"""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from nf4conv.checkpoint.plan import Format, PackJob, Shard, component_name
+from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.codec.layout import quant_state_json
 from nf4conv.errors import SourceError
+from nf4conv.pipeline import Worker, aligned
+
+_LARGEST_BATCH = 4096
 
 
 class NonFiniteError(SourceError):
@@ -73,3 +82,71 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
         )
         for job, offset in zip(jobs, offsets, strict=True)
     }
+
+
+def pack_groups(shard: Shard, piece: int) -> Iterator[list[PackJob]]:
+    """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out."""
+    group: list[PackJob] = []
+    room = piece
+    for job in shard.jobs:
+        if not isinstance(job, PackJob):
+            continue
+        size = aligned(job.source_bytes)
+        if group and (size > room or job.is_cut_out or len(group) == _LARGEST_BATCH):
+            yield group
+            group, room = [], piece
+        group.append(job)
+        room -= size
+        if room < 0 or job.is_cut_out:
+            yield group
+            group, room = [], piece
+    if group:
+        yield group
+
+
+def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:
+    """A large weight in pieces: (start, stop) in elements, starts at block boundaries."""
+    step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
+    return [(start, min(start + step, job.elements)) for start in range(0, job.elements, step)]
+
+
+CopyPart = tuple[CopyJob, int, int]
+"""(job, start, stop): bytes of its source."""
+
+
+def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
+    """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart."""
+    for cast in (False, True):
+        group: list[CopyPart] = []
+        room = piece
+        for job in shard.jobs:
+            if not isinstance(job, CopyJob) or (job.dtype != job.source.dtype) is not cast:
+                continue
+            for start in range(0, max(job.source_bytes, 1), piece):
+                stop = min(start + piece, job.source_bytes)
+                if group and stop - start > room:
+                    yield tuple(group)
+                    group, room = [], piece
+                group.append((job, start, stop))
+                room -= stop - start
+        if group:
+            yield tuple(group)
+
+
+def is_cast(group: Sequence[CopyPart]) -> bool:
+    job = group[0][0]
+    return job.dtype != job.source.dtype
+
+
+@dataclass(frozen=True)
+class RawCopies:
+    """Tensors, or parts of them, that are kept as they are."""
+
+    progress: ShardProgress
+    parts: tuple[CopyPart, ...]
+
+    def run(self, worker: Worker) -> None:
+        for job, start, stop in self.parts:
+            begin = job.source.start + start
+            worker.copy(job.source.file, begin, begin + stop - start, self.progress.writer, job.offset + start)
+        self.progress.done()

@@ -1,0 +1,119 @@
+"""The kernels compiled ahead of a run, as bytes: what a program without torch and Triton needs to launch them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nf4conv.codec.codebook import NESTED_BLOCKSIZE
+from nf4conv.codec.kernels.batch import (
+    TORCH_BLOCK,
+    _compress_batch_kernel,
+    _mean_kernel,
+    _quantize_batch_kernel,
+    repeats_torch,
+)
+from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
+from nf4conv.codec.kernels.finite import non_finite_kernel
+from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
+from nf4conv.codec.kernels.mean import THREADS, _partial_kernel, _total_kernel, long_mean
+from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
+from nf4conv.codec.kernels.nested import ROWS
+from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
+from nf4conv.codec.kernels.tables import bucket_table, middle_table
+from nf4conv.codec.mean_order import thread_blocks
+
+_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code of one kernel.
+
+    Attributes:
+        cubin: the code.
+        entry: the kernel's name in there.
+        shared: bytes of shared memory for each program.
+        threads: of each program.
+    """
+
+    cubin: bytes
+    entry: str
+    shared: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class CompiledCodec:
+    """Everything that encodes weights of one dtype in one format on one kind of GPU.
+
+    Attributes:
+        kernels: by name: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
+        tables: what they read, by name: "buckets", "middles".
+        tile: elements that a program of the quantizing kernels encodes.
+        nested_tile: absmax values that a program of "compress" encodes.
+        slot: elements whose multiples "quantize_aligned" takes.
+        resident_blocks: see mean_order.thread_blocks.
+    """
+
+    kernels: dict[str, CompiledKernel]
+    tables: dict[str, bytes]
+    tile: int
+    nested_tile: int
+    slot: int
+    resident_blocks: int
+
+
+def compile_codec(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec | None:
+    """Compile; None if this release of torch takes a mean in another order than our kernels, on this device."""
+    properties = torch.cuda.get_device_properties(device)
+    resident = properties.multi_processor_count * (properties.max_threads_per_multi_processor // THREADS)
+    if not repeats_torch(device) or not _repeats_torch_when_long(device, resident):
+        return None
+    tile, num_warps = configuration(dtype, blocksize)
+    integers = torch.empty(1, dtype=torch.int64, device=device)
+    floats = torch.empty(1, dtype=torch.float32, device=device)
+    words = torch.empty(1, dtype=torch.int32, device=device)
+    buckets, middles = bucket_table(quant_type, device), middle_table(device)
+    example = torch.empty(0, dtype=dtype, device=device)
+    fp4 = quant_type == "fp4"
+    quantize = (integers, example, buckets, 1, blocksize, tile, fp4)
+    kernels = {
+        "quantize_aligned": _compile(_quantize_batch_kernel, (*quantize, SLOTWISE, True), num_warps),
+        "quantize_any": _compile(_quantize_batch_kernel, (*quantize, ELEMENTWISE, True), num_warps),
+        "compress": _compile(_compress_batch_kernel, (integers, floats, middles, 1, ROWS, True), NESTED_NUM_WARPS),
+        "mean": _compile(_mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
+        "mean_part": _compile(_partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "mean_total": _compile(_total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "finite": _compile(
+            non_finite_kernel, (words, words, 1, _EXPONENTS[dtype], dtype.itemsize == 2), FINITE_NUM_WARPS
+        ),
+    }
+    tables = {"buckets": _bytes(buckets), "middles": _bytes(middles)}
+    return CompiledCodec(kernels, tables, tile, ROWS * NESTED_BLOCKSIZE, 16 // dtype.itemsize, resident)
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], num_warps: int) -> CompiledKernel:
+    compiled = kernel.warmup(*arguments, grid=(1,), num_warps=num_warps, enable_fp_fusion=False)
+    return CompiledKernel(
+        cubin=compiled.asm["cubin"],
+        entry=compiled.metadata.name,
+        shared=compiled.metadata.shared,
+        threads=32 * num_warps,
+    )
+
+
+def _bytes(table: torch.Tensor) -> bytes:
+    raw: bytes = table.cpu().numpy().tobytes()
+    return raw
+
+
+def _repeats_torch_when_long(device: torch.device, resident: int) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    mean = torch.empty(1, device=device)
+    for count in (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000):
+        values = torch.rand(count, generator=generator, device=device)
+        long_mean(values, torch.empty(thread_blocks(count, resident), device=device), mean)
+        if not torch.equal(mean[0], values.mean()):
+            return False
+    return True

@@ -1,0 +1,118 @@
+"""Compiled kernels on disk: made once for a GPU, a format and a release; then loaded without torch.
+
+Bundles lie in the user's cache folder, one file each, named by a hash of all that decides their content.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from nf4conv import codec
+from nf4conv.checkpoint.writer import write_file
+from nf4conv.cuda.driver import Device, Function
+from nf4conv.errors import OutputError
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The kernels on a device; the attributes are those of codec.kernels.ahead.CompiledCodec."""
+
+    functions: dict[str, Function]
+    tables: dict[str, bytes]
+    tile: int
+    nested_tile: int
+    slot: int
+    resident_blocks: int
+
+
+def load_bundle(device: Device, dtype: str, quant_type: str, blocksize: int) -> Bundle | None:
+    """The kernels that encode weights of one dtype; compiled now, with torch, if this is the first time.
+
+    Args:
+        device: the current one.
+        dtype: "float32", "float16" or "bfloat16".
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+
+    Returns:
+        None if torch has no CUDA here, or takes means in an order that our kernels do not repeat.
+    """
+    path = _folder() / f"{_key(device.capability(), dtype, quant_type, blocksize)}.json"
+    content = _read(path)
+    if content is None:
+        content = _compile(device.ordinal, dtype, quant_type, blocksize)
+        if content is None:
+            return None
+        _keep(path, content)
+    functions = {
+        name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
+        for name, kernel in content["kernels"].items()
+    }
+    tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
+    return Bundle(functions, tables, **content["numbers"])
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nf4conv"
+
+
+def _key(capability: tuple[int, int], dtype: str, quant_type: str, blocksize: int) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(codec.__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update(repr((capability, dtype, quant_type, blocksize, version("torch"), version("triton"))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def _keep(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(content).encode())
+    except (OSError, OutputError):
+        return  # a home that cannot be written to costs time at the next run, not this result
+
+
+def _compile(ordinal: int, dtype: str, quant_type: str, blocksize: int) -> dict[str, Any] | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from nf4conv.codec.kernels.ahead import compile_codec
+    from nf4conv.codec.quant_state import DTYPES
+
+    device = torch.device("cuda", ordinal)
+    with torch.cuda.device(device):
+        compiled = compile_codec(device, DTYPES[dtype], quant_type, blocksize)
+    if compiled is None:
+        return None
+    return {
+        "kernels": {
+            name: {
+                "cubin": base64.b64encode(kernel.cubin).decode(),
+                "entry": kernel.entry,
+                "shared": kernel.shared,
+                "threads": kernel.threads,
+            }
+            for name, kernel in compiled.kernels.items()
+        },
+        "tables": {name: base64.b64encode(table).decode() for name, table in compiled.tables.items()},
+        "numbers": {
+            "tile": compiled.tile,
+            "nested_tile": compiled.nested_tile,
+            "slot": compiled.slot,
+            "resident_blocks": compiled.resident_blocks,
+        },
+    }

@@ -1,0 +1,99 @@
+"""The engine without torch against the one with it, and against bitsandbytes: same bytes. Needs a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nf4conv.cuda.engine import CudaEngine
+from nf4conv.errors import SourceError
+from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.quantize import choose_engine, plan_quantization, quantize_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "model.layers.0.mlp.down_proj.weight": (1024, 4096),
+    "model.layers.0.mlp.gate_proj.weight": (4096, 2304),  # more than one piece, mean over several thread blocks
+    "model.layers.0.mlp.up_proj.weight": (33, 65),
+    "model.layers.0.self_attn.q_proj.weight": (3, 5),
+    "model.layers.0.self_attn.k_proj.weight": (64, 130),
+    "model.layers.0.self_attn.v_proj.weight": (7, 64),
+    "model.layers.0.self_attn.o_proj.weight": (511, 513),
+    "model.norm.weight": (64,),
+    "model.embed_tokens.weight": (100, 64),
+}
+
+
+def write_source(folder: Path, dtype: torch.dtype) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    folder.mkdir()
+    tensors = {name: (torch.randn(shape, generator=generator) * 0.05).to(dtype) for name, shape in SHAPES.items()}
+    tensors["model.layers.0.self_attn.v_proj.weight"][0] = 0
+    save_file(tensors, folder / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "torch_dtype": name}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize(("quant_type", "blocksize"), [("nf4", 64), ("fp4", 64), ("nf4", 32), ("nf4", 4096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double_quant):
+    import bitsandbytes.functional as bnb
+
+    source = write_source(tmp_path / "source", dtype)
+    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
+    run = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
+    engine, _ = choose_engine(plan_quantization(source, options), run)
+    assert isinstance(engine, CudaEngine)
+    report = quantize_checkpoint(source, tmp_path / "out", options, run)
+    assert report.packed == 7
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in load_file(source / "model.safetensors").items():
+        if "proj" not in name:
+            assert torch.equal(written.pop(name).view(torch.uint8), weight.view(torch.uint8)), name
+            continue
+        packed, state = bnb.quantize_4bit(
+            weight.cuda(), blocksize=blocksize, quant_type=quant_type, compress_statistics=double_quant
+        )
+        expected = {name: packed} | {f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}
+        for key, part in expected.items():
+            found = written.pop(key)
+            assert found.shape == part.shape, key
+            assert torch.equal(found.view(torch.uint8), part.cpu().contiguous().view(torch.uint8)), key
+    assert not written
+
+
+def test_bytes_equal_those_of_the_torch_engine(tmp_path):
+    source = write_source(tmp_path / "source", torch.bfloat16)
+    # a cast makes the plan one that only torch can carry out; casting bfloat16 up and packing gives the same codes
+    run = RunOptions(device="cuda", workers=4, buffer_size=8 * 2**20)
+    quantize_checkpoint(source, tmp_path / "bare", None, run)
+    quantize_checkpoint(source, tmp_path / "torch", QuantizeOptions(dtype="float32"), run)
+    bare, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("bare", "torch"))
+    assert bare.keys() == cast.keys()
+    for key, found in bare.items():
+        if "proj" in key and "quant_state" not in key:
+            assert torch.equal(found.view(torch.uint8), cast[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_non_finite_weights_are_refused(tmp_path, dtype, value, name):
+    source = write_source(tmp_path / "source", dtype)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, source / "model.safetensors")
+    run = RunOptions(device="cuda", workers=2, buffer_size=8 * 2**20)
+    with pytest.raises(SourceError, match=f"{name}: 1 of "):
+        quantize_checkpoint(source, tmp_path / "out", None, run)
+    assert not (tmp_path / "out/config.json").exists()
+    quantize_checkpoint(source, tmp_path / "kept", QuantizeOptions(non_finite="keep"), run)
+    with safe_open(tmp_path / "kept/model.safetensors", "pt") as file:
+        assert file.get_tensor(name).dtype == dtype
