@@ -9,6 +9,7 @@ from nf4conv.checkpoint.families import Family, families_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal
 
+ROUTER: Final = "a router"
 EXPERT: Final = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
 STACKED_EXPERTS: Final = "experts stacked in one tensor, which loaders take in 16 bits only"
 TOWER: Final = "in a vision or audio part (--quantize-towers packs it)"
@@ -29,11 +30,13 @@ _TOWER: Final = re.compile(
     r"|merger|connector|multi_modal|multimodal|mm_|modality_proj|\w*projector|mlp1$|resampler|perceiver|q_?former"
     r"|aligner|abstractor|patch_|codec|generation_|talker|token2wav|code2wav)"
 )
+_LAYER: Final = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
 _EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
 _FLOAT32: Final = re.compile(
     r"e_score_correction_bias|expert_bias|moe_statics|A_log$|\.D$|dt_bias|sinks$|router.*bias$"
 )
-_LAYER_COUNTS: Final = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+FEWEST_ROWS: Final = 32
+"""bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Evidence:
             shapes={tensor.name: tensor.shape for tensor in tensors},
             families=families_of(config),
             vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
-            layers=max((number for key, number in numbers if key in _LAYER_COUNTS), default=0),
+            layers=max((number for key, number in numbers if key == "num_hidden_layers"), default=0),
             multimodal=is_multimodal(config),
         )
 
@@ -99,21 +102,23 @@ class Evidence:
             return None
         if self.multimodal and not towers and _in_tower(module):
             return TOWER
-        return self._why_no_layer(module, shape) or self._why_special(module, experts)
+        if self.is_transposed(module):
+            return None
+        return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
     def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> str | None:
         if _EMBEDDING.match(module.rpartition(".")[2]):
             return "an input embedding"
         if not _in_layer(module) and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
             return "an output head"
-        layer = re.search(r"(^|\.)layers\.(\d+)\.", module)
-        if _EXTRA_LAYER.search(module) or (layer and 0 < self.layers <= int(layer[2])):
+        layer = _LAYER.match(module)
+        if _EXTRA_LAYER.search(module) or (layer and 0 < self.layers <= int(layer[1])):
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
-    def _why_special(self, module: str, experts: bool) -> str | None:
+    def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> str | None:
         if _ROUTER.search(module):
-            return "a router"
+            return ROUTER
         if not experts and _EXPERT.search(module):
             return EXPERT
         parent, _, leaf = module.rpartition(".")
@@ -121,6 +126,8 @@ class Evidence:
             return "state-space kernels read this weight directly"
         if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:
             return "nn.MultiheadAttention reads this weight directly"
+        if shape[0] < FEWEST_ROWS:
+            return f"fewer than {FEWEST_ROWS} rows"
         return None
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
@@ -138,7 +145,9 @@ class Evidence:
         return any(family.transposed and re.search(family.transposed, module) for family in self.families)
 
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
-        return tensor.dtype == "F32" and _FLOAT32.search(tensor.name) is not None
+        """Whether a tensor that is stored in float32 has to stay so: routers, their biases, recurrent states."""
+        module = tensor.name.removesuffix(".weight")
+        return tensor.dtype == "F32" and bool(_FLOAT32.search(tensor.name) or _ROUTER.search(module))
 
     @property
     def splits_experts(self) -> bool:

@@ -5,7 +5,7 @@ module on disk (a tensor's name without ".weight").
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 
@@ -76,6 +76,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm_moe_dsa": INDEXER,
     "axk2": INDEXER,
     "mistral_large4": INDEXER,
+    "mistral_large4_text": INDEXER,
     "deepseek_v4": Family(
         keep=(
             (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", FLOAT32),
@@ -99,14 +100,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "tipsv2_vision_model": TIPS,
     "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
     "sapiens2": _converted("w12", GATE_UP),
-    "radio": _converted("qkv", QKV),
+    "radio": replace(_converted("qkv", QKV), heads=("embeddings.patch_projection",)),
     "gradium_phonon_tts": _converted("in_proj", QKV),
     "nemo_speechlm": _converted("w_qkv", QKV),
     "minimax_m3_vl": _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)),
     "rf_detr": Family(
         keep=DETR.keep,
         heads=(*DETR.heads, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        renamed=((r"^transformer\.", "model."),),
+        renamed=((r"^transformer\.", "model."), (r"^(model|transformer)\.", "")),
     ),
     # modules that transformers 5 renames
     "phimoe": BLOCK_SPARSE,
@@ -116,6 +117,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_omni": NEMOTRON_H,
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
+    "pi0": Family(renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
     "sam3_tracker": Family(renamed=((r"^tracker_model\.", ""),)),
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
@@ -135,11 +137,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "xlm": Family(heads=("pred_layer",)),
     "flaubert": Family(heads=("pred_layer",)),
     "xlnet": Family(heads=("lm_loss",)),
+    "neomme": Family(heads=("unembedding_projection",)),
+    "qwen4_exp_text": Family(heads=("block_inject_weight",)),
+    "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
+    "electra": Family(heads=("generator_lm_head",)),
+    "convbert": Family(heads=("generator_lm_head",)),
     "luke": Family(heads=("entity_predictions",)),
     # object detectors share their box and class heads
     "d_fine": DETR,
     "deimv2": DETR,
+    "rt_detr": DETR,
     "rt_detr_v2": DETR,
     "pp_doclayout_v3": DETR,
     "lw_detr": DETR,
