@@ -43,7 +43,8 @@ class ErrorSums:
         max_relative_error: float32, the largest |error| / absmax of the value's block; NaN is ignored.
         squared_error: float64, Σ error².
         squared_weight: float64, Σ weight².
-        outside: int64, how many values are outside the bound of the module docstring; NaN counts as outside.
+        outside: int64, how many values are outside the bound of the module docstring; an error that is NaN or infinite
+            always is.
     """
 
     max_error: torch.Tensor

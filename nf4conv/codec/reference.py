@@ -137,7 +137,7 @@ def error_sums(
         peaks[1, chunk] = _largest((error / scale).where(scale > 0, 0))
         squares[0, chunk] = error.double().square().sum()
         squares[1, chunk] = original.double().square().sum()
-        outside[chunk] = (~(error <= bound)).sum()
+        outside[chunk] = (~((error <= bound) & error.isfinite())).sum()
     squared_error, squared_weight = squares.sum(dim=1)
     return ErrorSums(_largest(peaks[0]), _largest(peaks[1]), squared_error, squared_weight, outside.sum())
 

@@ -66,3 +66,15 @@ def lane_entry(address, PTX: tl.constexpr):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def lookup(table_ptr, index, PTX: tl.constexpr):
+    """table[index % 32] of a table of 32 words whose halves are equal; index is int32, at least one for each lane."""
+    if PTX:
+        entry = lane_entry(tl.zeros(index.shape, tl.int64) + table_ptr.to(tl.int64), True)
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [entry, index], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(table_ptr + (index & 15))

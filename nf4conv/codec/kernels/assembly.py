@@ -9,9 +9,9 @@ warp, so there is no data-dependent branch around these loops anywhere.
 import triton
 import triton.language as tl
 
-_HALF = "0f3F000000"
-_STEPS = "0f41F80000"  # 31
-_ROUND = "0f4B400000"  # 1.5 · 2^23: adding it leaves a rounded integer in the low bits
+_NF4_STEPS = "0f41740000"  # 15.25
+_NF4_ROUND = "0f4B40000F"  # 1.5 · 2^23 + 15: adding it to 15.25 q leaves the bucket in the low bits
+_FP4_ROUND = "0f49400000"  # 1.5 · 2^19: adding it to |q| leaves 16 |q|, rounded, in the low bits
 
 
 @triton.constexpr_function
@@ -25,16 +25,15 @@ def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
     elements = 4 if dtype.name == "fp32" else 8
     # bytes from the highest down, and in each the even element first, into the high nibble
     order = [element for byte in reversed(range(elements // 2)) for element in (2 * byte, 2 * byte + 1)]
-    lines = [".reg .f32 x, q, m, u, t, d;", ".reg .b32 i, b, s, codes, signs;", ".reg .b16 l, h;"]
+    lines = [".reg .f32 x, q, m, t, d;", ".reg .b32 i, b, s, codes, signs;", ".reg .b16 l, h;"]
     lines += ["mov.b32 codes, 0;", "mov.b32 signs, 0;"]
     for element in order:
         lines += [_element(dtype, words, element), f"mul.rn.ftz.f32 q, x, {scale};"]
         if is_fp4:
-            lines += ["abs.f32 m, q;", "add.rn.sat.ftz.f32 u, m, 0f00000000;"]
+            lines += ["abs.f32 m, q;", f"add.rn.f32 d, m, {_FP4_ROUND};"]
         else:
-            lines += ["mov.f32 m, q;", f"fma.rn.sat.ftz.f32 u, q, {_HALF}, {_HALF};"]
+            lines += ["mov.f32 m, q;", f"fma.rn.f32 d, q, {_NF4_STEPS}, {_NF4_ROUND};"]
         lines += [
-            f"fma.rn.f32 d, u, {_STEPS}, {_ROUND};",
             "mov.b32 i, d;",
             f"shfl.sync.idx.b32 t, {cut}, i, 31, -1;",
             f"shfl.sync.idx.b32 b, {below}, i, 31, -1;",
@@ -82,6 +81,27 @@ def peak_assembly(dtype: tl.dtype) -> str:
     else:
         lines += ["mov.b32 {l, h}, a;", "cvt.f32.f16 x, l;", "cvt.f32.f16 y, h;"]
     return "{\n" + "\n".join([*lines, "max.f32 $0, x, y;"]) + "\n}"
+
+
+@triton.constexpr_function
+def bisect_assembly() -> str:
+    """The code of one nested quotient: the number of middles below it, a middle itself counting if its index is odd.
+
+    Operands: $0 the code; $1 the quotient; $2…$9 this lane's entry in each row of `tables.middle_table`. Row 7 holds
+    every eighth middle: five halvings on it find the group of eight, three more on the other rows the place in it.
+    """
+    lines = [".reg .pred p, r;", ".reg .f32 m, n;", ".reg .b32 g, i, c;", "mov.b32 g, 0;"]
+    for half in (16, 8, 4, 2, 1):
+        lines += [f"add.u32 i, g, {half - 1};", "shfl.sync.idx.b32 m, $9, i, 31, -1;", "setp.ge.f32 p, $1, m;"]
+        lines += [f"@p add.u32 g, g, {half};"]
+    lines += ["shl.b32 c, g, 3;", "shfl.sync.idx.b32 m, $5, g, 31, -1;", "setp.ge.f32 p, $1, m;", "@p add.u32 c, c, 4;"]
+    lines += ["shfl.sync.idx.b32 m, $3, g, 31, -1;", "shfl.sync.idx.b32 n, $7, g, 31, -1;", "@p mov.f32 m, n;"]
+    lines += ["setp.ge.f32 r, $1, m;", "@r add.u32 c, c, 2;"]
+    lines += [".reg .f32 m4, m6;", "shfl.sync.idx.b32 m, $2, g, 31, -1;", "shfl.sync.idx.b32 n, $4, g, 31, -1;"]
+    lines += ["shfl.sync.idx.b32 m4, $6, g, 31, -1;", "shfl.sync.idx.b32 m6, $8, g, 31, -1;"]
+    lines += ["@p mov.f32 m, m4;", "@p mov.f32 n, m6;", "@r mov.f32 m, n;"]
+    lines += ["setp.gt.f32 p, $1, m;", "@p add.u32 c, c, 1;", "mov.b32 $0, c;"]
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.constexpr_function

@@ -16,9 +16,8 @@ import triton.language as tl
 
 from nf4conv.codec.codebook import NESTED_BLOCKSIZE
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
-from nf4conv.codec.kernels.nested import compress_tile
-from nf4conv.codec.kernels.quantize import ELEMENTWISE, MINIMUM_SLOTS, NUM_WARPS, SLOTWISE, quantize_tile
+from nf4conv.codec.kernels.nested import NUM_WARPS, ROWS, compress_tile
+from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration, quantize_tile
 from nf4conv.codec.kernels.tables import bucket_table, middle_table
 
 TORCH_BLOCK = 130_560
@@ -53,7 +52,7 @@ def quantize_blocks_batch(
         blocksize: elements that share one absmax.
     """
     slot = 16 // dtype.itemsize
-    tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
+    tile, num_warps = configuration(dtype, blocksize)
     targets = packed.data_ptr() + packed_offsets
     aligned = (sizes % slot == 0) & (weights % 16 == 0) & (targets % 4 == 0)
     columns = np.stack([weights, targets, absmax.data_ptr() + 4 * absmax_offsets, sizes])
@@ -67,7 +66,7 @@ def quantize_blocks_batch(
             (table, example, bucket_table(quant_type, packed.device), table.shape[1]),
             (blocksize, tile, quant_type == "fp4", access, packed.is_cuda),
             dtype,
-            NUM_WARPS,
+            num_warps,
         )
 
 
@@ -104,15 +103,15 @@ def compress_absmax_batch(
             counts,
         ]
     )
-    table, tiles = _tile_table(columns, NESTED_BLOCKSIZE, absmax.device)
+    table, tiles = _tile_table(columns, ROWS * NESTED_BLOCKSIZE, absmax.device)
     if not tiles:
         return means
     _launch_compress(
         tiles,
         (table, means, middle_table(absmax.device), table.shape[1]),
-        (absmax.is_cuda,),
+        (ROWS, absmax.is_cuda),
         None,
-        NESTED_NUM_WARPS,
+        NUM_WARPS,
     )
     return means
 
@@ -209,17 +208,24 @@ def _quantize_batch_kernel(
 
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr", "middle_ptr"])
-def _compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, PTX: tl.constexpr):
+def _compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, ROWS: tl.constexpr, PTX: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     tensor = _find_tensor(table_ptr + 4 * tensors, tensors, tile)
-    block = tile - tl.load(table_ptr + 4 * tensors + tensor)
+    block = (tile - tl.load(table_ptr + 4 * tensors + tensor)) * ROWS
     first = block * 256
-    count = tl.minimum(tl.load(table_ptr + 3 * tensors + tensor) - first, 256).to(tl.int32)
+    count = tl.minimum(tl.load(table_ptr + 3 * tensors + tensor) - first, ROWS * 256).to(tl.int32)
     absmax_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(tl.float32))
     codes_ptr = tl.load(table_ptr + tensors + tensor).to(tl.pointer_type(tl.uint8))
     nested_absmax_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(tl.float32))
     compress_tile(
-        absmax_ptr + first, means_ptr + tensor, codes_ptr + first, nested_absmax_ptr + block, middle_ptr, count, PTX
+        absmax_ptr + first,
+        means_ptr + tensor,
+        codes_ptr + first,
+        nested_absmax_ptr + block,
+        middle_ptr,
+        count,
+        ROWS,
+        PTX,
     )
 
 

@@ -19,9 +19,12 @@ from nf4conv.codec.kernels.quantize import access
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import NestedState
 
-MINIMUM_SLOTS = 256
-NUM_WARPS = 1
-STREAM = False
+CONFIGURATIONS = {2: (128, 1), 4: (512, 2)}
+"""Element size of the output → slots and warps of a program: the fastest of the sweep in docs/kernels.md. The next
+smaller program would be limited by how fast the card can start programs."""
+
+STREAM_BYTES = 32 << 20
+"""An output that is larger would not stay in the L2 cache anyway and is written past it."""
 
 
 def dequantize_blocks(
@@ -40,22 +43,25 @@ def dequantize_blocks(
         absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
         state2: how absmax is decoded; None when it is float32.
         offset: 0-d float32 on the same device, with `state2`.
-        out: [n] float32, float16 or bfloat16, contiguous, written.
+        out: n elements, float32, float16 or bfloat16, contiguous, any shape, written.
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax, a power of two from 32 to 4096.
     """
     n = out.numel()
     if n == 0:
         return
-    slot = 16 // out.element_size()
-    tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
+    itemsize = out.element_size()
+    slot = 16 // itemsize
+    slots, num_warps = CONFIGURATIONS[itemsize]
+    tile = max(slots, blocksize // slot) * slot
+    stream = n * itemsize > STREAM_BYTES
     nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     _launch(
-        triton.cdiv(n, tile),
+        -(-n // tile),
         (packed, absmax, *nested, value_table(quant_type, out.device), out, n),
-        (blocksize, tile, state2 is not None, access(out, packed, n, tile), STREAM, out.is_cuda),
+        (blocksize, tile, state2 is not None, access(out, packed, n, tile), stream, out.is_cuda),
         out.dtype,
-        NUM_WARPS,
+        num_warps,
     )
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
-from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.arithmetic import lookup, multiply
 from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.quantize import access, halves, load_words
@@ -45,7 +45,7 @@ def error_sums(
     n = weight.numel()
     device = weight.device
     tile = max(MINIMUM_SLOTS * 16, blocksize * weight.element_size()) // weight.element_size()
-    programs = triton.cdiv(n, tile * TILES)
+    programs = -(-n // (tile * TILES))
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
@@ -103,8 +103,8 @@ def _error_kernel(
     program = tl.program_id(0)
     largest = tl.zeros((BLOCKS,), tl.float32)
     relative = tl.zeros((BLOCKS,), tl.float32)
-    squared_error = tl.zeros((SLOTS,), tl.float64)
-    squared_weight = tl.zeros((SLOTS,), tl.float64)
+    squared_error = tl.zeros((SLOTS, SLOT // 2), tl.float64)
+    squared_weight = tl.zeros((SLOTS, SLOT // 2), tl.float64)
     outside = tl.zeros((SLOTS,), tl.int32)
     for step in range(TILES):
         tile = program.to(tl.int64) * TILES + step
@@ -133,25 +133,27 @@ def _error_kernel(
                 shift = tl.arange(0, SLOT // 2)[None, :] * 8 + (4 - 4 * parity)
                 index = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT // 2)[None, :] * 2 + parity
                 weight = even if parity == 0 else odd
-                code = (codes[:, None] >> shift) & 15
-                value = tl.load(value_ptr + code).to(tl.float32, bitcast=True)
+                code = codes[:, None] >> shift
+                value = lookup(value_ptr, code, PTX).to(tl.float32, bitcast=True)
+                half_gap = lookup(bound_ptr, code, PTX).to(tl.float32, bitcast=True)
                 decoded = multiply(value, tl.broadcast_to(scale[:, None], value.shape), PTX)
                 # masked elements are zeros already
                 error = tl.abs(tl.where(index < count, weight - decoded, 0.0))
-                bound = tl.load(bound_ptr + code) * (scale + moved)[:, None] + tl.abs(value) * moved[:, None]
-                outside += tl.sum(((error <= bound + _SMALLEST_NORMAL) == 0).to(tl.int32), axis=1)
+                bound = half_gap * (scale + moved)[:, None] + tl.abs(value) * moved[:, None]
+                inside = (error <= bound + _SMALLEST_NORMAL) & (error < float("inf"))
+                outside += tl.sum(tl.where(inside, 0, 1), axis=1)
                 peak = tl.maximum(peak, tl.max(tl.where(error != error, 0.0, error), axis=1))
                 wide_error = error.to(tl.float64)
-                squared_error += tl.sum(wide_error * wide_error, axis=1)
+                squared_error = tl.fma(wide_error, wide_error, squared_error)
                 wide_weight = weight.to(tl.float64)
-                squared_weight += tl.sum(wide_weight * wide_weight, axis=1)
+                squared_weight = tl.fma(wide_weight, wide_weight, squared_weight)
             peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
             largest = tl.maximum(largest, peak)
             relative = tl.maximum(relative, tl.where(absmax > 0.0, tl.div_rn(peak, absmax), 0.0))
     tl.store(peaks_ptr + program, tl.max(largest, axis=0))
     tl.store(peaks_ptr + programs + program, tl.max(relative, axis=0))
-    tl.store(squares_ptr + program, tl.sum(squared_error, axis=0))
-    tl.store(squares_ptr + programs + program, tl.sum(squared_weight, axis=0))
+    tl.store(squares_ptr + program, tl.sum(tl.sum(squared_error, axis=1), axis=0))
+    tl.store(squares_ptr + programs + program, tl.sum(tl.sum(squared_weight, axis=1), axis=0))
     tl.store(outside_ptr + program, tl.sum(outside.to(tl.int64), axis=0))
 
 

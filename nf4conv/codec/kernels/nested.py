@@ -7,11 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.arithmetic import lane_entry, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.assembly import bisect_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import middle_table
 
-NUM_WARPS = 4
+ROWS = 1
+"""Nested blocks of a program."""
+NUM_WARPS = 1
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
@@ -29,9 +32,9 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     blocks = absmax.numel()
     if blocks:
         _launch(
-            nested_absmax.numel(),
+            -(-nested_absmax.numel() // ROWS),
             (absmax, offset, codes, nested_absmax, middle_table(absmax.device), blocks),
-            (absmax.is_cuda,),
+            (ROWS, absmax.is_cuda),
             None,
             NUM_WARPS,
         )
@@ -43,13 +46,27 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     do_not_specialize_on_alignment=["absmax_ptr", "offset_ptr", "codes_ptr", "nested_absmax_ptr", "middle_ptr"],
 )
 def _compress_kernel(
-    absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, blocks: tl.int64, PTX: tl.constexpr
+    absmax_ptr,
+    offset_ptr,
+    codes_ptr,
+    nested_absmax_ptr,
+    middle_ptr,
+    blocks: tl.int64,
+    ROWS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    first = program.to(tl.int64) * 256
-    count = tl.minimum(blocks - first, 256).to(tl.int32)
+    block = tl.program_id(0).to(tl.int64) * ROWS
+    first = block * 256
+    count = tl.minimum(blocks - first, ROWS * 256).to(tl.int32)
     compress_tile(
-        absmax_ptr + first, offset_ptr, codes_ptr + first, nested_absmax_ptr + program, middle_ptr, count, PTX
+        absmax_ptr + first,
+        offset_ptr,
+        codes_ptr + first,
+        nested_absmax_ptr + block,
+        middle_ptr,
+        count,
+        ROWS,
+        PTX,
     )
 
 
@@ -57,22 +74,61 @@ _launch = Launcher(_compress_kernel)
 
 
 @triton.jit
-def compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr):
-    """Encode one nested block of `count` ≤ 256 values."""
-    index = tl.arange(0, 256)
+def compress_tile(
+    absmax_ptr,
+    offset_ptr,
+    codes_ptr,
+    nested_absmax_ptr,
+    middle_ptr,
+    count,
+    ROWS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Encode ROWS nested blocks, `count` ≤ 256 ROWS values."""
+    row = tl.arange(0, ROWS)
+    index = row[:, None] * 256 + tl.arange(0, 256)[None, :]
     mask = index < count
     offset = tl.load(offset_ptr)
     # behind the end the library quantizes zeros
     difference = tl.where(mask, tl.load(absmax_ptr + index, mask=mask, other=0.0) - offset, 0.0)
-    peak = tl.max(magnitude(difference), axis=0)
+    peak = tl.max(magnitude(difference), axis=1)
     peak = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
-    tl.store(nested_absmax_ptr, peak)
-    scale = reciprocal(tl.full((256,), 0.0, tl.float32) + peak, PTX)
-    quotient = multiply(difference, scale, PTX)
-    # the number of middles below the quotient; a tie goes to the even code
-    code = tl.zeros((256,), tl.int32)
+    tl.store(nested_absmax_ptr + row, peak, mask=row * 256 < count)
+    quotient = multiply(difference, tl.broadcast_to(reciprocal(peak, PTX)[:, None], (ROWS, 256)), PTX)
+    code = _bisect(quotient, middle_ptr) if PTX else _plain_bisect(quotient, middle_ptr)
+    tl.store(codes_ptr + index, code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _bisect(quotient, middle_ptr):
+    table = tl.zeros(quotient.shape, tl.int64) + middle_ptr.to(tl.int64)
+    return tl.inline_asm_elementwise(
+        bisect_assembly(),
+        "=r,f,r,r,r,r,r,r,r,r",
+        [
+            quotient,
+            lane_entry(table, True),
+            lane_entry(table + 128, True),
+            lane_entry(table + 256, True),
+            lane_entry(table + 384, True),
+            lane_entry(table + 512, True),
+            lane_entry(table + 640, True),
+            lane_entry(table + 768, True),
+            lane_entry(table + 896, True),
+        ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _plain_bisect(quotient, middle_ptr):
+    """The number of middles below the quotient; a middle itself counts if its index is odd: ties go to even codes."""
+    code = tl.zeros(quotient.shape, tl.int32)
     for level in tl.static_range(8):
-        middle = tl.load(middle_ptr + code + ((128 >> level) - 1))
+        index = code + ((128 >> level) - 1)
+        middle = tl.load(middle_ptr + index % 8 * 32 + index // 8)
         above = quotient > middle if level == 7 else quotient >= middle
         code += tl.where(above, 128 >> level, 0)
-    tl.store(codes_ptr + index, code.to(tl.uint8), mask=mask)
+    return code

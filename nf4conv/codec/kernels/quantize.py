@@ -6,7 +6,7 @@ word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS slots
     words    [SLOTS, 4] int32 as loaded
     absmax   the largest magnitude in a slot, then over the slots of a block
     quotient x · (1 / absmax), with the hardware's reciprocal
-    code     a bucket of the quotient's range, found with approximate arithmetic; then the number of cuts below the
+    code     a bucket of the quotient's range, found with one rounded operation; then the number of cuts below the
              bucket plus one exact comparison with the only cut inside it. Both tables sit in the lanes of a warp, one
              entry each, and are looked up by shuffles (tables.py, docs/kernels.md)
 """
@@ -20,8 +20,8 @@ from nf4conv.codec.kernels.assembly import encode_assembly, peak_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import bucket_table
 
-MINIMUM_SLOTS = 256
-NUM_WARPS = 2
+CONFIGURATIONS = {2: (512, 4), 4: (256, 4)}
+"""Element size → slots and warps of a program: the fastest of the sweep in docs/kernels.md."""
 
 FULL = 0
 """Every program has all its elements and pointers are aligned: no masks."""
@@ -46,16 +46,22 @@ def quantize_blocks(
     n = weight.numel()
     if n == 0:
         return
-    slot = 16 // weight.element_size()
-    tile = max(MINIMUM_SLOTS, blocksize // slot) * slot
+    tile, num_warps = configuration(weight.dtype, blocksize)
     constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
     _launch(
-        triton.cdiv(n, tile),
+        -(-n // tile),
         (weight, packed, absmax, bucket_table(quant_type, weight.device), n),
         constants,
         weight.dtype,
-        NUM_WARPS,
+        num_warps,
     )
+
+
+def configuration(dtype: torch.dtype, blocksize: int) -> tuple[int, int]:
+    """Elements and warps of a program."""
+    slot = 16 // dtype.itemsize
+    slots, num_warps = CONFIGURATIONS[dtype.itemsize]
+    return max(slots, blocksize // slot) * slot, num_warps
 
 
 def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
@@ -207,9 +213,8 @@ def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
 def _plain_code(x, scale, table_ptr, IS_FP4: tl.constexpr):
     quotient = multiply(x, tl.broadcast_to(scale, x.shape), False)
     m = tl.abs(quotient) if IS_FP4 else quotient
-    position = m if IS_FP4 else 0.5 * m + 0.5
-    position = tl.where(m != m, 0.0, tl.minimum(tl.maximum(position, 0.0), 1.0))
-    bucket = (position * 31.0 + 0.5).to(tl.int32)
+    position = m * 16.0 if IS_FP4 else m * 15.25 + 15.0
+    bucket = tl.where(m == m, position + 0.5, 31.0).to(tl.int32)
     cut = tl.load(table_ptr + bucket).to(tl.float32, bitcast=True)
     rank = tl.load(table_ptr + 32 + bucket) + (m > cut).to(tl.int32)
     if IS_FP4:

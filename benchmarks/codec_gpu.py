@@ -1,0 +1,283 @@
+"""The codec on a GPU against bitsandbytes, Unsloth's kernel and a copy of the same bytes, side by side in one run.
+
+    python -m benchmarks.codec_gpu [--json FILE] [--commit HASH]
+
+Device times are medians of CUDA events over graph replays, the providers taking turns; inputs of small shapes rotate
+through buffers that together exceed the L2 cache. "wall" is what a Python caller pays for one call of a loop of them.
+Bytes counted: dequantize n · (2 + 1/2 + 1/64), quantize n · (input + 1/2 + 4/64). bitsandbytes quantizes on the legacy
+default stream, which no graph can capture, so quantizers are timed with events around plain calls.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import bitsandbytes
+import torch
+import triton
+from bitsandbytes import functional
+
+from benchmarks import gpu_peers
+from nf4conv.codec import kernels, ops
+from nf4conv.codec.quant_state import QuantState
+
+Call = Callable[[], object]
+
+L2_BYTES = 60 << 20
+ROUNDS = 9
+SHAPES = (
+    (1024, 1024), (4096, 4096), (4096, 11008), (5120, 13824), (6656, 17920), (8192, 8192), (8192, 22016), (8192, 28672),
+    (16384, 53248),
+)  # fmt: skip
+UNSLOTH_CONFIGURATIONS = (
+    (1024, 2, True, True, 2),
+    (1024, 2, True, True, 0),
+    (2048, 4, True, True, 0),
+    (2048, 4, False, False, 0),
+)
+SEEDS = ("Weitkamp V0", "Weitkamp V1", "Weitkamp V2", "Weitkamp V3", "ghostway0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
+    parser.add_argument("--commit", help="recorded; by default what git says")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for shape in SHAPES:
+        rows += dequantize_rows(shape, "nf4")
+    rows += dequantize_rows((8192, 28672), "fp4")
+    for shape in ((1024, 1024), (4096, 4096)):
+        rows += wall_rows(shape)
+    rows += quantize_rows((1 << 28,), torch.bfloat16, "nf4", False)
+    rows += quantize_rows((1 << 28,), torch.bfloat16, "fp4", False)
+    rows += quantize_rows((8192, 28672), torch.bfloat16, "nf4", True)
+    rows += quantize_rows((8192, 28672), torch.float32, "nf4", False)
+    rows += quantize_rows((8192, 28672), torch.float16, "nf4", False)
+    rows += quantize_rows((4096, 4096), torch.bfloat16, "nf4", True)
+    rows += batch_rows()
+    rows += error_rows()
+    print_table(rows)
+    if arguments.json:
+        record = {"versions": versions(arguments.commit), "rows": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def versions(commit: str | None) -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "bitsandbytes": bitsandbytes.__version__,
+        "commit": commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def dequantize_rows(shape: tuple[int, ...], quant_type: str) -> list[dict[str, object]]:
+    elements = shape[0] * shape[1]
+    moved = int(elements * (2 + 1 / 2 + 1 / 64))
+    sets = [dequantize_calls(shape, quant_type) for _ in range(max(1, -(-4 * L2_BYTES // moved)))]
+    timed = {name: graph([calls[name] for calls in sets]) for name in sets[0]}
+    copies = [copy_call(moved) for _ in sets]
+    # as a node of a graph, a copy of more than a gigabyte runs at two thirds of its speed
+    timed["copy"] = graph(copies) if moved < 1 << 30 else loop(copies[0], 10)
+    microseconds = {name: value / len(sets) for name, value in take_turns(timed).items()}
+    title = f"dequantize nested {quant_type} → bf16"
+    rows = [row(title, shape, name, value, moved) for name, value in microseconds.items()]
+    torch.cuda.empty_cache()
+    return rows
+
+
+def dequantize_calls(shape: tuple[int, ...], quant_type: str) -> dict[str, Call]:
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+    packed, state = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=True)
+    out = torch.empty_like(weight)
+    calls: dict[str, Call] = {
+        "nf4conv": partial(ops.dequantize_4bit, packed, state, out),
+        "bitsandbytes": partial(functional.dequantize_4bit, packed, state, out=out),
+        "fill of the output": partial(out.fill_, 1.0),
+    }
+    if quant_type == "nf4":
+        for configuration in (None, *UNSLOTH_CONFIGURATIONS):
+            call = gpu_peers.unsloth(packed, state, out, configuration)
+            if call is not None:
+                calls["Unsloth" if configuration is None else f"Unsloth {configuration}"] = call
+        calls |= {name: gpu_peers.recreated(name, packed, state, out) for name in SEEDS}
+        if shape[0] * shape[1] > 1 << 29:
+            calls = {name: call for name, call in calls.items() if name not in SEEDS}
+    return calls
+
+
+def copy_call(moved: int) -> Call:
+    size = moved // 2 // 4096 * 4096
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def wall_rows(shape: tuple[int, ...]) -> list[dict[str, object]]:
+    calls = dequantize_calls(shape, "nf4")
+    moved = int(shape[0] * shape[1] * (2 + 1 / 2 + 1 / 64))
+    chosen = {name: calls[name] for name in ("nf4conv", "bitsandbytes", "Unsloth") if name in calls}
+    rows = [row("dequantize, wall a call", shape, name, wall(call), moved) for name, call in chosen.items()]
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    fresh = {
+        "nf4conv": partial(ops.dequantize_4bit, packed, state),
+        "bitsandbytes": partial(functional.dequantize_4bit, packed, state),
+    }
+    return rows + [
+        row("dequantize without out=, wall a call", shape, name, wall(c), moved) for name, c in fresh.items()
+    ]
+
+
+def quantize_rows(
+    shape: tuple[int, ...], dtype: torch.dtype, quant_type: str, double_quant: bool
+) -> list[dict[str, object]]:
+    weight = torch.randn(shape, device="cuda", dtype=dtype).mul_(0.02)
+    moved = int(weight.numel() * (dtype.itemsize + 1 / 2 + 4 / 64))
+    packed = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="cuda")
+    absmax = torch.empty(weight.numel() // 64, device="cuda")
+    if double_quant:
+        ours = partial(ops.quantize_4bit, weight, quant_type)
+    else:
+        ours = partial(kernels.quantize_blocks, weight.view(-1), packed, absmax, quant_type, 64)
+    theirs = partial(functional.quantize_4bit, weight, quant_type=quant_type, compress_statistics=double_quant)
+    timed = {"nf4conv": loop(ours, 20), "bitsandbytes": loop(theirs, 4), "copy": loop(copy_call(moved), 20)}
+    name = f"quantize {quant_type} from {str(dtype)[6:]}, {'whole nested call' if double_quant else 'packed + absmax'}"
+    rows = [row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()]
+    torch.cuda.empty_cache()
+    return rows
+
+
+def batch_rows() -> list[dict[str, object]]:
+    rows = []
+    for count, shape in ((512, (1024, 512)), (256, (2048, 768)), (128, (2048, 2048))):
+        experts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        moved = int(count * shape[0] * shape[1] * (2 + 1 / 2 + 4 / 64))
+        providers: dict[str, Call] = {
+            "nf4conv batch": partial(ops.quantize_4bit_batch, experts),
+            "nf4conv loop": lambda experts=experts: [ops.quantize_4bit(expert) for expert in experts],
+            "bitsandbytes loop": lambda experts=experts: [
+                functional.quantize_4bit(e, quant_type="nf4", compress_statistics=True) for e in experts
+            ],
+        }
+        title = f"quantize {count} tensors, nested, wall"
+        rows += [row(title, shape, name, wall(call, 3), moved) for name, call in providers.items()]
+    return rows
+
+
+def error_rows() -> list[dict[str, object]]:
+    weight = torch.randn(8192, 28672, device="cuda", dtype=torch.bfloat16)
+    packed, state = ops.quantize_4bit(weight)
+    moved = int(weight.numel() * (2 + 1 / 2 + 1 / 64))
+    timed = {
+        "nf4conv": loop(partial(ops.error_sums, weight, packed, state), 10),
+        "dequantize, then torch": loop(partial(materialised_error, weight, packed, state), 3),
+        "copy": loop(copy_call(moved), 10),
+    }
+    return [row("error sums", tuple(weight.shape), name, value, moved) for name, value in take_turns(timed).items()]
+
+
+def materialised_error(weight: torch.Tensor, packed: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ...]:
+    error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
+    return error.abs().max(), error.double().square().sum(), weight.double().square().sum()
+
+
+def graph(calls: list[Call]) -> Callable[[], float]:
+    """A timer, in µs, of one pass over the calls, captured as a graph of at least 10 launches."""
+    repeats = -(-10 // len(calls))
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+
+    def time_once() -> float:
+        captured.replay()
+        return between_events(captured.replay) / repeats
+
+    return time_once
+
+
+def loop(call: Call, repeats: int) -> Callable[[], float]:
+    def repeat() -> None:
+        for _ in range(repeats):
+            call()
+
+    def time_once() -> float:
+        call()
+        return between_events(repeat) / repeats
+
+    return time_once
+
+
+def between_events(call: Call) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def take_turns(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Median µs of each timer, one measurement of every one in each round."""
+    measured: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            measured[name].append(timer())
+    return {name: statistics.median(values) for name, values in measured.items()}
+
+
+def wall(call: Call, repeats: int = 200) -> float:
+    """Median µs of host time for one call of a loop of them, the device's work included."""
+    for _ in range(3):
+        call()
+    seconds = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds) * 1e6
+
+
+def row(kernel: str, shape: tuple[int, ...], provider: str, microseconds: float, moved: int) -> dict[str, object]:
+    return {
+        "kernel": kernel,
+        "shape": "×".join(map(str, shape)),
+        "provider": provider,
+        "microseconds": round(microseconds, 2),
+        "gigabytes_per_second": round(moved / microseconds / 1e3, 1),
+    }
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    """Each group of one kernel and shape, fastest first, with its time relative to ours."""
+    groups: dict[tuple[object, object], list[dict[str, object]]] = {}
+    for one in rows:
+        groups.setdefault((one["kernel"], one["shape"]), []).append(one)
+    for (kernel, shape), members in groups.items():
+        ours = next(m["microseconds"] for m in members if str(m["provider"]).startswith("nf4conv"))
+        print(f"\n{kernel}, {shape}")
+        for one in sorted(members, key=lambda member: float(str(member["microseconds"]))):
+            ratio = float(str(one["microseconds"])) / float(str(ours))
+            speed = one["gigabytes_per_second"]
+            print(f"  {one['provider']:36} {one['microseconds']:>10} µs {speed:>8} GB/s  {ratio:6.3f}× our time")
+
+
+if __name__ == "__main__":
+    main()

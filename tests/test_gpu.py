@@ -1,0 +1,338 @@
+"""The compiled kernels against bitsandbytes CUDA: every byte equal.
+
+Run on a GPU with `pytest -m gpu`. bitsandbytes launches its quantizer on the legacy default stream, as do these tests.
+"""
+
+import numpy as np
+import pytest
+import torch
+from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
+
+from nf4conv.codec import kernels, ops, reference
+from nf4conv.codec.codebook import BLOCKSIZES
+from nf4conv.codec.kernels import batch, launch, quantize
+from nf4conv.codec.quant_state import NestedState, QuantState, dynamic_table
+
+pytestmark = pytest.mark.gpu
+
+QUANT_TYPES = ("nf4", "fp4")
+CUDA = torch.device("cuda", 0)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == theirs.dtype
+    different = (bits(ours) != bits(theirs)).sum().item()
+    assert different == 0, f"{different} of {bits(ours).numel()} bytes differ"
+
+
+def assert_equals_bitsandbytes(weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, state = ops.quantize_4bit(weight, quant_type, blocksize, double_quant)
+    theirs, their_state = functional.quantize_4bit(
+        weight, blocksize=blocksize, compress_statistics=double_quant, quant_type=quant_type
+    )
+    assert_same_bits(packed, theirs)
+    assert_same_bits(state.absmax, their_state.absmax)
+    if double_quant:
+        assert_same_bits(state.offset, their_state.offset)
+        assert_same_bits(state.state2.absmax, their_state.state2.absmax)
+        assert_same_bits(state.state2.code, their_state.state2.code)
+    decoded = functional.dequantize_4bit(theirs, their_state)
+    assert_same_bits(ops.dequantize_4bit(packed, state), decoded)
+    assert_same_bits(ops.dequantize_4bit(theirs, their_state), decoded)
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_random_weights_of_any_size(quant_type: str, dtype: str, blocksize: int, double_quant: bool) -> None:
+    for elements in (2, 7, 63, 64, 65, 1000, 4096, 8192 + 8, 8192 * 3 + 5, 256 * blocksize + 1, 1 << 20):
+        weight = random_weight(elements, DTYPES[dtype], seed=elements).to(CUDA)
+        assert_equals_bitsandbytes(weight, quant_type, blocksize, double_quant)
+
+
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_special_blocks(quant_type: str, dtype: str, blocksize: int) -> None:
+    for tail in ("", *SPECIAL_BLOCKS):
+        weight = special_weight(DTYPES[dtype], blocksize, tail).to(CUDA)
+        assert_equals_bitsandbytes(weight, quant_type, blocksize, False)
+
+
+@pytest.mark.parametrize("name", SPECIAL_BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_special_block_with_double_quantization(quant_type: str, dtype: str, name: str) -> None:
+    weight = random_weight(64 * 300, DTYPES[dtype])
+    SPECIAL_BLOCKS[name](weight[640:704])
+    assert_equals_bitsandbytes(weight.to(CUDA), quant_type, 64, True)
+
+
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_quotients_on_a_cut(quant_type: str, dtype: str, blocksize: int) -> None:
+    assert_equals_bitsandbytes(tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA), quant_type, blocksize, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_two_to_the_thirty_elements(quant_type: str, dtype: str) -> None:
+    generator = torch.Generator(CUDA).manual_seed(7)
+    for _ in range(4):
+        weight = torch.randn(1 << 28, device=CUDA, generator=generator, dtype=torch.float32)
+        weight = (weight * 0.02 * (1 + 8 * (weight.abs() > 3.5))).to(DTYPES[dtype])
+        assert_equals_bitsandbytes(weight, quant_type, 64, True)
+
+
+@pytest.mark.parametrize("nested_kind", ["random-bytes", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_dequantize_any_bytes(quant_type: str, dtype: str, nested_kind: str) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    elements, blocksize = 64 * 100_003, 64
+    generator = torch.Generator(CUDA).manual_seed(3)
+    packed = torch.randint(256, (elements // 2, 1), device=CUDA, generator=generator, dtype=torch.uint8)
+    blocks = elements // blocksize
+    state = functional.QuantState(
+        absmax=torch.rand(blocks, device=CUDA, generator=generator)
+        * 10.0 ** torch.randint(-40, 38, (blocks,), device=CUDA),
+        shape=torch.Size([elements]),
+        dtype=DTYPES[dtype],
+        blocksize=blocksize,
+        quant_type=quant_type,
+        code=functional.get_4bit_type(quant_type, device="cuda"),
+    )
+    if nested_kind == "random-bytes":
+        nested = torch.rand(-(-blocks // 256), device=CUDA, generator=generator)
+        state.state2 = functional.QuantState(
+            absmax=nested, blocksize=256, code=dynamic_table(CUDA), dtype=torch.float32
+        )
+        state.absmax = torch.randint(256, (blocks,), device=CUDA, generator=generator, dtype=torch.uint8)
+        state.offset = torch.tensor(0.0871, device=CUDA)
+        state.nested = True
+    assert_same_bits(ops.dequantize_4bit(packed, state), functional.dequantize_4bit(packed, state))
+
+
+def test_more_than_two_to_the_thirty_one_elements() -> None:
+    """bitsandbytes cannot; a long weight must equal its pieces."""
+    elements = (1 << 31) + 64 * 40 + 8
+    weight = torch.empty(elements, dtype=torch.bfloat16, device=CUDA)
+    for start in range(0, elements, 1 << 28):
+        weight[start : start + (1 << 28)].normal_(std=0.02)
+    packed, state = ops.quantize_4bit(weight, double_quant=True)
+    start = (1 << 31) - (1 << 20)
+    piece, piece_state = ops.quantize_4bit(weight[start:], double_quant=False)
+    assert_same_bits(packed[start // 2 :], piece)
+    out = ops.dequantize_4bit(packed, state)
+    scales = torch.empty(state.absmax.numel() - start // 64, device=CUDA)
+    scales = (
+        state.state2.code[state.absmax[start // 64 :].int()]
+        * state.state2.absmax[start // 64 // 256 :].repeat_interleave(256)[: scales.numel()]
+        + state.offset
+    )
+    piece_state.absmax = scales
+    assert_same_bits(out[start:], ops.dequantize_4bit(piece, piece_state))
+    sums = ops.error_sums(weight, packed, state)
+    assert sums.outside.item() == 0
+
+
+@pytest.mark.parametrize("elements", [4096, 8192 * 3 + 8, 5003])
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_inline_assembly_equals_plain_triton(quant_type: str, dtype: str, blocksize: int, elements: int) -> None:
+    for weight in (
+        random_weight(elements, DTYPES[dtype]).to(CUDA),
+        special_weight(DTYPES[dtype], blocksize).to(CUDA),
+        tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA),
+    ):
+        fast, plain = (encode_and_decode(weight, quant_type, blocksize, ptx) for ptx in (True, False))
+        for ours, theirs in zip(fast, plain, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx: bool) -> list[torch.Tensor]:
+    """The kernels with their constexpr PTX chosen, which the launchers derive from the device."""
+    n = weight.numel()
+    tile, num_warps = quantize.configuration(weight.dtype, blocksize)
+    packed = torch.zeros(-(-n // 2), dtype=torch.uint8, device=CUDA)
+    absmax = torch.zeros(-(-n // blocksize), device=CUDA)
+    how = quantize.access(weight, packed, n, tile)
+    tables = kernels.tables
+    quantize._launch(
+        -(-n // tile),
+        (weight, packed, absmax, tables.bucket_table(quant_type, CUDA), n),
+        (blocksize, tile, quant_type == "fp4", how, ptx),
+        weight.dtype,
+        num_warps,
+    )
+    codes = torch.zeros(absmax.numel(), dtype=torch.uint8, device=CUDA)
+    nested_absmax = torch.zeros(-(-absmax.numel() // 256), device=CUDA)
+    finite = absmax.nan_to_num(0, 0, 0).clamp(0, 1)
+    offset = finite.mean()
+    kernels.nested._launch(
+        -(-nested_absmax.numel() // kernels.nested.ROWS),
+        (finite, offset, codes, nested_absmax, tables.middle_table(CUDA), finite.numel()),
+        (kernels.nested.ROWS, ptx),
+        None,
+        4,
+    )
+    outs = []
+    for nested in (False, True):
+        out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
+        scales = (codes, dynamic_table(CUDA), nested_absmax, offset) if nested else (absmax,) * 4
+        kernels.dequantize._launch(
+            -(-n // tile),
+            (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
+            (blocksize, tile, nested, how, False, ptx),
+            (weight.dtype, nested),
+            1,
+        )
+        outs.append(out)
+    return [packed, absmax, codes, nested_absmax, *outs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_misaligned_and_odd_pieces_equal_the_whole(quant_type: str, dtype: str) -> None:
+    weight = random_weight(64 * 200 + 3, DTYPES[dtype]).to(CUDA)
+    whole, state = ops.quantize_4bit(weight, quant_type, 64, False)
+    shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=CUDA)[1:]
+    shifted.copy_(weight)
+    packed = torch.zeros(whole.numel() + 3, dtype=torch.uint8, device=CUDA)[3:]
+    absmax = torch.zeros(state.absmax.numel(), device=CUDA)
+    for start, stop in ((0, 64 * 7), (64 * 7, 64 * 100), (64 * 100, weight.numel())):
+        kernels.quantize_blocks(
+            shifted[start:stop],
+            packed[start // 2 : -(-stop // 2)],
+            absmax[start // 64 : -(-stop // 64)],
+            quant_type,
+            64,
+        )
+    assert_same_bits(packed, whole)
+    assert_same_bits(absmax, state.absmax)
+    out = torch.zeros(weight.numel() + 1, dtype=weight.dtype, device=CUDA)[1:]
+    kernels.dequantize_blocks(packed, absmax, None, None, out, quant_type, 64)
+    assert_same_bits(out, ops.dequantize_4bit(whole, state))
+
+
+def test_nothing_is_written_behind_the_end() -> None:
+    for elements in (8, 4096, 1003, 2056):
+        packed = torch.full((-(-elements // 2) + 64,), 0xAB, dtype=torch.uint8, device=CUDA)
+        absmax = torch.full((-(-elements // 64) + 64,), -7.0, device=CUDA)
+        out = torch.full((elements + 64,), 9.0, dtype=torch.bfloat16, device=CUDA)
+        weight = random_weight(elements, torch.bfloat16).to(CUDA)
+        kernels.quantize_blocks(weight, packed[: -(-elements // 2)], absmax[: -(-elements // 64)], "nf4", 64)
+        kernels.dequantize_blocks(packed, absmax, None, None, out[:elements], "nf4", 64)
+        assert (packed[-64:] == 0xAB).all()
+        assert (absmax[-64:] == -7).all()
+        assert (out[-64:] == 9).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
+    sizes = [(2048, 768), (7,), (0,), (64, 64), (5, 1001), (1, 1), (1024, 1024), (4096, 3000), (9, 999)]
+    tensors = [random_weight(int(np.prod(s)), DTYPES[dtype], seed=i).view(s).to(CUDA) for i, s in enumerate(sizes)]
+    for double_quant in (False, True):
+        batched = ops.quantize_4bit_batch(tensors, quant_type, 64, double_quant)
+        for tensor, (packed, state) in zip(tensors, batched, strict=True):
+            if not tensor.numel():
+                continue
+            expected, expected_state = ops.quantize_4bit(tensor, quant_type, 64, double_quant)
+            assert_same_bits(packed, expected)
+            assert_same_bits(state.absmax, expected_state.absmax)
+            if double_quant:
+                assert_same_bits(state.offset, expected_state.offset)
+                assert_same_bits(state.state2.absmax, expected_state.state2.absmax)
+            assert_same_bits(ops.dequantize_4bit(packed, state), ops.dequantize_4bit(expected, expected_state))
+
+
+def test_batch_means_are_torchs() -> None:
+    assert batch.repeats_torch(CUDA)
+    counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
+    offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
+    values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)
+    means = batch.batch_means(values, offsets, counts)
+    for offset, count, mean in zip(offsets.tolist(), counts.tolist(), means, strict=True):
+        assert_same_bits(mean, values[offset : offset + count].clone().mean())
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_error_sums_equal_a_materialised_comparison(quant_type: str, dtype: str, double_quant: bool) -> None:
+    for elements in (1 << 20, 64 * 70 + 8, 70_003):
+        weight = random_weight(elements, DTYPES[dtype]).to(CUDA)
+        packed, state = ops.quantize_4bit(weight, quant_type, 64, double_quant)
+        sums, again = (ops.error_sums(weight, packed, state) for _ in range(2))
+        error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
+        assert sums.max_error.item() == error.abs().max().item()
+        assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
+        assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
+        assert sums.outside.item() == 0
+        assert all(torch.equal(getattr(sums, name), getattr(again, name)) for name in vars(sums))
+        packed[elements // 4] ^= 0x88
+        assert ops.error_sums(weight, packed, state).outside.item() > 0
+
+
+def test_compiles_without_a_graph_break() -> None:
+    weight = random_weight(1 << 16, torch.bfloat16).to(CUDA).view(256, 256)
+    for double_quant in (False, True):
+        packed, state = ops.quantize_4bit(weight, double_quant=double_quant)
+        compiled = torch.compile(lambda p, s: ops.dequantize_4bit(p, s) * 2, fullgraph=True)
+        assert_same_bits(compiled(packed, state), ops.dequantize_4bit(packed, state) * 2)
+
+
+def test_uses_the_current_stream_of_the_calling_thread() -> None:
+    weight = random_weight(1 << 22, torch.bfloat16).to(CUDA)
+    expected, _ = ops.quantize_4bit(weight)
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(weight)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(weight)
+        packed, _ = ops.quantize_4bit(late)
+    stream.synchronize()
+    assert_same_bits(packed, expected)
+
+
+def test_reference_equals_the_kernels() -> None:
+    for quant_type in QUANT_TYPES:
+        weight = special_weight(torch.bfloat16, 64, "nan")
+        packed, absmax = torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8), torch.zeros(-(-weight.numel() // 64))
+        reference.quantize_blocks(weight, packed, absmax, quant_type, 64)
+        ours, state = ops.quantize_4bit(weight.to(CUDA), quant_type, 64, False)
+        assert_same_bits(ours.cpu().view(-1), packed)
+        assert_same_bits(state.absmax.cpu(), absmax)
+
+
+def test_launcher_compiles_once_for_each_variant() -> None:
+    kernel = quantize._launch
+    assert isinstance(kernel, launch.Launcher)
+    before = len(kernel._compiled)
+    weight = random_weight(4096 * 3, torch.bfloat16).to(CUDA)
+    for pieces in (1, 2, 3):
+        ops.quantize_4bit(weight[: 4096 * pieces], "nf4", 2048)
+    assert len(kernel._compiled) <= before + 1
+
+
+def test_takes_our_state_and_bitsandbytes_state_alike() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = random_weight(96 * 100, torch.float16).to(CUDA).view(96, 100)
+    packed, theirs = functional.quantize_4bit(weight, quant_type="fp4", compress_statistics=True)
+    ours = QuantState(
+        theirs.absmax, theirs.shape, theirs.dtype, theirs.blocksize, theirs.quant_type, theirs.code, theirs.offset,
+        NestedState(theirs.state2.absmax, theirs.state2.code),
+    )  # fmt: skip
+    out = torch.empty(96, 100, dtype=torch.float32, device=CUDA)
+    assert ops.dequantize_4bit(packed, theirs, out=out) is out
+    assert_same_bits(ops.dequantize_4bit(packed, ours, dtype=torch.float32), out)

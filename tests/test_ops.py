@@ -1,0 +1,122 @@
+"""The codec's public functions: what they refuse, and how they behave under torch.compile."""
+
+import pytest
+import torch
+from weights import random_weight
+
+from nf4conv.codec import ops
+from nf4conv.codec.quant_state import NestedState, QuantState
+from nf4conv.errors import CodecError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def quantized(double_quant: bool = True) -> tuple[torch.Tensor, QuantState]:
+    return ops.quantize_4bit(random_weight(96 * 64, torch.float32).view(96, 64).to(DEVICE), double_quant=double_quant)
+
+
+def test_out_is_returned_and_dtype_respected() -> None:
+    packed, state = quantized()
+    out = torch.empty(96, 64, dtype=torch.float16, device=DEVICE)
+    assert ops.dequantize_4bit(packed, state, out=out) is out
+    assert torch.equal(ops.dequantize_4bit(packed, state, dtype=torch.float16), out)
+    assert ops.dequantize_4bit(packed, state).dtype == torch.float32
+
+
+def test_packed_may_be_viewed_as_another_dtype() -> None:
+    packed, state = quantized()
+    for storage in (torch.bfloat16, torch.float32):
+        view = packed.view(-1).view(storage).view(-1, 1)
+        assert torch.equal(ops.dequantize_4bit(view, state), ops.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, s: (p[:-1], s), "packed: 3071 bytes, expected 3072"),
+        (lambda p, s: (p.repeat(1, 2)[:, :1], s), "packed: not contiguous"),
+        (lambda p, s: (p, replaced(s, absmax=s.absmax[1:])), "absmax: 95 elements"),
+        (lambda p, s: (p, replaced(s, absmax=s.absmax.repeat_interleave(2)[::2])), "absmax: .*not contiguous"),
+        (lambda p, s: (p, replaced(s, absmax=s.absmax.float())), "absmax: torch.float32, expected"),
+        (lambda p, s: (p, replaced(s, offset=None)), "nested state"),
+        (lambda p, s: (p, replaced(s, blocksize=48)), "unsupported blocksize 48"),
+        (lambda p, s: (p, replaced(s, quant_type="int4")), "unknown quant_type 'int4'"),
+        (
+            lambda p, s: (p, replaced(s, state2=NestedState(s.state2.absmax.repeat(3), s.state2.code))),
+            "nested_absmax: 3 elements",
+        ),
+    ],
+    ids=["short", "strided", "absmax-short", "absmax-strided", "absmax-dtype", "offset", "blocksize", "type", "nested"],
+)
+def test_dequantize_refuses(change: object, message: str) -> None:
+    packed, state = change(*quantized())
+    with pytest.raises(CodecError, match=message):
+        ops.dequantize_4bit(packed, state)
+
+
+def replaced(state: QuantState, **fields: object) -> QuantState:
+    return QuantState(**{**vars(state), **fields})
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.empty(64, 96), "shape"),
+        (torch.empty(96, 64, dtype=torch.float64), "cannot decode to torch.float64"),
+        (torch.empty(64, 96).t(), "not contiguous"),
+        (torch.empty(96, 64, device="meta"), "meta"),
+    ],
+    ids=["shape", "dtype", "strided", "device"],
+)
+def test_dequantize_refuses_out(out: torch.Tensor, message: str) -> None:
+    packed, state = quantized()
+    if out.device.type == "cpu":
+        out = out.to(DEVICE)
+    with pytest.raises(CodecError, match=message):
+        ops.dequantize_4bit(packed, state, out=out)
+
+
+def test_quantize_refuses_integers_and_doubles() -> None:
+    for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(CodecError, match="cannot quantize"):
+            ops.quantize_4bit(torch.zeros(64, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_compiles_without_a_graph_break(double_quant: bool) -> None:
+    packed, state = quantized(double_quant)
+    compiled = torch.compile(lambda p, s: ops.dequantize_4bit(p, s) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(packed, state), ops.dequantize_4bit(packed, state) * 2)
+    out = torch.empty(96, 64, device=DEVICE)
+    into = torch.compile(lambda p, s, o: ops.dequantize_4bit(p, s, out=o) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(into(packed, state, out), ops.dequantize_4bit(packed, state) + 1)
+    assert torch.equal(out, ops.dequantize_4bit(packed, state))
+
+
+def test_custom_op_is_registered_correctly() -> None:
+    packed, state = quantized()
+    out = torch.empty(96 * 64, device=DEVICE)
+    torch.library.opcheck(
+        ops._dequantize_op,
+        (packed.view(-1), state.absmax, state.state2.absmax, state.state2.code, state.offset, out, "nf4", 64),
+    )
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_batch_equals_one_by_one(double_quant: bool) -> None:
+    tensors = [random_weight(n, torch.bfloat16, seed=n).to(DEVICE) for n in (64, 1000, 8192)]
+    for tensor, (packed, state) in zip(
+        tensors, ops.quantize_4bit_batch(tensors, double_quant=double_quant), strict=True
+    ):
+        expected, expected_state = ops.quantize_4bit(tensor, double_quant=double_quant)
+        assert torch.equal(packed, expected)
+        assert torch.equal(state.absmax, expected_state.absmax)
+        assert torch.equal(ops.dequantize_4bit(packed, state), ops.dequantize_4bit(expected, expected_state))
+
+
+def test_error_sums_of_an_exact_weight_are_zero() -> None:
+    packed, state = quantized(False)
+    exact = ops.dequantize_4bit(packed, state)
+    sums = ops.error_sums(exact, packed, state)
+    assert (sums.max_error, sums.squared_error, sums.outside) == (0, 0, 0)
+    assert sums.squared_weight.item() == pytest.approx(exact.double().square().sum().item(), rel=1e-12)
