@@ -49,6 +49,7 @@ class Evidence:
         vocab_sizes: every vocabulary size that the config names.
         layers: the largest number of layers that the config names; 0 when it names none.
         multimodal: whether encoders of other inputs stand beside a language model.
+        mostly_half: whether most bytes are not float32.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -56,16 +57,19 @@ class Evidence:
     vocab_sizes: frozenset[int]
     layers: int
     multimodal: bool
+    mostly_half: bool
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
         numbers = list(_numbers(config))
+        float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
         return cls(
             shapes={tensor.name: tensor.shape for tensor in tensors},
             families=families_of(config),
             vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
             layers=max((number for key, number in numbers if key == "num_hidden_layers"), default=0),
             multimodal=is_multimodal(config),
+            mostly_half=2 * float32 < sum(tensor.nbytes for tensor in tensors),
         )
 
     def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -145,9 +149,20 @@ class Evidence:
         return any(family.transposed and re.search(family.transposed, module) for family in self.families)
 
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor that is stored in float32 has to stay so: routers, their biases, recurrent states."""
+        """Whether a kept tensor that is stored in float32 has to stay so.
+
+        transformers casts what it loads to what the model asks for, except `*.weight` (from 5.21 on); those of routers
+        stay in float32 when the rest of the checkpoint is not.
+        """
+        if tensor.dtype != "F32":
+            return False
+        if _FLOAT32.search(tensor.name):
+            return True
         module = tensor.name.removesuffix(".weight")
-        return tensor.dtype == "F32" and bool(_FLOAT32.search(tensor.name) or _ROUTER.search(module))
+        if any(family.float32 and re.search(family.float32, module) for family in self.families):
+            return True
+        is_parameter = not tensor.name.endswith((".weight", ".bias"))
+        return self.mostly_half and (is_parameter or _ROUTER.search(module) is not None)
 
     @property
     def splits_experts(self) -> bool:

@@ -19,6 +19,7 @@ class Family:
         keep: (pattern, reason) of modules that must not be packed.
         renamed: (pattern, replacement): names on disk → names in memory, where loaders rename what is not packed.
         heads: modules that are in memory but, being tied or merged, not on disk; none is packed.
+        float32: modules whose weights loaders want in float32, if that is how they are stored.
         splits_experts: whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed.
     """
 
@@ -27,6 +28,7 @@ class Family:
     keep: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()
+    float32: str = ""
     splits_experts: bool = False
 
 
@@ -40,6 +42,7 @@ FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."),))
+ATTENTION: Final = (r"\.attention\.", ".self_attn.")
 DETR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
     heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
@@ -74,7 +77,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "pop2piano": T5,
     "deepseek_v32": INDEXER,
     "glm_moe_dsa": INDEXER,
-    "axk2": INDEXER,
+    "axk2": replace(INDEXER, renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2"))),
     "mistral_large4": INDEXER,
     "mistral_large4_text": INDEXER,
     "deepseek_v4": Family(
@@ -114,6 +117,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mixtral": BLOCK_SPARSE,
     "minimax": BLOCK_SPARSE,
     "minimax_m2": BLOCK_SPARSE,
+    "bailing_hybrid": Family(renamed=((r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"), ATTENTION)),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_omni": NEMOTRON_H,
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
@@ -154,6 +158,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     # experts that load packed in transformers 4 and 5 alike, once they are split
     "llama4": Family(splits_experts=True),
     "llama4_text": Family(splits_experts=True),
+    # weights in float32
+    "hy_v4": Family(float32=r"weights_proj$"),
+    "inkling_text": Family(float32=r"sconv"),
+    "inkling_model": Family(float32=r"sconv"),
+    "inkling2_text": Family(float32=r"sconv|convolution"),
     # a vision part without a name of its own
     "cosmos3_omni": Family(keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)),
     # heads whose name, listed, would hit every attention output

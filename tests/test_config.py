@@ -1,0 +1,110 @@
+"""config.json of the output: exactly the keys that transformers writes, and nothing of an earlier quantization."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.config import (
+    checkpoint_dtype,
+    is_prequantized,
+    quantization_config,
+    quantized_config,
+    without_quantization,
+)
+from nf4conv.checkpoint.header import TensorInfo
+
+SETTINGS = {"quant_type": "nf4", "double_quant": True, "compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}
+
+
+def tensor(name: str, dtype: str = "BF16") -> TensorInfo:
+    return TensorInfo(name, dtype, (4, 4), Path("model.safetensors"), 0, 32)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_the_keys_and_values_are_those_that_transformers_writes(quant_type, double_quant):
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    theirs = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head"],
+    ).to_dict()
+    ours = quantization_config(**{**SETTINGS, "quant_type": quant_type, "double_quant": double_quant})
+    assert ours == {**theirs, "quant_method": "bitsandbytes"}
+    assert len(ours) == 13
+
+
+def test_the_threshold_is_a_json_float():
+    assert '"llm_int8_threshold": 6.0' in json.dumps(quantization_config(**SETTINGS))
+
+
+def test_leftovers_of_a_quantization_are_removed_at_every_level():
+    config = {
+        "model_type": "llava",
+        "compression_config": {"format": "float-quantized"},
+        "quantization_config": {"quant_method": "fp8"},
+        "text_config": {"hidden_size": 64, "quantization_config": {"quant_method": "fp8"}},
+    }
+    assert without_quantization(config) == {"model_type": "llava", "text_config": {"hidden_size": 64}}
+    edited = quantized_config(config, **SETTINGS, dtype=None)
+    assert edited["quantization_config"]["quant_method"] == "bitsandbytes"
+    assert "quantization_config" not in edited["text_config"]
+    assert config["text_config"]["quantization_config"] == {"quant_method": "fp8"}, "the source's config was changed"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"torch_dtype": "float16"}, {"torch_dtype": "bfloat16"}),
+        ({"dtype": "float16"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        ({}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        (
+            {"dtype": "float16", "text_config": {"dtype": "float16", "hidden_size": 8}},
+            {"dtype": "bfloat16", "torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "hidden_size": 8}},
+        ),
+    ],
+    ids=["old-key", "new-key", "no-key", "nested"],
+)
+def test_the_dtype_is_named_where_old_and_new_readers_look(config, expected):
+    edited = quantized_config(config, **SETTINGS, dtype="bfloat16")
+    del edited["quantization_config"]
+    assert edited == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "torch.float16"}, "float16"),
+        ({"text_config": {"torch_dtype": "bfloat16"}}, "bfloat16"),
+        ({"torch_dtype": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_dtype_of_a_checkpoint_is_what_its_config_says(config, dtype):
+    assert checkpoint_dtype(config) == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, [], "gptq"),
+        ({"text_config": {"compression_config": {"format": "pack-quantized"}}}, [], "pack-quantized"),
+        ({}, [tensor("a.weight", "F8_E4M3")], "a.weight is F8_E4M3"),
+        ({}, [tensor("a.qweight", "I32")], "a.qweight"),
+        ({}, [tensor("a.weight.absmax", "F32")], "a.weight.absmax"),
+    ],
+    ids=["gptq", "nested", "fp8-without-config", "gptq-without-config", "bnb-without-config"],
+)
+def test_a_quantized_source_is_recognised_by_its_config_or_its_tensors(config, tensors, reason):
+    assert reason in is_prequantized(config, tensors)
+
+
+def test_a_source_in_16_bits_is_not_taken_for_quantized():
+    assert is_prequantized({"model_type": "llama"}, [tensor("a.weight"), tensor("position_ids", "I64")]) is None

@@ -1,0 +1,256 @@
+"""What is packed and what is kept, by name, shape and config."""
+
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, demote, select
+from nf4conv.errors import PlanError
+
+
+def tensors(**shapes: tuple[int, ...]) -> list[TensorInfo]:
+    """Tensors by name; `__` stands for a dot."""
+    return [tensor(name.replace("__", "."), shape) for name, shape in shapes.items()]
+
+
+def tensor(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> TensorInfo:
+    count = 4 if dtype == "F32" else 2
+    for size in shape:
+        count *= size
+    return TensorInfo(name, dtype, shape, Path("model.safetensors"), 0, count)
+
+
+def packed(selection) -> list[str]:
+    return [
+        matrix.name
+        for decision in selection.decisions.values()
+        if isinstance(decision, Pack)
+        for matrix in decision.matrices
+    ]
+
+
+LLAMA = [
+    tensor("model.embed_tokens.weight", (1000, 64)),
+    *(
+        tensor(f"model.layers.{layer}.{module}.weight", shape)
+        for layer in range(2)
+        for module, shape in (
+            ("self_attn.q_proj", (64, 64)),
+            ("self_attn.o_proj", (64, 64)),
+            ("mlp.up_proj", (128, 64)),
+            ("mlp.down_proj", (64, 128)),
+            ("input_layernorm", (64,)),
+        )
+    ),
+    tensor("model.norm.weight", (64,)),
+    tensor("lm_head.weight", (1000, 64)),
+]
+LLAMA_CONFIG = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": 2}
+EXTRA_LAYER = "a layer beyond the model's, for predicting several tokens"
+FALCON = "an nn.Linear subclass, which transformers 5 leaves alone"
+T5_WO = "transformers never quantizes this weight of the family"
+TOWER = "in a vision or audio part (--quantize-towers packs it)"
+LLAMA_PACKED = [info.name for info in LLAMA if "_proj" in info.name]
+
+
+def test_the_linear_layers_of_a_language_model_are_packed_and_nothing_else():
+    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    assert packed(selection) == LLAMA_PACKED
+    assert list(selection.decisions) == [info.name for info in LLAMA], "a decision for every tensor, in order"
+    assert "lm_head" in selection.skip_modules
+
+
+def test_a_tied_head_is_listed_though_it_is_not_on_disk():
+    selection = select(LLAMA[:-1], {**LLAMA_CONFIG, "tie_word_embeddings": True}, SelectionOptions())
+    assert "lm_head" in selection.skip_modules
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "config", "reason"),
+    [
+        ("transformer.wte.weight", (64, 64), {}, "an embedding"),
+        ("transformer.wpe.weight", (64, 64), {}, "an embedding"),
+        ("embeddings.token_type_embeddings.weight", (2, 64), {}, "an embedding"),
+        ("shared.weight", (64, 64), {}, "an embedding"),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 8), {}, "an embedding"),
+        ("model.layers.0.embed_tokens_per_layer.weight", (64, 64), {}, "an embedding"),
+        ("odd_name.weight", (1000, 64), {"vocab_size": 1000}, "an output head"),
+        ("gpt_neox.embed_out.weight", (1000, 64), {}, "an output head"),
+        ("classifier.dense.weight", (64, 64), {}, "an output head"),
+        ("model.layers.0.mlp.gate.weight", (128, 64), {}, "a router"),
+        ("model.layers.0.block_sparse_moe.gate.weight", (8, 64), {}, "a router"),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 64), {}, "a router"),
+        ("model.layers.0.mixer.conv1d.weight", (64, 1, 4), {}, "a convolution or another tensor"),
+        ("model.layers.0.self_attn.in_proj_weight", (192, 64), {}, "a bare parameter, not a module's weight"),
+        ("odd_projection.weight", (64, 64), {}, "unsure: outside the layers and without a bias"),
+        ("model.layers.0.self_attn.beta.weight", (16, 64), {}, "fewer than 32 rows"),
+        ("model.layers.2.mlp.up_proj.weight", (64, 64), LLAMA_CONFIG, EXTRA_LAYER),
+        ("mtp.fc.weight", (64, 64), {}, EXTRA_LAYER),
+        ("encoder.block.0.layer.1.DenseReluDense.wo.weight", (64, 64), {"model_type": "t5"}, T5_WO),
+        ("transformer.h.0.mlp.dense_h_to_4h.weight", (64, 64), {"model_type": "falcon"}, FALCON),
+        ("vision_tower.layers.0.fc1.weight", (64, 64), {"text_config": {}}, TOWER),
+    ],
+)  # fmt: skip
+def test_what_is_kept_and_why(name, shape, config, reason):
+    selection = select([tensor(name, shape)], config, SelectionOptions())
+    assert selection.decisions[name].reason == reason
+
+
+def test_the_pooler_of_a_bare_bert_is_packed_and_its_embeddings_are_not():
+    source = tensors(
+        embeddings__word_embeddings__weight=(30522, 384),
+        embeddings__position_embeddings__weight=(512, 384),
+        encoder__layer__0__attention__self__query__weight=(384, 384),
+        encoder__layer__0__attention__self__query__bias=(384,),
+        pooler__dense__weight=(384, 384),
+        pooler__dense__bias=(384,),
+    )
+    selection = select(source, {"architectures": ["BertModel"], "vocab_size": 30522}, SelectionOptions())
+    assert packed(selection) == ["encoder.layer.0.attention.self.query.weight", "pooler.dense.weight"]
+
+
+def test_conv1d_is_transposed():
+    name = "transformer.h.0.attn.c_attn.weight"
+    selection = select([tensor(name, (64, 192))], {"model_type": "gpt2"}, SelectionOptions())
+    (matrix,) = selection.decisions[name].matrices
+    assert (matrix.shape, matrix.transpose) == ((192, 64), True)
+
+
+def test_an_unlisted_family_with_transposed_weights_is_kept_not_packed_wrongly():
+    name = "layers.0.c_attn"
+    selection = select([tensor(f"{name}.weight", (64, 192)), tensor(f"{name}.bias", (192,))], {}, SelectionOptions())
+    assert selection.decisions[f"{name}.weight"].reason == "unsure: its bias has shape [192]"
+
+
+MOE = [
+    tensor("model.layers.0.self_attn.q_proj.weight", (64, 64)),
+    tensor("model.layers.0.mlp.gate.weight", (4, 64)),
+    *(tensor(f"model.layers.0.mlp.experts.{expert}.up_proj.weight", (64, 64)) for expert in range(4)),
+    tensor("model.layers.0.mlp.shared_expert.up_proj.weight", (64, 64)),
+]
+
+
+def test_experts_stay_in_16_bits_unless_the_user_says_otherwise():
+    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions())
+    assert packed(selection) == [MOE[0].name, MOE[-1].name]
+    assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate"} <= set(selection.skip_modules)
+    assert any("--moe per-expert" in note for note in selection.notes)
+
+
+def test_per_expert_packs_experts_but_never_routers():
+    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions(moe="per-expert"))
+    assert len(packed(selection)) == 6
+    assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep("a router", is_linear=True)
+    assert "model.layers.0.mlp.gate" in selection.skip_modules
+    assert not selection.notes
+
+
+def test_mixtral_is_listed_under_the_names_of_transformers_4_and_5():
+    source = [
+        tensor("model.layers.0.self_attn.q_proj.weight", (64, 64)),
+        tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight", (64, 64)),
+    ]
+    selection = select(source, {"model_type": "mixtral"}, SelectionOptions())
+    assert {"model.layers.0.block_sparse_moe", "model.layers.0.mlp"} <= set(selection.skip_modules)
+
+
+def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
+    prefix = "language_model.model.layers.0.feed_forward.experts"
+    source = [tensor(f"{prefix}.gate_up_proj", (2, 64, 256)), tensor(f"{prefix}.down_proj", (2, 128, 64))]
+    selection = select(source, {"model_type": "llama4", "text_config": {}}, SelectionOptions())
+    matrices = [matrix for decision in selection.decisions.values() for matrix in decision.matrices]
+    assert [(m.name.removeprefix(prefix), m.shape, m.transpose, m.index, m.columns) for m in matrices] == [
+        (".0.gate_proj.weight", (128, 64), True, 0, (0, 128)),
+        (".0.up_proj.weight", (128, 64), True, 0, (128, 256)),
+        (".1.gate_proj.weight", (128, 64), True, 1, (0, 128)),
+        (".1.up_proj.weight", (128, 64), True, 1, (128, 256)),
+        (".0.down_proj.weight", (64, 128), True, 0, (0, 64)),
+        (".1.down_proj.weight", (64, 128), True, 1, (0, 64)),
+    ]
+
+
+VLM = [
+    tensor("language_model.model.layers.0.mlp.up_proj.weight", (64, 64)),
+    tensor("language_model.lm_head.weight", (1000, 64)),
+    tensor("vision_tower.layers.0.fc1.weight", (64, 64)),
+    tensor("multi_modal_projector.linear_1.weight", (64, 64)),
+]
+
+
+def test_vision_parts_are_kept_and_listed_in_every_spelling():
+    selection = select(VLM, {"model_type": "llava", "text_config": {}}, SelectionOptions())
+    assert packed(selection) == [VLM[0].name]
+    assert {"lm_head", "vision_tower", "model.vision_tower", "model.multi_modal_projector"} <= set(
+        selection.skip_modules
+    )
+
+
+def test_quantize_towers_packs_them():
+    selection = select(VLM, {"model_type": "llava", "text_config": {}}, SelectionOptions(quantize_towers=True))
+    assert VLM[2].name in packed(selection)
+    assert "vision_tower" not in selection.skip_modules
+
+
+def test_a_dual_encoder_is_no_multimodal_language_model():
+    config = {"model_type": "clip", "text_config": {}, "vision_config": {}}
+    selection = select([tensor("vision_model.encoder.layers.0.mlp.fc1.weight", (64, 64))], config, SelectionOptions())
+    assert len(packed(selection)) == 1
+
+
+def test_include_restricts_and_exclude_and_skip_modules_add():
+    only = select(LLAMA, LLAMA_CONFIG, SelectionOptions(include=("*.layers.0.*",)))
+    assert packed(only) == LLAMA_PACKED[:4]
+    without = select(
+        LLAMA, LLAMA_CONFIG, SelectionOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",))
+    )
+    assert packed(without) == [*LLAMA_PACKED[:3], *LLAMA_PACKED[4:6]]
+    assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp"} <= set(without.skip_modules)
+
+
+def test_include_packs_what_the_rule_is_unsure_of_but_never_an_embedding():
+    source = tensors(odd_projection__weight=(64, 64), model__embed_tokens__weight=(64, 64))
+    assert packed(select(source, {}, SelectionOptions())) == []
+    assert packed(select(source, {}, SelectionOptions(include=("*",)))) == ["odd_projection.weight"]
+
+
+def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
+    source = tensors(
+        pre_classifier__weight=(64, 64),
+        pre_classifier__bias=(64,),
+        classifier__weight=(64, 64),
+        classifier__bias=(64,),
+    )
+    selection = select(source, {"model_type": "distilbert"}, SelectionOptions())
+    assert selection.decisions["pre_classifier.weight"].reason.startswith("a loader could not tell its name")
+
+
+def test_demoted_tensors_are_kept_and_listed():
+    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    name = "model.layers.0.mlp.up_proj.weight"
+    demoted = demote(selection, [name], LLAMA_CONFIG)
+    assert demoted.decisions[name] == Keep("holds NaN or infinity", is_linear=True)
+    assert "model.layers.0.mlp.up_proj" in demoted.skip_modules
+    assert len(packed(demoted)) == len(packed(selection)) - 1
+
+
+def test_what_cannot_be_demoted_alone_is_named():
+    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    with pytest.raises(PlanError, match=r"model\.norm\.weight: holds NaN or infinity"):
+        demote(selection, ["model.norm.weight"], LLAMA_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "keep"),
+    [
+        ("model.layers.0.mlp.gate.e_score_correction_bias", "F32", True),
+        ("model.layers.0.mixer.A_log", "F32", True),
+        ("model.layers.0.mlp.gate.weight", "F32", True),
+        ("model.layers.0.mlp.gate.weight", "BF16", False),
+        ("model.norm.weight", "F32", False),
+    ],
+)
+def test_only_what_is_float32_by_design_escapes_the_cast(name, dtype, keep):
+    shape = (4, 64) if name.endswith("gate.weight") else (4,)
+    decisions = select([*LLAMA, tensor(name, shape, dtype)], {}, SelectionOptions()).decisions
+    assert decisions[name].keep_dtype is keep

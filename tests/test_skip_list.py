@@ -1,0 +1,120 @@
+"""Skip lists and the three loaders' rules, against the loaders' own code where it can be installed beside ours."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nf4conv.checkpoint.skip_list import (
+    MATCHERS,
+    build_skip_modules,
+    check_skip_modules,
+    transformers_4,
+    transformers_5,
+    transformers_5_0,
+    vllm,
+)
+from nf4conv.errors import PlanError
+
+LLAMA = [
+    f"model.layers.{layer}.{module}"
+    for layer in (0, 1, 10, 11)
+    for module in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+]
+DOWN = [path for path in LLAMA if path.endswith("down_proj")]
+MLP = [path for path in LLAMA if ".mlp." in path]
+LAYER_1 = [path for path in LLAMA if path.startswith("model.layers.1.")]
+LAYERS_1 = [path for path in LLAMA if path.startswith("model.layers.1")]
+Q = [path for path in LLAMA if path.endswith("q_proj")]
+PROJ = LLAMA
+
+
+@pytest.mark.parametrize(
+    ("entry", "in_4", "in_5", "in_5_0", "in_vllm"),
+    [
+        ("down_proj", DOWN, DOWN, DOWN, DOWN),
+        ("mlp", MLP, [], [], MLP),
+        ("model.layers.1", LAYER_1, LAYER_1, LAYERS_1, LAYER_1),
+        ("layers.0", [path for path in LLAMA if ".0." in path], [], [], []),
+        ("model.layers.0.mlp", MLP[:3], MLP[:3], MLP[:3], MLP[:3]),
+        ("self_attn.q_proj", [], Q, Q, []),
+        ("proj", [], PROJ, PROJ, []),
+        (".*mlp.*", [], MLP, MLP, []),
+        ("lm_head.weight", [], [], [], []),
+    ],
+)
+def test_what_an_entry_hits(entry, in_4, in_5, in_5_0, in_vllm):
+    for rule, expected in ((transformers_4, in_4), (transformers_5, in_5), (transformers_5_0, in_5_0), (vllm, in_vllm)):
+        assert [path for path in LLAMA if rule([entry])(path)] == expected, rule.__name__
+
+
+def test_an_empty_list_hits_nothing():
+    for rule in MATCHERS.values():
+        assert not any(rule([])(path) for path in LLAMA)
+
+
+COMPONENT = st.sampled_from(
+    ["model", "layers", "0", "1", "11", "mlp", "gate", "gate_proj", "shared_expert_gate", "lm_head"]
+)
+PATH = st.lists(COMPONENT, min_size=1, max_size=5).map(".".join)
+
+
+@pytest.mark.oracle
+@settings(deadline=None)  # the first call imports transformers
+@given(entries=st.lists(PATH, max_size=4), path=PATH)
+def test_our_rule_is_that_of_the_installed_transformers_5(entries, path):
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    assert transformers_5(entries)(path) is not should_convert_module(path, entries)
+
+
+@given(packed=st.sets(PATH, max_size=12), kept=st.sets(PATH, max_size=12))
+def test_a_list_that_passes_the_check_parts_packed_from_kept_for_every_loader(packed, kept):
+    entries = build_skip_modules(packed, kept)
+    try:
+        check_skip_modules(entries, packed, kept)
+    except PlanError:
+        return
+    for rule in MATCHERS.values():
+        assert not any(rule(entries)(path) for path in packed)
+        assert all(rule(entries)(path) for path in kept)
+
+
+def test_a_module_with_nothing_packed_below_is_named_once():
+    kept = ["lm_head", *(f"model.vision_tower.layers.{layer}.fc1" for layer in range(27))]
+    entries = build_skip_modules(["model.layers.0.mlp.up_proj"], kept, absent=())
+    assert entries == ("lm_head", "model.vision_tower")
+
+
+def test_a_skipped_layer_is_named_by_its_modules_where_an_old_rule_would_hit_its_neighbours():
+    packed = [path for path in LLAMA if path not in LAYER_1]
+    entries = build_skip_modules(packed, LAYER_1, absent=())
+    check_skip_modules(entries, packed, LAYER_1)
+    assert set(entries) == set(LAYER_1)
+
+
+def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module():
+    assert "classifier" in build_skip_modules(["encoder.layer.0.dense"], [])
+    assert "classifier" not in build_skip_modules(["pre_classifier"], [])
+
+
+def test_entries_are_in_natural_order():
+    kept = [f"model.layers.{layer}.mlp.gate" for layer in (10, 2, 1)]
+    packed = [f"model.layers.{layer}.mlp.up_proj" for layer in (10, 2, 1)]
+    assert build_skip_modules(packed, kept, absent=()) == tuple(
+        f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 10)
+    )
+
+
+def test_the_check_names_modules_and_loaders():
+    with pytest.raises(PlanError, match=r"pre_classifier is packed, but transformers 5 would skip it"):
+        check_skip_modules(["classifier"], ["pre_classifier"], ["classifier"])
+    with pytest.raises(PlanError, match=r"lm_head is not packed, but transformers 4 would not skip it"):
+        check_skip_modules([], [], ["lm_head"])
