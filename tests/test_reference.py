@@ -140,6 +140,19 @@ def test_ties_go_down(backend, quant_type, dtype):
 
 @backends
 @quant_types
+@pytest.mark.parametrize("exponent", [*range(-127, -96, 3), 125, 126, 127])
+def test_flushing_near_the_ends_of_the_exponent(backend, quant_type, exponent):
+    """Elements from the smallest subnormal up, beside an absmax of 1.25 · 2^exponent."""
+    magnitudes = 2.0 ** torch.linspace(-149, -110, 62)
+    signs = torch.tensor([1.0, -1.0]).repeat(31)
+    weight = torch.cat((torch.tensor([1.25, 0.7]) * 2.0**exponent, (magnitudes * signs).float()))
+    weight = torch.where(weight.abs() > weight[0], weight[0], weight)
+    assert_quantized_as_defined(backend, weight, quant_type, 64)
+    assert_quantized_as_defined(backend, weight.bfloat16(), quant_type, 32)
+
+
+@backends
+@quant_types
 @pytest.mark.parametrize("toward", [-2.0, 0.0, 2.0], ids=["below", "on", "above"])
 def test_an_ulp_decides(backend, quant_type, toward):
     codebook = CODEBOOKS[quant_type]
@@ -176,7 +189,7 @@ any_block = hypothesis_numpy.arrays(np.uint32, st.sampled_from([33, 64]), elemen
 near_zero = hypothesis_numpy.arrays(np.uint32, 64, elements=st.integers(0, 2**25).map(lambda n: n * 97 % 2**25))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(patterns=any_block | near_zero | near_zero.map(lambda block: block | 0x80000000))
 @example(patterns=np.zeros(64, dtype=np.uint32))
 @example(patterns=np.full(64, 0x80800001, dtype=np.uint32))
@@ -187,7 +200,7 @@ def test_any_bits(patterns):
             assert_quantized_as_defined(backend, weight, quant_type, 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(patterns=hypothesis_numpy.arrays(np.uint16, 64, elements=st.integers(0, 2**16 - 1)))
 def test_any_half_precision_bits(patterns):
     for dtype in (torch.bfloat16, torch.float16):
