@@ -11,9 +11,10 @@ from nf4conv.codec.reduction import cuda_mean
 
 
 def wide_values(count: int) -> np.ndarray:
-    """Random numbers over 24 binades, so that hardly any two orders of adding them agree."""
+    """Numbers of either sign over 24 binades, so that hardly any two orders of adding them agree."""
     generator = np.random.default_rng(count)
-    return np.ldexp(generator.random(count, dtype=np.float32), generator.integers(-12, 12, count, dtype=np.int32))
+    signed = generator.random(count, dtype=np.float32) - np.float32(0.5)
+    return np.ldexp(signed, generator.integers(-12, 12, count, dtype=np.int32))
 
 
 def lane_by_lane(values: np.ndarray) -> np.float32:
