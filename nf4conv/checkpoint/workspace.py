@@ -24,6 +24,7 @@ from nf4conv.checkpoint.writer import ShardWriter, sync_folder, write_file
 from nf4conv.errors import OutputError
 
 WORK_FOLDER: Final = ".nf4conv"
+_RECORD: Final = "run.json"
 
 
 class FinishedFile(NamedTuple):
@@ -88,7 +89,7 @@ class Workspace:
             raise OutputError(f"{self.out}: another nf4conv is writing here") from error
 
     def _load(self, overwrite: bool) -> None:
-        record = self._work / "run.json"
+        record = self._work / _RECORD
         if overwrite:
             self._clear()
         elif record.is_file():
@@ -116,17 +117,20 @@ class Workspace:
     def _clear(self) -> None:
         for entry in self.out.iterdir():
             if entry.name == WORK_FOLDER:
-                for leftover in entry.iterdir():
-                    if leftover.name != "lock":
-                        leftover.unlink()
+                self._remove_leftovers(keep=("lock",))
             elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
 
+    def _remove_leftovers(self, keep: tuple[str, ...] = (_RECORD,)) -> None:
+        for leftover in self._work.iterdir():
+            if leftover.name not in keep:
+                leftover.unlink()
+
     def _save(self) -> None:
         run = {"fingerprint": self._fingerprint, "shards": self._finished}
-        write_file(self._work / "run.json", json.dumps(run, indent=1).encode())
+        write_file(self._work / _RECORD, json.dumps(run, indent=1).encode())
 
     @property
     def finished(self) -> Mapping[str, FinishedFile]:
@@ -171,7 +175,9 @@ class Workspace:
         for name, content in last.items():
             self.write(name, content)
         sync_folder(self.out)
-        shutil.rmtree(self._work)
+        self._remove_leftovers()
+        (self._work / _RECORD).unlink()  # until then an interrupted run would be finished by the next
+        self._work.rmdir()
 
     def _manifest(self, last: Mapping[str, bytes]) -> bytes:
         sums = {name: file.sha256 or _sha256(self.out / name) for name, file in self._finished.items()}

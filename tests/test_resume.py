@@ -1,0 +1,196 @@
+"""kill -9 at any moment, then the same command again: the bytes of an uninterrupted run."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nf4conv.errors import OutputError
+from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.quantize import quantize_checkpoint
+
+POINTS = 60
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+
+
+def write_source(folder: Path, layers: int = 6) -> Path:
+    """A sharded checkpoint whose larger weights take several pieces of 64 KiB."""
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir()
+    weight_map = {}
+    for number in range(2):
+        tensors = {}
+        for layer in range(number * layers // 2, (number + 1) * layers // 2):
+            for name, shape in (("mlp.up_proj", (512, 128)), ("self_attn.q_proj", (64, 64))):
+                tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
+            tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(64).bfloat16()
+        if number == 0:
+            tensors["model.embed_tokens.weight"] = torch.randn(256, 64, generator=generator).bfloat16()
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_killed_anywhere_and_resumed_gives_the_same_bytes(tmp_path):
+    source = write_source(tmp_path / "source")
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("interruptions.py")), str(source), str(work)]
+    process = subprocess.run([*command, str(POINTS), "20261120"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(results) == POINTS
+    for result in results:
+        assert result["status"] == 0, (result, process.stderr)
+        assert result["differing"] == [], result
+        assert result["same_files"], result
+    # the points must have hit runs with finished shards to keep and runs without
+    kept = [count for result in results for count in result["shards_kept"]]
+    assert any(kept)
+    assert not all(kept)
+
+
+def stop_after_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A source, and an output that a run left behind with a finished shard."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    written = 0
+    pwrite = os.pwrite
+
+    def failing(descriptor: int, data: memoryview, position: int) -> int:
+        nonlocal written
+        if any(out.glob("*.safetensors")):
+            raise OSError(28, "No space left on device")
+        written += 1
+        return pwrite(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OutputError, match="No space left on device"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert written
+    assert not (out / "config.json").exists()
+    return source, out
+
+
+def test_finished_shards_are_not_made_again(tmp_path, monkeypatch):
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    report = quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert report.shards_resumed == len(before) > 0
+    assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_damaged_finished_shard_is_made_again(tmp_path, monkeypatch):
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+    for path in out.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["option", "touched source", "other weights", "config"])
+def test_another_job_is_refused(tmp_path, monkeypatch, change):
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+    options, message = OPTIONS, "source files"
+    shard = source / "model-00001-of-00002.safetensors"
+    if change == "option":
+        options, message = dataclasses.replace(OPTIONS, blocksize=128), r"--blocksize \(--blocksize was 64, is 128\)"
+    elif change == "touched source":
+        os.utime(shard, ns=(0, 0))
+    elif change == "other weights":
+        status = shard.stat()
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+        message = "source config"
+    before = contents(out)
+    with pytest.raises(OutputError, match=message):
+        quantize_checkpoint(source, out, options, RUN)
+    assert contents(out) == before
+    quantize_checkpoint(source, out, options, dataclasses.replace(RUN, overwrite=True))
+    quantize_checkpoint(source, tmp_path / "whole", options, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
+    """The real command in a process whose writes are slow, so that it can be caught in the middle."""
+    program = (
+        "import os, time\n"
+        "pwrite = os.pwrite\n"
+        "def slow(*arguments):\n"
+        "    time.sleep(0.05)\n"
+        "    return pwrite(*arguments)\n"
+        "os.pwrite = slow\n"
+        "from nf4conv.cli import main\n"
+        "main()\n"
+    )
+    options = ["--device", "cpu", "--max-shard-size", "60kB", "--workers", "2", "--buffer-size", "131072"]
+    command = [sys.executable, "-c", program, "quantize", str(source), str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_work(out: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not any(out.glob(".nf4conv/*.partial")):
+        assert time.monotonic() < deadline, "the run did not start to write"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "Error: interrupted; the same command resumes"),
+        (signal.SIGTERM, 143, "Error: stopped; the same command resumes"),
+    ],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_a_signal_stops_with_one_line_and_the_run_resumes(tmp_path, number, code, line):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    process = slow_command(source, out)
+    wait_for_work(out)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors.strip()) == (code, "", line)
+    assert not (out / "config.json").exists()
+    quantize_checkpoint(source, out, OPTIONS, RUN)
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    process = slow_command(source, out)
+    wait_for_work(out)
+    with pytest.raises(OutputError, match="another nf4conv is writing here"):
+        quantize_checkpoint(source, out, OPTIONS, RUN)
+    with pytest.raises(OutputError, match="another nf4conv is writing here"):
+        quantize_checkpoint(source, out, OPTIONS, dataclasses.replace(RUN, overwrite=True))
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
