@@ -159,7 +159,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "llama4": Family(splits_experts=True),
     "llama4_text": Family(splits_experts=True),
     # weights in float32
-    "hy_v4": Family(float32=r"weights_proj$"),
+    "hy_v4": Family(float32=r"(weights_proj|k_norm|^lm_head)$"),
     "inkling_text": Family(float32=r"sconv"),
     "inkling_model": Family(float32=r"sconv"),
     "inkling2_text": Family(float32=r"sconv|convolution"),

@@ -1,0 +1,119 @@
+"""What is shown for each architecture: our checkpoint is the model that transformers quantizes itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import torch
+import transformers
+from tiny import tiny_config, tiny_inputs, tiny_model
+from transformers import BitsAndBytesConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, select
+from nf4conv.checkpoint.source import open_source
+from nf4conv.options import QuantizeOptions
+from nf4conv.quantize import quantize_checkpoint
+from nf4conv.skeleton import Skeleton, read_skeleton
+
+
+@dataclass(frozen=True)
+class Roundtrip:
+    """Two 4-bit models of one source.
+
+    Attributes:
+        ours: read from our output.
+        theirs: quantized by transformers on the fly, with our skip list.
+    """
+
+    ours: "transformers.PreTrainedModel"
+    theirs: "transformers.PreTrainedModel"
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Which modules are packed, by their paths in memory.
+
+    Attributes:
+        ours: by us.
+        theirs: by transformers, left to its own list.
+        linear: all that transformers could pack.
+        reasons: of those that we keep, why.
+    """
+
+    ours: frozenset[str]
+    theirs: frozenset[str]
+    linear: frozenset[str]
+    reasons: dict[str, str]
+
+    @property
+    def differences(self) -> dict[str, str]:
+        """What transformers packs and we do not → why."""
+        return {path: self.reasons.get(path, "not on disk under its own name") for path in self.theirs - self.ours}
+
+
+def save_tiny(architecture: str, folder: Path, **changes: Any) -> Path:
+    source = folder / "source"
+    tiny_model(architecture, **changes).save_pretrained(source)
+    return source
+
+
+def quantize_both_ways(architecture: str, folder: Path, **changes: Any) -> Roundtrip:
+    source, out = save_tiny(architecture, folder, **changes), folder / "out"
+    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False))  # the CPU's nested codes are not CUDA's
+    model_class = getattr(transformers, architecture)
+    ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
+    method = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=ours.config.quantization_config.llm_int8_skip_modules,
+    )
+    theirs = model_class.from_pretrained(source, quantization_config=method, dtype=torch.bfloat16)
+    return Roundtrip(ours.eval(), theirs.eval())
+
+
+def packed_weights(model: "transformers.PreTrainedModel") -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Module path → packed codes and absmax."""
+    return {
+        path: (module.weight.data.view(-1), module.weight.quant_state.absmax)
+        for path, module in model.named_modules()
+        if isinstance(module, bitsandbytes.nn.Linear4bit)
+    }
+
+
+def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
+    inputs = tiny_inputs(model)
+    torch.manual_seed(2)  # some models draw masks
+    with torch.no_grad():
+        outputs = model(**inputs, return_dict=True)
+    return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def compare_modules(architecture: str, source: Path, **changes: Any) -> Modules:
+    """Hold our selection against what transformers would replace in the same model."""
+    opened = open_source(source)
+    assert opened.config is not None
+    selection = select(opened.tensors, opened.config, SelectionOptions())
+    skeleton = read_skeleton([tensor.name for tensor in opened.tensors], opened.config)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(tiny_config(architecture, **changes))
+    own_list = get_keys_to_not_convert(model)
+    theirs = frozenset(path for path in skeleton.linear if should_convert_module(path, own_list))
+    return Modules(_packed_paths(selection, skeleton), theirs, skeleton.linear, _reasons(selection, skeleton))
+
+
+def _packed_paths(selection: Selection, skeleton: Skeleton) -> frozenset[str]:
+    return frozenset(
+        skeleton.modules.get(name, name) for name, decision in selection.decisions.items() if isinstance(decision, Pack)
+    )
+
+
+def _reasons(selection: Selection, skeleton: Skeleton) -> dict[str, str]:
+    return {
+        skeleton.modules[name]: decision.reason
+        for name, decision in selection.decisions.items()
+        if isinstance(decision, Keep) and name in skeleton.modules
+    }

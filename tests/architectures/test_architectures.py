@@ -1,0 +1,102 @@
+"""For every architecture: what we pack, transformers packs too, to the same bytes, and the model says the same.
+
+CI runs FAST; `make test-architectures` runs all.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from cases import CASES, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
+from roundtrip import compare_modules, first_output, packed_weights, quantize_both_ways, save_tiny
+
+from nf4conv.checkpoint.evidence import EXPERT, ROUTER, TOWER
+from nf4conv.checkpoint.families import CONVERTED
+from nf4conv.errors import PlanError
+from nf4conv.quantize import quantize_checkpoint
+
+ALL = [
+    pytest.param(architecture, marks=() if architecture in FAST else pytest.mark.architectures)
+    for group in CASES.values()
+    for architecture in group
+]
+
+DELIBERATE = (
+    EXPERT,
+    ROUTER,
+    TOWER,
+    CONVERTED,
+    "an output head",
+    "an input embedding",
+    "fewer than 32 rows",
+    "state-space kernels read this weight directly",
+    "tied to other heads of the detector",
+    "a loader could not tell its name from that of a skipped module",
+    "not on disk under its own name",
+)
+"""Why we keep what transformers, left to itself, packs."""
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),  # of transformers about models made of random numbers
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_our_checkpoint_is_the_model_that_transformers_quantizes_itself(architecture, tmp_path):
+    both = quantize_both_ways(architecture, tmp_path)
+    ours, theirs = packed_weights(both.ours), packed_weights(both.theirs)
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for path, (codes, absmax) in ours.items():
+        assert torch.equal(codes, theirs[path][0]), path
+        assert torch.equal(absmax, theirs[path][1]), path
+    if architecture not in FORWARD_UNKNOWN:
+        output = first_output(both.theirs)
+        assert output.isfinite().all()
+        assert torch.equal(first_output(both.ours), output)
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_we_pack_what_transformers_packs_but_for_deliberate_differences(architecture, tmp_path):
+    modules = compare_modules(architecture, save_tiny(architecture, tmp_path))
+    assert modules.ours <= modules.linear
+    unexplained = {
+        path: reason
+        for path, reason in modules.differences.items()
+        if reason not in DELIBERATE and not reason.startswith("unsure")
+    }
+    assert unexplained == {}
+
+
+@pytest.mark.parametrize("architecture", NOTHING_PACKED)
+@pytest.mark.architectures
+def test_a_model_without_anything_to_pack_is_refused(architecture, tmp_path):
+    with pytest.raises(PlanError, match="no tensor of this checkpoint would be packed"):
+        quantize_checkpoint(save_tiny(architecture, tmp_path), tmp_path / "out")
+
+
+def test_llama_4_loads_with_its_experts_in_4_bit(tmp_path):
+    source = save_tiny("Llama4ForCausalLM", tmp_path)
+    quantize_checkpoint(source, tmp_path / "out")
+    model = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    expected = transformers.Llama4ForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    experts = [path for path in packed_weights(model) if ".experts." in path]
+    assert len(experts) == 2 * 4 * 3
+    correlation = torch.corrcoef(torch.stack([first_output(m).float().flatten() for m in (model, expected)]))[0, 1]
+    assert correlation > 0.95
+
+
+def test_our_config_is_what_transformers_reads_back(tmp_path):
+    source = save_tiny("LlamaForCausalLM", tmp_path)
+    quantize_checkpoint(source, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert model.config.quantization_config.to_dict() == written
