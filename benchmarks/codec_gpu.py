@@ -126,16 +126,16 @@ def wall_rows(shape: tuple[int, ...]) -> list[dict[str, object]]:
     calls = dequantize_calls(shape, "nf4")
     moved = int(shape[0] * shape[1] * (2 + 1 / 2 + 1 / 64))
     chosen = {name: calls[name] for name in ("nf4conv", "bitsandbytes", "Unsloth") if name in calls}
-    rows = [row("dequantize, wall a call", shape, name, wall(call), moved) for name, call in chosen.items()]
+    timed = take_turns({name: partial(wall, call) for name, call in chosen.items()})
+    rows = [row("dequantize, wall a call", shape, name, value, moved) for name, value in timed.items()]
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     fresh = {
-        "nf4conv": partial(ops.dequantize_4bit, packed, state),
-        "bitsandbytes": partial(functional.dequantize_4bit, packed, state),
+        "nf4conv": partial(wall, partial(ops.dequantize_4bit, packed, state)),
+        "bitsandbytes": partial(wall, partial(functional.dequantize_4bit, packed, state)),
     }
-    return rows + [
-        row("dequantize without out=, wall a call", shape, name, wall(c), moved) for name, c in fresh.items()
-    ]
+    title = "dequantize without out=, wall a call"
+    return rows + [row(title, shape, name, value, moved) for name, value in take_turns(fresh).items()]
 
 
 def quantize_rows(
@@ -170,7 +170,8 @@ def batch_rows() -> list[dict[str, object]]:
             ],
         }
         title = f"quantize {count} tensors, nested, wall"
-        rows += [row(title, shape, name, wall(call, 3), moved) for name, call in providers.items()]
+        timed = take_turns({name: partial(wall, call, 1) for name, call in providers.items()})
+        rows += [row(title, shape, name, value, moved) for name, value in timed.items()]
     return rows
 
 
@@ -240,19 +241,16 @@ def take_turns(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in measured.items()}
 
 
-def wall(call: Call, repeats: int = 200) -> float:
-    """Median µs of host time for one call of a loop of them, the device's work included."""
+def wall(call: Call, repeats: int = 300) -> float:
+    """Host time in µs for one call of a loop of them, the device's work included."""
     for _ in range(3):
         call()
-    seconds = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - start) / repeats)
-    return statistics.median(seconds) * 1e6
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e6
 
 
 def row(kernel: str, shape: tuple[int, ...], provider: str, microseconds: float, moved: int) -> dict[str, object]:

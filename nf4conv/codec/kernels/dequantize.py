@@ -19,12 +19,12 @@ from nf4conv.codec.kernels.quantize import access
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import NestedState
 
-CONFIGURATIONS = {2: (128, 1), 4: (512, 2)}
+CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
 """Element size of the output → slots and warps of a program: the fastest of the sweep in docs/kernels.md. The next
 smaller program would be limited by how fast the card can start programs."""
 
-STREAM_BYTES = 32 << 20
-"""An output that is larger would not stay in the L2 cache anyway and is written past it."""
+STREAM_BYTES = 24 << 20
+"""A larger output, about half an L2 cache, is marked to leave the cache first; a smaller one stays for its reader."""
 
 
 def dequantize_blocks(
