@@ -1,0 +1,202 @@
+"""What can break during a run: one clear line, no hang, nothing that looks finished, and the same command resumes."""
+
+import dataclasses
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_resume import OPTIONS, RUN, contents, write_source
+
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.errors import Nf4convError, OutputError, SourceError
+from nf4conv.quantize import plan_quantization, quantize_checkpoint
+
+
+def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> None:
+    assert not (out / "config.json").exists()
+    assert not (out / "model.safetensors.index.json").exists()
+    quantize_checkpoint(source, out, OPTIONS, RUN)
+    quantize_checkpoint(source, whole, OPTIONS, RUN)
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
+def test_a_write_that_fails(tmp_path, monkeypatch, call):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    calls = 0
+    pwrite = os.pwrite
+
+    def failing(descriptor: int, data: memoryview, position: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OutputError, match=r"out/model-0000\d-of-0000\d.safetensors: No space left on device"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_a_sync_that_fails(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    fsync = os.fsync
+    calls = 0
+
+    def failing(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        with pytest.raises(OutputError, match="Input/output error"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_short_reads_and_short_writes_are_continued(tmp_path, monkeypatch):
+    source = write_source(tmp_path / "source")
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:700], at))
+    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    shard = source / "model-00002-of-00002.safetensors"
+    content, status = shard.read_bytes(), shard.stat()
+    read_into = Reader.read_into
+
+    def shrinking(self: Reader, path: Path, start: int, buffer: memoryview) -> None:
+        if path == shard and shard.stat().st_size == len(content):
+            os.truncate(shard, 40_000)
+        read_into(self, path, start, buffer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "read_into", shrinking)
+        with pytest.raises(SourceError, match=r"model-00002-of-00002.safetensors: ends at byte 40,000"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    shard.write_bytes(content)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_a_source_that_cannot_be_read_any_more(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    preadv = os.preadv
+    calls = 0
+
+    def failing(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise OSError(5, "Input/output error")
+        return preadv(descriptor, buffers, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing)
+        with pytest.raises(SourceError, match=r"source/model-0000\d-of-00002.safetensors: Input/output error"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OutputError):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    shard = source / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(256, 256, dtype=torch.bfloat16)
+    save_file(tensors, shard)
+    with pytest.raises(OutputError, match="differs in source files, source headers"):
+        quantize_checkpoint(source, out, OPTIONS, RUN)
+
+
+def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    needed = plan_quantization(source, OPTIONS).plan.largest_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(OutputError, match=r"out: the result takes [\d,]+ bytes but the disk has only [\d,]+ free"):
+        quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert not any(out.rglob("*.partial"))
+    assert not any(out.rglob("*.safetensors"))
+
+
+def test_a_full_disk_by_the_real_command(tmp_path):
+    """The kernel refuses to let a file grow, as a full disk would, in the middle of the run."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--device", "cpu"]
+    limit = 50_000  # bytes of one file; SIGXFSZ is ignored by Python, so that writes fail with EFBIG
+    process = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert process.returncode == 2
+    assert process.stdout == ""
+    [line] = process.stderr.splitlines()
+    assert line.startswith(f"Error: {out}")
+    assert line.endswith("model.safetensors.partial: File too large")
+    assert not (out / "config.json").exists()
+
+
+def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    calls = 0
+    quantize_blocks = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")).quantize_blocks
+
+    def failing(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("a fault of the codec")
+        quantize_blocks(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")), "quantize_blocks", failing)
+        with pytest.raises(RuntimeError, match="a fault of the codec"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+
+    def failing(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    module = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "quantize_blocks", failing)
+        with pytest.raises(Nf4convError, match="cpu: out of memory; try a smaller --buffer-size"):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_the_source_is_never_written_to(tmp_path):
+    source = write_source(tmp_path / "source")
+    before = contents(source)
+    for path in source.iterdir():
+        path.chmod(0o444)
+    quantize_checkpoint(source, tmp_path / "out", OPTIONS, dataclasses.replace(RUN, checksum=True))
+    assert contents(source) == before
