@@ -87,14 +87,27 @@ class Experts:
         }
 
 
-def write_checkpoint(shape: Llama | Experts, folder: Path, shard_size: int = 4_500_000_000) -> int:
+@dataclass(frozen=True)
+class Giant:
+    """One weight of more than 2^31 elements."""
+
+    rows: int = 65536
+    columns: int = 32832
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "model.layers.0.mlp.up_proj.weight", (self.rows, self.columns)
+
+    def config(self) -> dict[str, object]:
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+
+
+def write_checkpoint(shape: Llama | Experts | Giant, folder: Path, shard_size: int = 4_500_000_000) -> int:
     """Write a sharded bfloat16 checkpoint of normally distributed weights; returns its bytes."""
     folder.mkdir(parents=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
-    shards: list[dict[str, torch.Tensor]] = [{}]
     size = total = 0
-    files: list[dict[str, torch.Tensor]] = shards
+    files: list[dict[str, torch.Tensor]] = [{}]
     weight_map: dict[str, int] = {}
     for name, dimensions in shape.tensors():
         tensor = (
@@ -135,6 +148,7 @@ SHAPES = {
     "16b": Llama(layers=68),
     "1b": Llama(hidden=2048, layers=16, intermediate=8192, key_value=512),
     "experts": Experts(),
+    "giant": Giant(),
 }
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from nf4conv.codec.ops import quantize_4bit
 from nf4conv.cuda.engine import CudaEngine
 from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
@@ -97,3 +98,21 @@ def test_non_finite_weights_are_refused(tmp_path, dtype, value, name):
     quantize_checkpoint(source, tmp_path / "kept", QuantizeOptions(non_finite="keep"), run)
     with safe_open(tmp_path / "kept/model.safetensors", "pt") as file:
         assert file.get_tensor(name).dtype == dtype
+
+
+def test_more_elements_than_an_int32_counts(tmp_path):
+    rows, columns = 65536, 32832
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    (tmp_path / "source").mkdir()
+    save_file({"model.layers.0.mlp.up_proj.weight": weight.cpu()}, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, RunOptions(device="cuda"))
+    assert report.device_peak_bytes < 1.5e9
+    written = load_file(tmp_path / "out/model.safetensors")
+    packed, state = quantize_4bit(weight)
+    expected = {"": packed} | {f".{suffix}": part for suffix, part in state.components().items()}
+    for suffix, part in expected.items():
+        found = written.pop(f"model.layers.0.mlp.up_proj.weight{suffix}")
+        assert torch.equal(found.view(torch.uint8), part.cpu().contiguous().view(torch.uint8)), suffix
+    assert not written
