@@ -1,0 +1,85 @@
+"""Draw the GPU benchmark: python -m benchmarks.plot_codec benchmarks/results/codec_gpu_h200.json out.svg
+
+Bars of GB/s, dequantization by shape and quantization by input, with the copy of the same bytes as a line over them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+COLOURS = {"nf4conv": "#1b6ca8", "Unsloth": "#8fb8de", "bitsandbytes": "#c9c9c9"}
+TOP, HEIGHT, LEFT, GROUP, BAR = 60, 260, 60, 84, 22
+SCALE = HEIGHT / 4500  # pixels for each GB/s
+
+Group = tuple[str, dict[str, float]]
+
+
+def main(source: Path, target: Path) -> None:
+    record = json.loads(source.read_text())
+    groups = chosen_groups(record["rows"])
+    width = LEFT + GROUP * len(groups) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 70}"'
+        ' font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        text(LEFT, 20, f"GB/s on one {record['versions']['gpu']}, the line is a device copy of the same bytes", 14),
+        *legend(),
+        *axis(width),
+    ]
+    for index, group in enumerate(groups):
+        parts += bars(LEFT + index * GROUP + 8, group)
+    target.write_text("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def chosen_groups(rows: list[dict[str, str]]) -> list[Group]:
+    """Dequantize at every shape, then quantize, each with provider → GB/s."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        kernel = row["kernel"]
+        if kernel.startswith("dequantize nested"):
+            label = f"{'dequantize' if 'nf4' in kernel else 'fp4 deq.'}|{row['shape']}"
+        elif kernel.startswith("quantize") and "packed" in kernel:
+            label = "|".join(kernel.removesuffix(", packed + absmax").split(" from "))
+        else:
+            continue
+        groups.setdefault(label, {})[row["provider"]] = float(row["gigabytes_per_second"])
+    return list(groups.items())
+
+
+def legend() -> list[str]:
+    parts = []
+    for index, (name, colour) in enumerate(COLOURS.items()):
+        x = LEFT + index * 120
+        parts += [f'<rect x="{x}" y="32" width="12" height="12" fill="{colour}"/>', text(x + 18, 42, name)]
+    return parts
+
+
+def axis(width: int) -> list[str]:
+    parts = []
+    for speed in range(0, 4501, 1000):
+        y = TOP + HEIGHT - speed * SCALE
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{width - 10}" y2="{y:.1f}" stroke="#e5e5e5"/>')
+        parts.append(text(LEFT - 38, y + 4, str(speed)))
+    return parts
+
+
+def bars(x: int, group: Group) -> list[str]:
+    label, speeds = group
+    parts = []
+    for index, (name, colour) in enumerate(COLOURS.items()):
+        if name in speeds:
+            height = speeds[name] * SCALE
+            left, top = x + index * BAR, TOP + HEIGHT - height
+            parts.append(f'<rect x="{left}" y="{top:.1f}" width="{BAR - 2}" height="{height:.1f}" fill="{colour}"/>')
+    copy = TOP + HEIGHT - speeds["copy"] * SCALE
+    parts.append(f'<line x1="{x - 3}" y1="{copy:.1f}" x2="{x + 3 * BAR}" y2="{copy:.1f}" stroke="#222"/>')
+    return parts + [text(x, TOP + HEIGHT + 16 + 14 * line, word) for line, word in enumerate(label.split("|"))]
+
+
+def text(x: float, y: float, words: str, size: int = 11) -> str:
+    return f'<text x="{x}" y="{y:.1f}" font-size="{size}">{escape(words)}</text>'
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
