@@ -109,3 +109,10 @@ def test_where_the_order_matters_most():
     values = torch.zeros(4096)
     values[0], values[2048], values[4], values[2052] = 2.0**24, 1.0, 1.0, 1.0
     assert cuda_mean(values).item() == (2.0**24 + 2) / 4096
+
+
+def test_the_tail_joins_the_first_component():
+    """In lane 0 the tail is lost beside a large element before the second component arrives, lost in turn."""
+    values = torch.zeros(131)
+    values[0], values[1], values[128] = 2.0**24, 1.0, 1.0
+    assert cuda_mean(values).item() == np.float32(2.0**24) * (np.float32(1) / np.float32(131))

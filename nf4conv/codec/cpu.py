@@ -32,8 +32,9 @@ _QUANTIZE_CHUNK: Final = 1 << 18
 """Elements a thread quantizes at a time: 6 MB of temporaries. A quarter of it is 10 % faster in a lone thread, and
 half as fast in two."""
 
-_DECODE_CHUNK: Final = 1 << 15
-"""Elements decoded at a time. With more, torch would call its threads together for every operation of some 10 µs."""
+_SERIAL: Final = 1 << 15
+"""The most elements for which torch does not call its threads together. They would come for every operation of some
+10 µs, and where other programs use the processors too, a call waits for whoever sleeps."""
 
 _MAX_THREADS: Final = 8
 """More would mostly wait for the interpreter lock."""
@@ -71,10 +72,11 @@ def quantize_blocks(
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
     """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`."""
     offset = cuda_mean(absmax)
-    blocks = reference.padded_blocks(absmax - offset, NESTED_BLOCKSIZE)
-    scaled, maxima = reference.scale_blocks(blocks)
-    codes.numpy()[:] = nearest_dynamic(scaled.view(-1)[: codes.numel()].numpy())
-    nested_absmax.copy_(maxima)
+    for at in range(0, absmax.numel(), _SERIAL):
+        centred = absmax[at : at + _SERIAL] - offset
+        scaled, maxima = reference.scale_blocks(reference.padded_blocks(centred, NESTED_BLOCKSIZE))
+        codes.numpy()[at : at + _SERIAL] = nearest_dynamic(scaled.view(-1)[: centred.numel()].numpy())
+        nested_absmax[at // NESTED_BLOCKSIZE :][: maxima.numel()] = maxima
     return offset
 
 
@@ -88,21 +90,57 @@ def dequantize_blocks(
     blocksize: int,
 ) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
-    scales = absmax if state2 is None or offset is None else reference.decode_absmax(absmax, state2, offset)
-    whole = out.numel() - out.numel() % blocksize if _are_ordinary(scales) else 0
+    chunk = _SERIAL * min(blocksize, 64)  # of blocks that begin a nested one
+    scratch = _DecodeScratch.allocate(min(_SERIAL, out.numel()))
+    for at in range(0, out.numel(), chunk):
+        target = out[at : at + chunk]
+        blocks = slice(at // blocksize, -(-(at + target.numel()) // blocksize))
+        scales = absmax[blocks]
+        if state2 is not None and offset is not None:
+            nested = state2.absmax[blocks.start // NESTED_BLOCKSIZE :][: -(-scales.numel() // NESTED_BLOCKSIZE)]
+            scales = reference.decode_absmax(scales, NestedState(nested, state2.code), offset)
+        piece = packed[at // 2 : (at + target.numel() + 1) // 2]
+        whole = target.numel() - target.numel() % blocksize if _are_ordinary(scales) else 0
+        _decode_ordinary(piece, scales, target[:whole], quant_type, blocksize, scratch)
+        if whole < target.numel():
+            rest = scales[whole // blocksize :]
+            reference.dequantize_blocks(piece[whole // 2 :], rest, None, None, target[whole:], quant_type, blocksize)
+
+
+@dataclass
+class _DecodeScratch:
+    """The temporaries of decoding up to n elements at a time.
+
+    Attributes:
+        indices: [n / 2] int32.
+        values: [n] float32.
+    """
+
+    indices: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def allocate(cls, elements: int) -> "_DecodeScratch":
+        return cls(torch.empty(elements // 2, dtype=torch.int32), torch.empty(elements, dtype=torch.float32))
+
+
+def _decode_ordinary(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+    scratch: _DecodeScratch,
+) -> None:
+    """Decode whole blocks whose scales are ordinary."""
     pairs = _pair_table(quant_type)
-    chosen = torch.empty(min(_DECODE_CHUNK, whole) // 2, dtype=torch.int32)
-    values = torch.empty(min(_DECODE_CHUNK, whole), dtype=torch.float32)
-    for at in range(0, whole, _DECODE_CHUNK):
-        end = min(at + _DECODE_CHUNK, whole)
-        indices = chosen[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
-        decoded = values[: end - at]
-        torch.index_select(pairs, 0, indices, out=decoded.view(torch.int64))
-        decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
-        out[at:end].copy_(decoded)
-    if whole < out.numel():
-        tail = scales[whole // blocksize :]
-        reference.dequantize_blocks(packed[whole // 2 :], tail, None, None, out[whole:], quant_type, blocksize)
+    for at in range(0, out.numel(), _SERIAL):
+        target = out[at : at + _SERIAL]
+        indices = scratch.indices[: target.numel() // 2].copy_(packed[at // 2 : (at + target.numel()) // 2])
+        values = scratch.values[: target.numel()]
+        torch.index_select(pairs, 0, indices, out=values.view(torch.int64))
+        values.view(-1, blocksize).mul_(scales[at // blocksize : (at + target.numel()) // blocksize, None])
+        target.copy_(values)
 
 
 def _share(elements: int, work: Callable[[int, int], None]) -> None:
