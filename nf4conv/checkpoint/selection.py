@@ -12,7 +12,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.evidence import EXPERT, STACKED_EXPERTS, TOWER, Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules, mistaken_for_skipped
+from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules
 from nf4conv.errors import PlanError
 
 NOTES: Final = {
@@ -170,12 +170,11 @@ def with_skip_list(
         kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
         spelled = {path: name for matrix, name in packed.items() for path in names.spellings(_module(matrix))}
         skipped = [path for name in kept for path in names.spellings(_module(name))] + list(not_on_disk)
-        skip_modules = build_skip_modules(spelled, skipped, names.absent)
-        mistaken = {spelled[path] for path in mistaken_for_skipped(skip_modules, spelled)}
+        skip_modules, mistaken = build_skip_modules(spelled, skipped, names.absent)
         if not mistaken:
-            check_skip_modules(skip_modules, spelled, skipped)
+            check_skip_modules(skip_modules, mistaken, skipped)
             return Selection(decisions, skip_modules, tuple(notes))
-        for name in mistaken:
+        for name in {spelled[path] for path in mistaken}:
             if len(_matrices(decisions[name])) > 1:
                 raise PlanError(f"{name}: loaders cannot tell its weights from modules that they must skip")
             decisions[name] = Keep("a loader could not tell its name from that of a skipped module", is_linear=True)

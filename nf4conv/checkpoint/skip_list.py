@@ -32,10 +32,14 @@ def _nothing(path: str) -> bool:  # noqa: ARG001
 def transformers_4(entries: Iterable[str]) -> Predicate:
     """Whether transformers 4 leaves a module alone, by its path."""
     names = frozenset(entries)
-    inside = re.compile("|".join(rf"{re.escape(name)}\." for name in sorted(names)))
-    if not names:
-        return _nothing
-    return lambda path: path in names or path.rpartition(".")[2] in names or inside.search(path) is not None
+    before_dot = tuple(sorted(names))
+
+    def is_skipped(path: str) -> bool:
+        if path in names or path.rpartition(".")[2] in names:
+            return True
+        return any(path.endswith(before_dot, 0, dot.start()) for dot in re.finditer(r"\.", path))
+
+    return is_skipped
 
 
 def transformers_5(entries: Iterable[str]) -> Predicate:
@@ -72,12 +76,13 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 
 def _ancestors(path: str) -> list[str]:
     """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → ["a", "a.b"]."""
-    parts = path.split(".")
-    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+    return [path[: dot.start()] for dot in re.finditer(r"\.|$", path)]
 
 
-def build_skip_modules(packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = HEADS) -> tuple[str, ...]:
-    """The shortest list of full paths that covers every kept module and no packed one.
+def build_skip_modules(
+    packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = HEADS
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The shortest list of full paths that covers every kept module, and if possible no packed one.
 
     A kept module is named by the highest module above it that has nothing packed below; where a loader's rule would
     see a packed module in that name, by its own path.
@@ -86,6 +91,10 @@ def build_skip_modules(packed: Iterable[str], kept: Iterable[str], absent: Itera
         packed: paths of the packed modules, in every spelling.
         kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
         absent: modules that the checkpoint lacks and a loader may add; left out where they hit a packed one.
+
+    Returns:
+        entries: the list, in natural order.
+        mistaken: packed modules that a loader would nevertheless take for skipped.
     """
     packed = tuple(packed)
     above_packed = {ancestor for path in packed for ancestor in _ancestors(path)}
@@ -93,31 +102,26 @@ def build_skip_modules(packed: Iterable[str], kept: Iterable[str], absent: Itera
     for path in kept:
         entry = next((ancestor for ancestor in _ancestors(path) if ancestor not in above_packed), path)
         covered.setdefault(entry, []).append(path)
-    too_wide = {entry for entry, _ in _hits(covered, packed)}
+    absent = set(absent)
+    mistaken = mistaken_for_skipped([*covered, *absent], packed)  # seldom any; the rest need not be looked at again
+    absent = {entry for entry in absent if not mistaken_for_skipped([entry], mistaken)}
+    too_wide = {entry for entry in covered if mistaken_for_skipped([entry], mistaken)}
     entries = {path for entry, paths in covered.items() for path in (paths if entry in too_wide else [entry])}
-    harmless = {entry for entry in absent if not mistaken_for_skipped([entry], packed)}
-    return tuple(sorted(entries | harmless, key=natural_order))
+    entries |= absent
+    return tuple(sorted(entries, key=natural_order)), mistaken_for_skipped(entries, mistaken)
 
 
-def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> list[str]:
+def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
     """The paths that at least one loader would skip."""
+    entries = tuple(entries)
     skipped = [match(entries) for match in MATCHERS.values()]
-    return [path for path in packed if any(is_skipped(path) for is_skipped in skipped)]
+    return tuple(path for path in packed if any(is_skipped(path) for is_skipped in skipped))
 
 
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts "layers.2" before "layers.10"."""
     parts = re.split(r"(\d+)", text)
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
-
-
-def _hits(entries: Iterable[str], paths: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """(entry, path) for every path that a loader takes for skipped; one entry is named for each loader."""
-    entries = tuple(entries)
-    for match in MATCHERS.values():
-        is_skipped = match(entries)
-        for path in filter(is_skipped, paths):
-            yield from ((entry, path) for entry in entries if match([entry])(path))
 
 
 def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:
