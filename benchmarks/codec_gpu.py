@@ -1,6 +1,6 @@
 """The codec on a GPU against bitsandbytes, Unsloth's kernel and a copy of the same bytes, side by side in one run.
 
-    python -m benchmarks.codec_gpu [--json FILE] [--commit HASH]
+    python -m benchmarks.codec_gpu [--json FILE [--svg FILE]] [--commit HASH]
 
 Device times are medians of CUDA events over graph replays, the providers taking turns; inputs of small shapes rotate
 through buffers that together exceed the L2 cache. "wall" is what a Python caller pays for one call of a loop of them.
@@ -22,7 +22,7 @@ import torch
 import triton
 from bitsandbytes import functional
 
-from benchmarks import gpu_peers
+from benchmarks import gpu_peers, plot_codec
 from nf4conv.codec import kernels, ops
 from nf4conv.codec.quant_state import QuantState
 
@@ -46,6 +46,7 @@ SEEDS = ("Weitkamp V0", "Weitkamp V1", "Weitkamp V2", "Weitkamp V3", "ghostway0"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
+    parser.add_argument("--svg", type=Path, help="where to draw the JSON just written")
     parser.add_argument("--commit", help="recorded; by default what git says")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
@@ -66,6 +67,8 @@ def main() -> None:
     if arguments.json:
         record = {"versions": versions(arguments.commit), "rows": rows}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        if arguments.svg:
+            plot_codec.main(arguments.json, arguments.svg)
 
 
 def versions(commit: str | None) -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""The kernels compile for a Hopper GPU with the installed Triton, and to the memory accesses they were designed for.
+
+No GPU is needed to compile, but the interpreter must be off, so a fresh process does it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nf4conv.codec.kernels import batch, dequantize, error, nested, quantize
+
+P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+STATE = dict(absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32")
+OPEN = dict(BLOCKSIZE=64, PTX=True)
+
+def build(kernel, types, constants, warps):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, {})
+    built = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False}
+    )
+    return {"ptx": built.asm["ptx"], "shared": built.metadata.shared}
+
+found = {}
+for name, pointer in P.items():
+    size = 4 if name == "fp32" else 2
+    slots, warps = quantize.CONFIGURATIONS[size]
+    types = dict(weight_ptr=pointer, packed_ptr="*u8", absmax_ptr="*fp32", table_ptr="*i32", n="i64")
+    constants = dict(TILE=slots * 16 // size, IS_FP4=name == "fp16", ACCESS=0) | OPEN
+    found["quantize-" + name] = build(quantize._quantize_kernel, types, constants, warps)
+    slots, warps = dequantize.CONFIGURATIONS[size]
+    types = dict(packed_ptr="*u8", table_ptr="*i32", out_ptr=pointer, n="i64") | STATE
+    constants = dict(TILE=slots * 16 // size, NESTED=True, ACCESS=0, STREAM=True) | OPEN
+    found["dequantize-" + name] = build(dequantize._dequantize_kernel, types, constants, warps)
+types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
+found["mean"] = build(batch._mean_kernel, types, dict(LONGEST=batch.TORCH_BLOCK), 4)
+types = dict(table_ptr="*i64", example_ptr="*bf16", bucket_ptr="*i32", tensors="i64")
+found["batch"] = build(batch._quantize_batch_kernel, types, dict(TILE=4096, IS_FP4=True, ACCESS=1) | OPEN, 4)
+types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
+found["nested"] = build(batch._compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
+types = dict(
+    weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
+    outside_ptr="*i64", n="i64", programs="i64",
+) | STATE
+found["error"] = build(error._error_kernel, types, dict(TILE=2048, TILES=8, NESTED=True, ACCESS=0) | OPEN, 4)
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, object]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found: dict[str, dict[str, object]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_dequantize_stores_sixteen_bytes_a_thread_without_an_exchange(
+    compiled: dict[str, dict[str, object]], dtype: str
+) -> None:
+    kernel = compiled[f"dequantize-{dtype}"]
+    stores = [line for line in str(kernel["ptx"]).splitlines() if "st.global" in line]
+    assert stores
+    assert all("v4.b32" in line for line in stores)
+    assert kernel["shared"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_quantize_loads_sixteen_bytes_a_thread(compiled: dict[str, dict[str, object]], dtype: str) -> None:
+    ptx = str(compiled[f"quantize-{dtype}"]["ptx"])
+    assert "v4.b32" in "".join(line for line in ptx.splitlines() if "ld.global" in line)
+    assert "rcp.approx.ftz.f32" in ptx
+
+
+def test_no_product_is_contracted_with_a_sum(compiled: dict[str, dict[str, object]]) -> None:
+    for name in ("dequantize-bf16", "nested", "mean"):
+        assert "fma.rn.f32" not in str(compiled[name]["ptx"]), name
