@@ -5,8 +5,11 @@ transformers would load it into. The rules of checkpoint/selection.py still say 
 16 bits: heads, routers, towers. This is the only module that imports transformers, and it does so when it is called.
 """
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nf4conv.checkpoint.config import without_quantization
@@ -102,6 +105,7 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
 def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     architecture = next(iter(config.get("architectures") or ()), "")
     model_class = getattr(transformers, architecture, None)
@@ -110,10 +114,20 @@ def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
             f"--plan-with transformers: transformers {transformers.__version__} has no {architecture or 'architecture'}"
         )
     try:
-        parsed = model_class.config_class.from_dict(without_quantization(config))
+        with tempfile.TemporaryDirectory() as folder:  # only a file goes through all that transformers reads it with
+            Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
+            parsed = model_class.config_class.from_pretrained(folder)
         with torch.device("meta"):
             return model_class(parsed)  # type: ignore[no-any-return]
-    except (TypeError, ValueError, AttributeError, KeyError, ImportError, RuntimeError) as error:
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ImportError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
         raise PlanError(
             f"--plan-with transformers: transformers {transformers.__version__} cannot build {architecture}: {error}"
         ) from error

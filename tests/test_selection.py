@@ -254,3 +254,29 @@ def test_only_what_is_float32_by_design_escapes_the_cast(name, dtype, keep):
     shape = (4, 64) if name.endswith("gate.weight") else (4,)
     decisions = select([*LLAMA, tensor(name, shape, dtype)], {}, SelectionOptions()).decisions
     assert decisions[name].keep_dtype is keep
+
+
+def test_a_diffusion_transformer_is_packed_in_its_blocks():
+    source = tensors(
+        x_embedder__weight=(64, 64),
+        x_embedder__bias=(64,),
+        time_text_embed__timestep_embedder__linear_1__weight=(64, 64),
+        time_text_embed__timestep_embedder__linear_1__bias=(64,),
+        transformer_blocks__0__attn__to_q__weight=(64, 64),
+        transformer_blocks__0__attn__to_q__bias=(64,),
+        transformer_blocks__0__attn__to_out__0__weight=(64, 64),
+        single_transformer_blocks__0__proj_out__weight=(64, 128),
+        single_transformer_blocks__0__proj_out__bias=(64,),
+        norm_out__linear__weight=(128, 64),
+        norm_out__linear__bias=(128,),
+        proj_out__weight=(64, 64),
+        proj_out__bias=(64,),
+    )
+    selection = select(source, {"_class_name": "FluxTransformer2DModel"}, SelectionOptions())
+    assert packed(selection) == [
+        "transformer_blocks.0.attn.to_q.weight",
+        "transformer_blocks.0.attn.to_out.0.weight",
+        "single_transformer_blocks.0.proj_out.weight",
+        "proj_out.weight",
+    ]
+    assert {"x_embedder", "time_text_embed", "norm_out"} <= set(selection.skip_modules)

@@ -42,6 +42,11 @@ FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."),))
+DIFFUSERS: Final = Family(
+    # a top-level proj_out cannot be named without hitting those of the blocks
+    linear=r"^proj_out$",
+    keep=((r"^(?!.*\.\d+\.)(?!proj_out$)", "outside the blocks of a diffusion model"),),
+)
 ATTENTION: Final = (r"\.attention\.", ".self_attn.")
 DETR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
@@ -63,6 +68,8 @@ TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
 MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    # components of a diffusers pipeline name a class instead of a model_type
+    "_class_name": DIFFUSERS,
     # Conv1D stores [in, out]
     "gpt2": GPT2,
     "openai-gpt": GPT2,
@@ -176,7 +183,9 @@ def families_of(config: Mapping[str, Any]) -> tuple[Family, ...]:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """model_type at every level of a config, the outermost first."""
+    """model_type at every level of a config, the outermost first; "_class_name" for a component of diffusers."""
+    if "_class_name" in config:
+        yield "_class_name"
     if isinstance(config.get("model_type"), str):
         yield config["model_type"]
     for value in config.values():

@@ -69,4 +69,4 @@ def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     results = {folder.name: check(folder) for folder in sorted(Path(sys.argv[1]).iterdir())}
-    print(json.dumps(results))  # noqa: T201
+    print(json.dumps(results))

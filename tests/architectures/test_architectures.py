@@ -31,6 +31,8 @@ DELIBERATE = (
     "an input embedding",
     "fewer than 32 rows",
     "state-space kernels read this weight directly",
+    "nn.MultiheadAttention reads this weight directly",
+    "in the vision part",
     "tied to other heads of the detector",
     "a loader could not tell its name from that of a skipped module",
     "not on disk under its own name",

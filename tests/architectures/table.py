@@ -1,0 +1,83 @@
+"""Writes the table of docs/architectures.md: every architecture of the sweep, with what was found.
+
+python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4 > docs/architectures.md
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import bitsandbytes
+import torch
+import transformers
+from cases import CASES, FORWARD_UNKNOWN
+from roundtrip import compare_modules, first_output, packed_weights, quantize_both_ways
+from test_architectures import DELIBERATE
+
+INTRODUCTION = """# Architectures
+
+For each of these architectures a small random checkpoint is made with transformers {transformers}, quantized by
+nf4conv, and loaded. `make test-architectures` does so and fails on any difference that is not listed; CI does so for
+some of them.
+
+- **packed**: linear layers that are packed, of all that transformers could pack.
+- **5**: it loads in transformers {transformers}; its packed weights are, byte for byte, those of the model that
+  transformers quantizes itself with the same skip list (bitsandbytes {bitsandbytes}, CPU), and so is the model's
+  output. "bytes": the sweep has no inputs for the model, and the weights alone were compared.
+- **4**: the same in transformers 4.57.6. A dash: it does not know the architecture. "cannot read": it cannot read what
+  transformers 5 saves for this architecture, which says nothing of checkpoints that transformers 4 has saved.
+- **kept on purpose**: what transformers, left to its own list, packs and nf4conv does not, and why.
+
+"""
+
+
+def examine(architecture: str, folder: Path) -> tuple[str, str, str]:
+    """(packed, loads in 5, kept on purpose) of one architecture; its checkpoints stay in the folder."""
+    both = quantize_both_ways(architecture, folder)
+    ours, theirs = packed_weights(both.ours), packed_weights(both.theirs)
+    same = ours.keys() == theirs.keys() and all(
+        torch.equal(part, other) for path in ours for part, other in zip(ours[path], theirs[path], strict=True)
+    )
+    loads = "yes" if same else "**no**"
+    if architecture in FORWARD_UNKNOWN:
+        loads = loads.replace("yes", "bytes")
+    elif not torch.equal(first_output(both.ours), first_output(both.theirs)):
+        loads = "**no**"
+    modules = compare_modules(architecture, folder / "source")
+    reasons = Counter(
+        reason if reason in DELIBERATE else reason.split(":")[0] for reason in modules.differences.values()
+    )
+    kept = "; ".join(f"{count} × {reason.split(' (--')[0]}" for reason, count in sorted(reasons.items()))
+    return f"{len(ours)} / {len(modules.linear)}", loads, kept
+
+
+def ask_transformers_4(python: str, folder: Path) -> dict[str, str]:
+    script = Path(__file__).with_name("load_with_transformers_4.py")
+    answer = subprocess.run([python, "-W", "ignore", str(script), str(folder)], check=True, stdout=subprocess.PIPE)
+    found: dict[str, str] = json.loads(answer.stdout)
+    return found
+
+
+def main(python: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {name: examine(name, Path(folder) / name) for group in CASES.values() for name in group}
+        in_4 = ask_transformers_4(python, Path(folder))
+    words = {"ok": "yes", "unknown to it": "–"}
+    versions = {"transformers": transformers.__version__, "bitsandbytes": bitsandbytes.__version__}
+    sys.stdout.write(INTRODUCTION.format(**versions))
+    for group, names in CASES.items():
+        sys.stdout.write(f"## {group.capitalize()}: {len(names)}\n\n")
+        sys.stdout.write("| architecture | packed | 5 | 4 | kept on purpose |\n|---|---|---|---|---|\n")
+        for name in names:
+            packed, loads, kept = rows[name]
+            sys.stdout.write(f"| {name} | {packed} | {loads} | {words.get(in_4[name], 'cannot read')} | {kept} |\n")
+        sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    main(sys.argv[1])

@@ -1,0 +1,87 @@
+"""--plan-with transformers: the module tree corrects the rules, and disagreements are told."""
+
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.selection import Pack, SelectionOptions, select
+from nf4conv.errors import PlanError
+from nf4conv.skeleton import read_skeleton, select_with_transformers
+
+pytestmark = pytest.mark.oracle
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    **SIZES,
+}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def tensor(name: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, "BF16", shape, Path("model.safetensors"), 0, 2)
+
+
+Q_PROJ = tensor("model.layers.0.self_attn.q_proj.weight", 64, 64)
+
+
+def test_rules_and_transformers_agree_on_a_plain_language_model():
+    source = [tensor("model.embed_tokens.weight", 320, 64), Q_PROJ, tensor("model.norm.weight", 64)]
+    by_rule = select(source, LLAMA, SelectionOptions())
+    by_tree = select_with_transformers(source, LLAMA, SelectionOptions())
+    assert by_tree.decisions == by_rule.decisions
+    assert by_tree.notes == ()
+    assert "lm_head" in by_tree.skip_modules
+
+
+def test_names_on_disk_are_followed_to_those_in_memory():
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    skeleton = read_skeleton([name, "model.layers.0.block_sparse_moe.experts.0.w1.weight"], MIXTRAL)
+    assert skeleton.modules == {name: "model.layers.0.mlp.gate"}, "merged experts are no module's weight"
+    assert "model.layers.0.mlp.gate" not in skeleton.linear
+
+
+def test_a_wrong_rule_is_corrected_and_told():
+    odd = tensor("model.layers.0.self_attn.rotary.weight", 64, 64)
+    selection = select_with_transformers([Q_PROJ, odd], LLAMA, SelectionOptions())
+    assert isinstance(select([odd], LLAMA, SelectionOptions()).decisions[odd.name], Pack)
+    assert selection.decisions[odd.name].reason.startswith("not an nn.Linear in transformers")
+    assert len(selection.notes) == 1
+    assert selection.notes[0].startswith(f"{odd.name}: transformers ")
+
+
+def test_what_the_rules_are_unsure_of_is_packed_when_the_tree_knows():
+    config = {
+        "model_type": "clip",
+        "architectures": ["CLIPModel"],
+        "projection_dim": 64,
+        "text_config": {"model_type": "clip_text_model", **SIZES},
+        "vision_config": {"model_type": "clip_vision_model", **SIZES},
+    }
+    source = [tensor("text_projection.weight", 64, 64)]
+    assert select(source, config, SelectionOptions()).decisions[source[0].name].reason.startswith("unsure")
+    assert isinstance(select_with_transformers(source, config, SelectionOptions()).decisions[source[0].name], Pack)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "has no NoSuchModel"),
+        ({"architectures": None}, "has no architecture"),
+        ({"num_attention_heads": "many"}, "cannot build LlamaForCausalLM"),
+    ],
+)
+def test_what_transformers_cannot_build_is_said(changes, message):
+    with pytest.raises(PlanError, match=message):
+        select_with_transformers([Q_PROJ], {**LLAMA, **changes}, SelectionOptions())
