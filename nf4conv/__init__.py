@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from nf4conv.codec.quant_state import QuantState
     from nf4conv.errors import Nf4convError
     from nf4conv.options import QuantizeOptions, RunOptions
-    from nf4conv.quantize import plan_quantization, quantize_checkpoint
+    from nf4conv.quantize import execute_plan, plan_quantization, quantize_checkpoint
 
 __version__ = "0.1.0"
 
@@ -18,6 +18,7 @@ __all__ = [
     "QuantizeOptions",
     "RunOptions",
     "dequantize_4bit",
+    "execute_plan",
     "plan_quantization",
     "quantize_4bit",
     "quantize_checkpoint",
@@ -31,6 +32,7 @@ _HOMES = {
     "QuantizeOptions": "nf4conv.options",
     "RunOptions": "nf4conv.options",
     "dequantize_4bit": "nf4conv.codec.ops",
+    "execute_plan": "nf4conv.quantize",
     "plan_quantization": "nf4conv.quantize",
     "quantize_4bit": "nf4conv.codec.ops",
     "quantize_checkpoint": "nf4conv.quantize",

@@ -98,7 +98,7 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
                 default=default.workers,
                 help="Threads; 0 chooses.  [default: 0]",
             ),
-            click.option("--buffer-size", type=_Size(), default="256MB", show_default=True, help="Memory for reading."),
+            click.option("--buffer-size", type=_Size(), default="128MB", show_default=True, help="Memory for reading."),
             click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
             click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
             click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -170,7 +170,7 @@ Examples:
 def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Quantize the checkpoint SRC, a folder or a .safetensors file, into the folder OUT."""
     run, options = _split(RunOptions, chosen), _split(QuantizeOptions, chosen)
-    from nf4conv.quantize import plan_quantization, quantize_checkpoint
+    from nf4conv.quantize import execute_plan, plan_quantization
 
     plan = plan_quantization(source, options)
     if dry_run:
@@ -180,7 +180,7 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
         for note in plan.notes:
             click.echo(f"{click.style('Note:', fg='yellow')} {note}", err=True, color=_color())
     with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
-        report = quantize_checkpoint(source, out, options, run, advance)
+        report = execute_plan(plan, out, run, advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:

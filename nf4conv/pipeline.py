@@ -26,9 +26,9 @@ from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
 
 LARGEST_PIECE: Final = 32 * 2**20
-"""Bytes. Larger pieces gain nothing: the cost per piece is already below 1 % (benchmarks/results)."""
+"""Bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)."""
 
-_CUDA_WORKERS: Final = 8
+_CUDA_WORKERS: Final = 12
 
 
 class Worker:

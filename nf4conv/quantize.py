@@ -109,7 +109,7 @@ class QuantizeReport:
         bytes_before: of all tensors of the source.
         bytes_after: of the output's weight files.
         bits_per_parameter: of the output.
-        seconds: wall clock of the whole run.
+        seconds: wall clock of the whole run, once planned.
         pipeline_seconds: of it, from the first read to the last write.
         seconds_by_activity: "read", "encode" and "write", summed over the workers.
         host_baseline_bytes: peak resident memory of the process when the first byte is read.
@@ -240,10 +240,18 @@ def quantize_checkpoint(
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    # torch takes seconds to import, and a wrong path should be reported before that
+    return execute_plan(plan_quantization(source, options), out, run, progress)
+
+
+def execute_plan(
+    job: QuantizationPlan,
+    out: str | Path,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> QuantizeReport:
+    """Carry out a plan; arguments, result and errors as `quantize_checkpoint`."""
     started = time.perf_counter()
     run = run or RunOptions()
-    job = plan_quantization(source, options)
     out = Path(out)
     check_apart(job.source.folder, out)
     if job.options.non_finite == "keep":

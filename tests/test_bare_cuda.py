@@ -20,9 +20,9 @@ SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (1024, 4096),
     "model.layers.0.mlp.gate_proj.weight": (4096, 2304),  # more than one piece, mean over several thread blocks
     "model.layers.0.mlp.up_proj.weight": (33, 65),
-    "model.layers.0.self_attn.q_proj.weight": (3, 5),
+    "model.layers.0.self_attn.q_proj.weight": (37, 5),
     "model.layers.0.self_attn.k_proj.weight": (64, 130),
-    "model.layers.0.self_attn.v_proj.weight": (7, 64),
+    "model.layers.0.self_attn.v_proj.weight": (39, 64),
     "model.layers.0.self_attn.o_proj.weight": (511, 513),
     "model.norm.weight": (64,),
     "model.embed_tokens.weight": (100, 64),
