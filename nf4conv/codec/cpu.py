@@ -32,10 +32,6 @@ _QUANTIZE_CHUNK: Final = 1 << 18
 """Elements a thread quantizes at a time: 6 MB of temporaries. A quarter of it is 10 % faster in a lone thread, and
 half as fast in two."""
 
-_SERIAL: Final = 1 << 15
-"""The most elements for which torch does not call its threads together. They would come for every operation of some
-10 µs, and where other programs use the processors too, a call waits for whoever sleeps."""
-
 _MAX_THREADS: Final = 8
 """More would mostly wait for the interpreter lock."""
 
@@ -61,9 +57,10 @@ def quantize_blocks(
             blocks = weight[at:end].view(-1, blocksize)
             maxima = absmax[at // blocksize : end // blocksize]
             _quantize_chunk(blocks, packed[at // 2 : end // 2], maxima, codebook, scratch)
+        blocks, maxima = weight[start:stop].view(-1, blocksize), absmax[start // blocksize : stop // blocksize]
+        _requantize_special(blocks, packed[start // 2 : stop // 2], maxima, quant_type)
 
     _share(whole, quantize_range)
-    _requantize_special(weight[:whole].view(-1, blocksize), packed, absmax[: whole // blocksize], quant_type)
     if whole < weight.numel():
         tail = absmax[whole // blocksize :]
         reference.quantize_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
@@ -72,10 +69,10 @@ def quantize_blocks(
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
     """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`."""
     offset = cuda_mean(absmax)
-    for at in range(0, absmax.numel(), _SERIAL):
-        centred = absmax[at : at + _SERIAL] - offset
+    for at in range(0, absmax.numel(), reference.CHUNK):
+        centred = absmax[at : at + reference.CHUNK] - offset
         scaled, maxima = reference.scale_blocks(reference.padded_blocks(centred, NESTED_BLOCKSIZE))
-        codes.numpy()[at : at + _SERIAL] = nearest_dynamic(scaled.view(-1)[: centred.numel()].numpy())
+        codes.numpy()[at : at + reference.CHUNK] = nearest_dynamic(scaled.view(-1)[: centred.numel()].numpy())
         nested_absmax[at // NESTED_BLOCKSIZE :][: maxima.numel()] = maxima
     return offset
 
@@ -90,8 +87,8 @@ def dequantize_blocks(
     blocksize: int,
 ) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
-    chunk = _SERIAL * min(blocksize, 64)  # of blocks that begin a nested one
-    scratch = _DecodeScratch.allocate(min(_SERIAL, out.numel()))
+    chunk = reference.CHUNK * blocksize
+    scratch = _DecodeScratch.allocate(min(reference.CHUNK, out.numel()))
     for at in range(0, out.numel(), chunk):
         target = out[at : at + chunk]
         blocks = slice(at // blocksize, -(-(at + target.numel()) // blocksize))
@@ -134,8 +131,8 @@ def _decode_ordinary(
 ) -> None:
     """Decode whole blocks whose scales are ordinary."""
     pairs = _pair_table(quant_type)
-    for at in range(0, out.numel(), _SERIAL):
-        target = out[at : at + _SERIAL]
+    for at in range(0, out.numel(), reference.CHUNK):
+        target = out[at : at + reference.CHUNK]
         indices = scratch.indices[: target.numel() // 2].copy_(packed[at // 2 : (at + target.numel()) // 2])
         values = scratch.values[: target.numel()]
         torch.index_select(pairs, 0, indices, out=values.view(torch.int64))
@@ -147,10 +144,10 @@ def _share(elements: int, work: Callable[[int, int], None]) -> None:
     """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses."""
     torch_threads = torch.get_num_threads()
     chunks = -(-elements // _QUANTIZE_CHUNK)
-    threads = min(torch_threads, chunks, _MAX_THREADS)
-    if threads <= 1:
+    if torch_threads == 1 or elements <= reference.CHUNK:
         work(0, elements)
         return
+    threads = min(torch_threads, chunks, _MAX_THREADS)
     step = -(-chunks // threads) * _QUANTIZE_CHUNK
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -245,7 +242,7 @@ def _requantize_special(blocks: torch.Tensor, packed: torch.Tensor, absmax: torc
     bytes_again = torch.empty((rows, blocksize // 2), dtype=torch.uint8)
     absmax_again = torch.empty(rows, dtype=torch.float32)
     reference.quantize_blocks(again.view(-1), bytes_again.view(-1), absmax_again, quant_type, blocksize)
-    packed[: blocks.numel() // 2].view(-1, blocksize // 2)[special] = bytes_again
+    packed.view(-1, blocksize // 2)[special] = bytes_again
     absmax[special] = absmax_again
 
 

@@ -17,6 +17,8 @@ H100 or H200, but all cards agree up to 1.08 million elements (a weight of 69 mi
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _VECTOR: Final = 4
@@ -25,32 +27,36 @@ _MIN_PER_THREAD: Final = 16
 _MAX_PER_THREAD: Final = 256
 _RESIDENT_BLOCKS: Final = 132 * (2048 // _MAX_THREADS)  # H100 and H200: 132 multiprocessors of 2048 threads
 
+_Floats = npt.NDArray[np.float32]
+
 
 def cuda_mean(values: torch.Tensor) -> torch.Tensor:
-    """The mean of `values` as torch computes it on an H100.
+    """The mean of `values` as torch computes it on an H100. Computed on the host.
 
     Args:
         values: [n] float32, contiguous; on the GPU it would start at a multiple of 16 bytes.
 
     Returns:
-        0-d float32 on the same device.
+        0-d float32 on the device of `values`.
     """
-    length = torch.tensor(values.numel(), dtype=torch.float32, device=values.device)
-    return _cuda_sum(values) * (1 / length)
+    with np.errstate(all="ignore"):
+        mean = _cuda_sum(values.cpu().numpy()) * (np.float32(1) / np.float32(values.numel()))
+    return torch.from_numpy(mean).to(values.device)[0]
 
 
-def _cuda_sum(values: torch.Tensor) -> torch.Tensor:
-    count = values.numel()
+def _cuda_sum(values: _Floats) -> _Floats:
+    """[1], the sum."""
+    count = values.size
     if count < 128:
-        threads = _last_power_of_two(max(count, 1))
-        return _halve(_deal(values, threads))
+        return _halve(_deal(values, _last_power_of_two(max(count, 1))))
     threads = min(_MAX_THREADS, _last_power_of_two(count // _VECTOR))
     blocks = _block_count(count, threads)
     body = count - count % _VECTOR
-    lanes = _deal(values[:body].view(-1, _VECTOR), blocks * threads)
+    lanes = _deal(values[:body].reshape(-1, _VECTOR), blocks * threads)
     lanes[: count - body, 0] += values[body:]
-    sums = _halve((((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]).view(blocks, threads))
-    return sums[0] if blocks == 1 else _halve(_deal(sums, threads))
+    sums = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
+    staged = _halve(sums.reshape(blocks, threads))[:, 0]
+    return staged if blocks == 1 else _halve(_deal(staged, threads))
 
 
 def _last_power_of_two(number: int) -> int:
@@ -65,18 +71,18 @@ def _block_count(count: int, threads: int) -> int:
     return max(min(_RESIDENT_BLOCKS, -(-per_thread // _MIN_PER_THREAD)), -(-per_thread // _MAX_PER_THREAD))
 
 
-def _deal(rows: torch.Tensor, lanes: int) -> torch.Tensor:
+def _deal(rows: _Floats, lanes: int) -> _Floats:
     """Deal rows to `lanes` accumulators in turn, each adding its own in order: [n, …] → [lanes, …]."""
-    totals = torch.zeros((lanes, *rows.shape[1:]), dtype=torch.float32, device=rows.device)
+    totals = np.zeros((lanes, *rows.shape[1:]), dtype=np.float32)
     for start in range(0, rows.shape[0], lanes):
         dealt = rows[start : start + lanes]
         totals[: dealt.shape[0]] += dealt
     return totals
 
 
-def _halve(lanes: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, a power of two, by adding its upper half to its lower half until one is left."""
+def _halve(lanes: _Floats) -> _Floats:
+    """Add the upper half of the last dimension, a power of two, to the lower one until one element is left."""
     while lanes.shape[-1] > 1:
-        lower, upper = lanes.chunk(2, dim=-1)
-        lanes = lower + upper
-    return lanes[..., 0]
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes

@@ -23,7 +23,12 @@ from nf4conv.codec.reduction import cuda_mean
 
 _TINIEST: Final = torch.finfo(torch.float32).tiny
 _FLT_MAX: Final = torch.finfo(torch.float32).max
-_CHUNK: Final = 1 << 18
+
+CHUNK: Final = 7 << 12
+"""Elements worked on at a time: a multiple of any blocksize. On a CPU torch calls its threads
+together from 2^15 elements on; they would come for every operation of some 10 µs, and on a busy machine each time wait
+for the one that sleeps. (Indexing by a tensor calls them at any size, which is why `index_select` is used here.)
+"""
 
 
 def quantize_blocks(
@@ -39,12 +44,12 @@ def quantize_blocks(
         blocksize: elements that share one absmax.
     """
     codebook = CODEBOOKS[quant_type]
-    for start in range(0, weight.numel(), _CHUNK):
-        blocks = padded_blocks(weight[start : start + _CHUNK], blocksize)
+    for start in range(0, weight.numel(), CHUNK):
+        blocks = padded_blocks(weight[start : start + CHUNK], blocksize)
         scaled, maxima = scale_blocks(blocks)
         codes = _nearest_codes(scaled, codebook).view(-1, 2)
         pairs = (codes[:, 0] << 4) | codes[:, 1]
-        target = packed[start // 2 : (start + _CHUNK) // 2]
+        target = packed[start // 2 : (start + CHUNK) // 2]
         target.copy_(pairs[: target.numel()])
         absmax[start // blocksize :][: maxima.numel()].copy_(maxima)
 
@@ -90,10 +95,10 @@ def dequantize_blocks(
     """
     scales = _flushed(absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset))
     values = decoded_values(quant_type, out.device)
-    for start in range(0, out.numel(), _CHUNK):
-        target = out[start : start + _CHUNK]
-        codes = _unpacked(packed[start // 2 : (start + _CHUNK) // 2])[: target.numel()]
-        target.copy_(_flushed(values[codes] * _spread(scales, blocksize, start, target.numel())))
+    for start in range(0, out.numel(), CHUNK):
+        target = out[start : start + CHUNK]
+        codes = _unpacked(packed[start // 2 : (start + CHUNK) // 2])[: target.numel()]
+        target.copy_(_flushed(values.index_select(0, codes) * _spread(scales, blocksize, start, target.numel())))
         _canonical_nans(target)
 
 
@@ -122,17 +127,18 @@ def error_sums(
         scales, moved = decode_absmax(absmax, state2, offset), NESTED_ERROR * _nested_scales(absmax, state2)
     values = decoded_values(quant_type, weight.device)
     gaps = torch.tensor(half_gaps(quant_type), dtype=torch.float32, device=weight.device)
-    count = -(-weight.numel() // _CHUNK)
+    count = -(-weight.numel() // CHUNK)
     peaks = torch.zeros((2, count), dtype=torch.float32, device=weight.device)
     squares = torch.zeros((2, count), dtype=torch.float64, device=weight.device)
     outside = torch.zeros(count, dtype=torch.int64, device=weight.device)
-    for chunk, start in enumerate(range(0, weight.numel(), _CHUNK)):
-        original = weight[start : start + _CHUNK].float()
-        codes = _unpacked(packed[start // 2 : (start + _CHUNK) // 2])[: original.numel()]
+    for chunk, start in enumerate(range(0, weight.numel(), CHUNK)):
+        original = weight[start : start + CHUNK].float()
+        codes = _unpacked(packed[start // 2 : (start + CHUNK) // 2])[: original.numel()]
         scale = _spread(scales, blocksize, start, original.numel())
         shift = _spread(moved, blocksize, start, original.numel())
-        error = (original - _flushed(values[codes] * _flushed(scale))).abs()
-        bound = gaps[codes] * (scale + shift) + values[codes].abs() * shift + SMALLEST_NORMAL
+        value = values.index_select(0, codes)
+        error = (original - _flushed(value * _flushed(scale))).abs()
+        bound = gaps.index_select(0, codes) * (scale + shift) + value.abs() * shift + SMALLEST_NORMAL
         peaks[0, chunk] = _largest(error)
         peaks[1, chunk] = _largest((error / scale).where(scale > 0, 0))
         squares[0, chunk] = error.double().square().sum()
@@ -179,7 +185,7 @@ def _nearest_codes(scaled: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     if codebook.signed_cuts:
         return passed
     ranks = torch.tensor(codebook.ranks, dtype=torch.uint8, device=scaled.device)
-    return ranks[passed.int()] + 8 * (scaled < 0).to(torch.uint8)
+    return ranks.index_select(0, passed.view(-1).int()).view(passed.shape) + 8 * (scaled < 0).to(torch.uint8)
 
 
 def dynamic_cuts(device: torch.device) -> torch.Tensor:
@@ -196,7 +202,7 @@ def dynamic_cuts(device: torch.device) -> torch.Tensor:
 
 def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
     """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
-    return _flushed(_flushed(state2.code)[codes.int()] * _nested_scales(codes, state2)) + offset
+    return _flushed(_flushed(state2.code).index_select(0, codes.int()) * _nested_scales(codes, state2)) + offset
 
 
 def _nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:
