@@ -18,7 +18,7 @@ import click
 
 from nf4conv import __version__
 from nf4conv.errors import Nf4convError
-from nf4conv.options import DTYPES, NON_FINITE, QUANT_TYPES, QuantizeOptions, RunOptions
+from nf4conv.options import DTYPES, NON_FINITE, PLANNERS, QUANT_TYPES, QuantizeOptions, RunOptions
 
 if TYPE_CHECKING:
     from nf4conv.quantize import QuantizationPlan, QuantizeReport
@@ -156,6 +156,13 @@ Examples:
     default=_DEFAULT.moe,
     show_default=True,
     help="How experts are stored.",
+)
+@click.option(
+    "--plan-with",
+    type=click.Choice(PLANNERS),
+    default=_DEFAULT.plan_with,
+    show_default=True,
+    help="Who says what is linear.",
 )
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
 @click.option(

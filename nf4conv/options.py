@@ -5,6 +5,7 @@ from typing import Final
 
 QUANT_TYPES: Final = ("nf4", "fp4")
 DTYPES: Final = ("bfloat16", "float16", "float32")
+PLANNERS: Final = ("rules", "transformers")
 NON_FINITE: Final = ("refuse", "keep")
 
 
@@ -45,6 +46,7 @@ class QuantizeOptions:
         skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers.
         quantize_towers: whether to pack vision and audio towers too.
         moe: how experts are stored: "portable" or "per-expert".
+        plan_with: who says which modules are linear: our "rules", or the installed "transformers".
         max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
     """
@@ -59,5 +61,6 @@ class QuantizeOptions:
     skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
     moe: str = "portable"
+    plan_with: str = "rules"
     max_shard_size: int = 10**9
     non_finite: str = "refuse"

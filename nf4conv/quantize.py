@@ -18,7 +18,8 @@ from typing import Any
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
+from nf4conv.checkpoint.config import checkpoint_dtype, is_prequantized, quantized_config
+from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import Format, PackJob, Plan, Shard, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Selection, SelectionOptions, demote, select
 from nf4conv.checkpoint.source import Source, open_source
@@ -155,17 +156,10 @@ def plan_quantization(
     _check_options(options)
     opened = open_source(Path(source))
     config = opened.config or {}
-    selection = select(
-        opened.tensors,
-        config,
-        SelectionOptions(
-            include=options.include,
-            exclude=options.exclude,
-            skip_modules=options.skip_modules,
-            quantize_towers=options.quantize_towers,
-            moe=options.moe,
-        ),
-    )
+    method = is_prequantized(config, opened.tensors)
+    if method is not None:
+        raise SourceError(f"{source}: {method}; give the checkpoint that it was made from")
+    selection = _select(opened.tensors, config, options)
     if non_finite:
         selection = demote(selection, dict.fromkeys(sorted(non_finite), "holds NaN or infinity"), config)
     dtype = options.dtype or checkpoint_dtype(config) or dominant_dtype(opened.tensors)
@@ -188,6 +182,21 @@ def plan_quantization(
         non_finite=non_finite,
         notes=selection.notes,
     )
+
+
+def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
+    wishes = SelectionOptions(
+        include=options.include,
+        exclude=options.exclude,
+        skip_modules=options.skip_modules,
+        quantize_towers=options.quantize_towers,
+        moe=options.moe,
+    )
+    if options.plan_with == "rules":
+        return select(tensors, config, wishes)
+    from nf4conv.skeleton import select_with_transformers
+
+    return select_with_transformers(tensors, config, wishes)
 
 
 def _check_options(options: QuantizeOptions) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix
@@ -48,19 +48,38 @@ class Format:
     double_quant: bool
     dtype: str
 
-    def components(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
-        return _components(self, shape)
+
+class Footprint(NamedTuple):
+    """What weights of one shape take: worked out once, since models have few shapes and many weights.
+
+    Attributes:
+        components: the tensors a weight becomes; the JSON blob, which is the last, with its longest length.
+        sizes: bytes of each.
+        kinds: (alignment, kind) of each but the blob: tensors of one kind stand together in a shard.
+        total: bytes of all.
+        header: the most that they take in a header, names left out.
+    """
+
+    components: tuple[Component, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[tuple[int, str], ...]
+    total: int
+    header: int
 
 
 @lru_cache(maxsize=4096)
-def _components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
-    return components(
+def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
+    parts = components(
         quant_type=format.quant_type,
         blocksize=format.blocksize,
         dtype=format.dtype,
         shape=shape,
         double_quant=format.double_quant,
     )
+    sizes = tuple(part.nbytes for part in parts)
+    header = sum(1 + len(part.suffix) + _entry_size(part.dtype, part.shape) for part in parts)
+    kinds = tuple((_alignment(part.dtype), f"packed {part.suffix}") for part in parts[:-1])
+    return Footprint(parts, sizes, kinds, sum(sizes), header)
 
 
 @dataclass(slots=True)
@@ -71,14 +90,14 @@ class PackJob:
         source: the tensor it is read from.
         matrix: which part of it, under which name.
         reason: why it is packed.
-        components: the tensors it becomes; the JSON blob with its longest length.
+        footprint: the tensors it becomes.
         offsets: where each component begins, from the start of the shard's data; of the blob only once it is known.
     """
 
     source: TensorInfo
     matrix: PackedMatrix
     reason: str
-    components: tuple[Component, ...]
+    footprint: Footprint
     offsets: list[int] = field(default_factory=list)
 
     @property
@@ -86,8 +105,12 @@ class PackJob:
         return self.matrix.name
 
     @property
+    def components(self) -> tuple[Component, ...]:
+        return self.footprint.components
+
+    @property
     def nbytes(self) -> int:
-        return sum(component.nbytes for component in self.components)
+        return self.footprint.total
 
     @property
     def elements(self) -> int:
@@ -261,7 +284,7 @@ def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator
     if tensor.dtype not in FLOAT_TAGS:
         raise PlanError(f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype")
     for matrix in decision.matrices:
-        yield PackJob(tensor, matrix, decision.reason, format.components(matrix.shape))
+        yield PackJob(tensor, matrix, decision.reason, footprint(format, matrix.shape))
 
 
 def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
@@ -286,16 +309,17 @@ def _split(jobs: Sequence[PackJob | CopyJob], max_shard_size: int) -> Iterator[l
     yield group
 
 
+def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:
+    """The most that an entry of the header takes, its name left out."""
+    return len(dtype) + len(str(shape)) + 2 * len(str(2**48)) + _ENTRY_SYNTAX
+
+
 def _header_size(job: PackJob | CopyJob) -> int:
-    """An upper bound of what a job's tensors take in the header."""
-    name = len(json.dumps(job.name).encode())
-    digits = 2 * len(str(2**48))
+    """The most that a job's tensors take in the header."""
+    name = len(json.dumps(job.name))
     if isinstance(job, CopyJob):
-        return name + len(job.dtype) + len(str(job.source.shape)) + digits + _ENTRY_SYNTAX
-    return sum(
-        name + 1 + len(part.suffix) + len(part.dtype) + len(str(part.shape)) + digits + _ENTRY_SYNTAX
-        for part in job.components
-    )
+        return name + _entry_size(job.dtype, job.source.shape)
+    return name * len(job.components) + job.footprint.header
 
 
 def _place(name: str, jobs: list[PackJob | CopyJob]) -> Shard:
@@ -306,11 +330,11 @@ def _place(name: str, jobs: list[PackJob | CopyJob]) -> Shard:
         if isinstance(job, CopyJob):
             kinds.setdefault((_alignment(job.dtype), "copy"), []).append((job, 0, job.nbytes))
             continue
-        *placed, blob = job.components
-        blobs_size += blob.nbytes
+        *placed, blob_size = job.footprint.sizes
+        blobs_size += blob_size
         job.offsets = [0] * len(placed)
-        for index, part in enumerate(placed):
-            kinds.setdefault((_alignment(part.dtype), f"packed {part.suffix}"), []).append((job, index, part.nbytes))
+        for index, (kind, nbytes) in enumerate(zip(job.footprint.kinds, placed, strict=True)):
+            kinds.setdefault(kind, []).append((job, index, nbytes))
     position = 0
     for kind in sorted(kinds, key=lambda kind: (-kind[0], kind[1])):
         for job, index, nbytes in kinds[kind]:
