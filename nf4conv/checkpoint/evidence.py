@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.checkpoint.families import Family, families_of
+from nf4conv.checkpoint.families import READ, Family, families_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal
 
@@ -126,6 +126,8 @@ class Evidence:
         if not experts and _EXPERT.search(module):
             return EXPERT
         parent, _, leaf = module.rpartition(".")
+        if leaf == "weights_proj":
+            return READ  # of sparse attention's indexer
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
             return "state-space kernels read this weight directly"
         if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:

@@ -36,9 +36,13 @@ SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
 CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
 FLOAT32: Final = "transformers never quantizes this weight of the family"
 
+READ: Final = "transformers reads this weight outside of its module, which a packed one does not survive"
+
 T5: Final = Family(keep=((r"(^|\.)wo$", FLOAT32),))
 GPT2: Final = Family(transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$")
 FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
+T5_UNPROTECTED: Final = Family(keep=((r"(^|\.)wo$", READ),))
+RETRIEVAL: Final = Family(keep=((r"(^|\.)embedding_proj_layer$", READ),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."),))
@@ -94,6 +98,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
     ),
+    # packed, they would be cast to or computed with as the bytes they are
+    "longt5": T5_UNPROTECTED,
+    "switch_transformers": T5_UNPROTECTED,
+    "pix2struct": T5_UNPROTECTED,
+    "kosmos-2.5": T5_UNPROTECTED,
+    "colpali": RETRIEVAL,
+    "colqwen2": RETRIEVAL,
+    "colmodernvbert": RETRIEVAL,
+    "neomme": Family(keep=((r"(^|\.)proj$", READ),), heads=("unembedding_projection",)),
+    "wavlm": Family(keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ),)),
+    "mobilebert": Family(keep=((r"^cls\.", READ),)),
     "falcon": FALCON,
     "RefinedWeb": FALCON,
     "RefinedWebModel": FALCON,
@@ -148,7 +163,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "xlm": Family(heads=("pred_layer",)),
     "flaubert": Family(heads=("pred_layer",)),
     "xlnet": Family(heads=("lm_loss",)),
-    "neomme": Family(heads=("unembedding_projection",)),
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),

@@ -3,7 +3,7 @@
     python load_with_transformers_4.py FOLDER
 
 FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it. Prints a JSON
-object: architecture → "ok", or what went wrong.
+object: architecture → "ok", "unknown to it", "cannot read the source either", or what went wrong.
 """
 
 import json
@@ -32,8 +32,17 @@ def check(folder: Path) -> str:
         torch.manual_seed(3)
         theirs = model_class.from_pretrained(folder / "source", quantization_config=method, dtype=torch.bfloat16)
     except Exception as error:  # noqa: BLE001 whatever it is, the table shows it
-        return f"{type(error).__name__}: {str(error)[:200]}"
+        message = f"{type(error).__name__}: {str(error)[:200]}"
+        return message if can_read(model_class, folder / "source") else "cannot read the source either"
     return compare(ours, theirs)
+
+
+def can_read(model_class: type, source: Path) -> bool:
+    try:
+        model, found = model_class.from_pretrained(source, dtype=torch.bfloat16, output_loading_info=True)
+    except Exception:  # noqa: BLE001
+        return False
+    return not found["missing_keys"] and not found["mismatched_keys"]
 
 
 def compare(ours: "transformers.PreTrainedModel", theirs: "transformers.PreTrainedModel") -> str:

@@ -1,8 +1,9 @@
 """What is shown for each architecture: our checkpoint is the model that transformers quantizes itself."""
 
+import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import bitsandbytes
 import torch
@@ -18,6 +19,9 @@ from nf4conv.options import QuantizeOptions
 from nf4conv.quantize import quantize_checkpoint
 from nf4conv.skeleton import Skeleton, read_skeleton
 
+UNKNOWN = "unknown to it"
+UNREADABLE = "cannot read the source either"
+
 
 @dataclass(frozen=True)
 class Roundtrip:
@@ -26,10 +30,12 @@ class Roundtrip:
     Attributes:
         ours: read from our output.
         theirs: quantized by transformers on the fly, with our skip list.
+        original: of the source, not quantized.
     """
 
     ours: "transformers.PreTrainedModel"
     theirs: "transformers.PreTrainedModel"
+    original: "transformers.PreTrainedModel"
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,14 @@ class Modules:
         return {path: self.reasons.get(path, "not on disk under its own name") for path in self.theirs - self.ours}
 
 
-def save_tiny(architecture: str, folder: Path, **changes: Any) -> Path:
+def save_tiny(architecture: str, folder: Path) -> Path:
     source = folder / "source"
-    tiny_model(architecture, **changes).save_pretrained(source)
+    tiny_model(architecture).save_pretrained(source)
     return source
 
 
-def quantize_both_ways(architecture: str, folder: Path, **changes: Any) -> Roundtrip:
-    source, out = save_tiny(architecture, folder, **changes), folder / "out"
+def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
+    source, out = save_tiny(architecture, folder), folder / "out"
     quantize_checkpoint(source, out, QuantizeOptions(double_quant=False))  # the CPU's nested codes are not CUDA's
     model_class = getattr(transformers, architecture)
     ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
@@ -72,7 +78,8 @@ def quantize_both_ways(architecture: str, folder: Path, **changes: Any) -> Round
         llm_int8_skip_modules=ours.config.quantization_config.llm_int8_skip_modules,
     )
     theirs = model_class.from_pretrained(source, quantization_config=method, dtype=torch.bfloat16)
-    return Roundtrip(ours.eval(), theirs.eval())
+    original = model_class.from_pretrained(source, dtype=torch.bfloat16)
+    return Roundtrip(ours.eval(), theirs.eval(), original.eval())
 
 
 def packed_weights(model: "transformers.PreTrainedModel") -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -92,14 +99,21 @@ def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
     return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-def compare_modules(architecture: str, source: Path, **changes: Any) -> Modules:
+def resemblance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Correlation of two outputs; 1 when there is nothing to correlate."""
+    if one.numel() == 1 or not one.float().std():
+        return 1.0
+    return float(torch.corrcoef(torch.stack([one.float().flatten(), other.float().flatten()]))[0, 1])
+
+
+def compare_modules(architecture: str, source: Path) -> Modules:
     """Hold our selection against what transformers would replace in the same model."""
     opened = open_source(source)
     assert opened.config is not None
     selection = select(opened.tensors, opened.config, SelectionOptions())
     skeleton = read_skeleton([tensor.name for tensor in opened.tensors], opened.config)
     with torch.device("meta"):
-        model = getattr(transformers, architecture)(tiny_config(architecture, **changes))
+        model = getattr(transformers, architecture)(tiny_config(architecture))
     own_list = get_keys_to_not_convert(model)
     theirs = frozenset(path for path in skeleton.linear if should_convert_module(path, own_list))
     return Modules(_packed_paths(selection, skeleton), theirs, skeleton.linear, _reasons(selection, skeleton))
@@ -117,3 +131,11 @@ def _reasons(selection: Selection, skeleton: Skeleton) -> dict[str, str]:
         for name, decision in selection.decisions.items()
         if isinstance(decision, Keep) and name in skeleton.modules
     }
+
+
+def ask_transformers_4(python: Path, folder: Path) -> dict[str, str]:
+    """What load_with_transformers_4.py found: architecture → "ok", UNKNOWN, UNREADABLE, or what went wrong."""
+    script = Path(__file__).with_name("load_with_transformers_4.py")
+    answer = subprocess.run([python, "-W", "ignore", script, folder], check=True, stdout=subprocess.PIPE)
+    found: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])  # libraries print too
+    return found

@@ -3,8 +3,6 @@
 python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4 > docs/architectures.md
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -14,7 +12,15 @@ import bitsandbytes
 import torch
 import transformers
 from cases import CASES, FORWARD_UNKNOWN
-from roundtrip import compare_modules, first_output, packed_weights, quantize_both_ways
+from roundtrip import (
+    UNKNOWN,
+    UNREADABLE,
+    ask_transformers_4,
+    compare_modules,
+    first_output,
+    packed_weights,
+    quantize_both_ways,
+)
 from test_architectures import DELIBERATE
 
 INTRODUCTION = """# Architectures
@@ -54,18 +60,11 @@ def examine(architecture: str, folder: Path) -> tuple[str, str, str]:
     return f"{len(ours)} / {len(modules.linear)}", loads, kept
 
 
-def ask_transformers_4(python: str, folder: Path) -> dict[str, str]:
-    script = Path(__file__).with_name("load_with_transformers_4.py")
-    answer = subprocess.run([python, "-W", "ignore", str(script), str(folder)], check=True, stdout=subprocess.PIPE)
-    found: dict[str, str] = json.loads(answer.stdout)
-    return found
-
-
 def main(python: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = {name: examine(name, Path(folder) / name) for group in CASES.values() for name in group}
-        in_4 = ask_transformers_4(python, Path(folder))
-    words = {"ok": "yes", "unknown to it": "–"}
+        in_4 = ask_transformers_4(Path(python), Path(folder))
+    words = {"ok": "yes", UNKNOWN: "–", UNREADABLE: "cannot read"}
     versions = {"transformers": transformers.__version__, "bitsandbytes": bitsandbytes.__version__}
     sys.stdout.write(INTRODUCTION.format(**versions))
     for group, names in CASES.items():
@@ -73,7 +72,7 @@ def main(python: str) -> None:
         sys.stdout.write("| architecture | packed | 5 | 4 | kept on purpose |\n|---|---|---|---|---|\n")
         for name in names:
             packed, loads, kept = rows[name]
-            sys.stdout.write(f"| {name} | {packed} | {loads} | {words.get(in_4[name], 'cannot read')} | {kept} |\n")
+            sys.stdout.write(f"| {name} | {packed} | {loads} | {words.get(in_4[name], '**no**')} | {kept} |\n")
         sys.stdout.write("\n")
 
 

@@ -48,7 +48,7 @@ TINY = {
     "first_k_dense_replace": 1,
     # words
     "vocab_size": 320, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128, "max_seq_len": 128,
-    "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 32, "type_vocab_size": 2,
+    "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 64, "type_vocab_size": 2,
     # state spaces and recurrences
     "state_size": 16, "time_step_rank": 32, "mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 32,
     "mamba_dt_rank": 32, "mamba_n_groups": 1, "mamba_d_ssm": 128, "ssm_state_size": 16, "mamba_num_heads": 4,
@@ -61,10 +61,6 @@ TINY = {
     # tokens
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
-
-
-UNSET = object()
-"""As a change: leave a setting of TINY out."""
 
 
 def tiny_settings(default: "transformers.PreTrainedConfig", **changes: object) -> dict[str, object]:
@@ -84,7 +80,7 @@ def tiny_settings(default: "transformers.PreTrainedConfig", **changes: object) -
             settings[name] = {"model_type": part.model_type, **tiny_settings(part)}
     for name, value in changes.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
-    return {name: value for name, value in settings.items() if value is not UNSET}
+    return settings
 
 
 @contextmanager
@@ -97,17 +93,32 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-def tiny_config(architecture: str, **changes: object) -> "transformers.PreTrainedConfig":
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+
+CHANGES: dict[str, dict[str, object]] = {
+    "GPTJForCausalLM": {"rotary_dim": 32},
+    "CodeGenForCausalLM": {"rotary_dim": 16, "n_head": 4, "num_attention_heads": 4},
+    "Qwen2VLForConditionalGeneration": {"text_config": MROPE},
+    "Qwen2_5_VLForConditionalGeneration": {"text_config": MROPE},
+    "Glm4vForConditionalGeneration": {"text_config": MROPE},
+    "BambaForCausalLM": {"mamba_n_heads": 32, "mamba_d_head": 4},
+    "FalconH1ForCausalLM": {"mamba_n_heads": 32, "mamba_d_head": 4},
+    "NemotronHForCausalLM": {"mamba_num_heads": 32, "mamba_head_dim": 4},
+}
+"""What single architectures need to be different."""
+
+
+def tiny_config(architecture: str) -> "transformers.PreTrainedConfig":
     config_class = getattr(transformers, architecture).config_class
-    config = config_class(**tiny_settings(config_class(), **changes))
+    config = config_class(**tiny_settings(config_class(), **CHANGES.get(architecture, {})))
     config.architectures = [architecture]
     config.dtype = torch.bfloat16
     return config
 
 
-def tiny_model(architecture: str, **changes: object) -> "transformers.PreTrainedModel":
+def tiny_model(architecture: str) -> "transformers.PreTrainedModel":
     """A random bfloat16 model; the same on every call."""
-    config = tiny_config(architecture, **changes)
+    config = tiny_config(architecture)
     torch.manual_seed(0)
     with default_dtype(torch.bfloat16):  # what a model wants in float32 it asks for, and gets
         model = getattr(transformers, architecture)(config).eval()
