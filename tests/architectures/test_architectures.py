@@ -125,3 +125,16 @@ def test_transformers_4_loads_what_it_knows(python_with_transformers_4, tmp_path
     found = ask_transformers_4(python_with_transformers_4, tmp_path)
     assert {name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)} == {}
     assert sum(result == "ok" for result in found.values()) >= 200
+
+
+@pytest.mark.architectures
+def test_transformers_4_loads_experts_that_are_packed_one_by_one(python_with_transformers_4, tmp_path):
+    architectures = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM", "DeepseekV3ForCausalLM")
+    for architecture in architectures:
+        source = save_tiny(architecture, tmp_path / architecture)
+        options = QuantizeOptions(double_quant=False, moe="per-expert")
+        quantize_checkpoint(source, tmp_path / architecture / "out", options)
+        header = (tmp_path / architecture / "out" / "model.safetensors").read_bytes()[:100_000]
+        assert b".experts.3." in header
+        assert header.count(b"absmax") > 20
+    assert ask_transformers_4(python_with_transformers_4, tmp_path) == dict.fromkeys(architectures, "ok")
