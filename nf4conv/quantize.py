@@ -21,7 +21,7 @@ from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, is_prequantized, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import Format, PackJob, Plan, Shard, dominant_dtype, make_plan
-from nf4conv.checkpoint.selection import Selection, SelectionOptions, demote, select
+from nf4conv.checkpoint.selection import Pack, Selection, SelectionOptions, demote, select
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
@@ -162,7 +162,7 @@ def plan_quantization(
     selection = _select(opened.tensors, config, options)
     if non_finite:
         selection = demote(selection, dict.fromkeys(sorted(non_finite), "holds NaN or infinity"), config)
-    dtype = options.dtype or checkpoint_dtype(config) or dominant_dtype(opened.tensors)
+    dtype = _dtype(opened, selection, options)
     plan = make_plan(
         opened.tensors,
         selection.decisions,
@@ -210,6 +210,24 @@ def _check_options(options: QuantizeOptions) -> None:
             raise PlanError(
                 f"--{name} {value}: expected one of {', '.join(str(choice) for choice in allowed if choice)}"
             )
+
+
+def _dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
+    """What weights are cast to before they are packed, and other tensors stored in."""
+    if options.dtype is not None:
+        return options.dtype
+    dtype = checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
+    if dtype not in DTYPES:
+        raise PlanError(
+            f"{source.folder}/config.json: {dtype} is not a dtype that can be packed; give --dtype {', '.join(DTYPES)}"
+        )
+    for tensor in source.tensors:
+        if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
+            raise PlanError(
+                f"{tensor.file}: {tensor.name}: float64 cannot be packed; say what to cast it to: --dtype "
+                f"{', '.join(DTYPES)}"
+            )
+    return dtype
 
 
 def _new_config(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
-from test_resume import OPTIONS, RUN, contents, write_source
+from test_resume import OPTIONS, RUN
 
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import Nf4convError, OutputError, SourceError

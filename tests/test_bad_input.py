@@ -1,0 +1,322 @@
+"""Whatever is wrong with the input or the output folder: one clear line, exit code 2, nothing that looks finished."""
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from nf4conv.cli import main
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def quantize(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["quantize", *map(str, arguments), "--device", "cpu"])
+
+
+def refused(result: Result) -> str:
+    """The one line that a refusal consists of."""
+    assert result.exit_code == 2, (result.exit_code, result.output)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line.removeprefix("Error: ")
+
+
+def rewrite_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None], pad: int = 0) -> None:
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode() + b" " * pad
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
+
+
+def truncate(source: Path) -> None:
+    file = source / SECOND
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def cut_into_header(source: Path) -> None:
+    file = source / SECOND
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def empty_file(source: Path) -> None:
+    (source / SECOND).write_bytes(b"")
+
+
+def huge_header(source: Path) -> None:
+    file = source / FIRST
+    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
+
+
+def overlap(source: Path) -> None:
+    def change(header: dict[str, dict[str, object]]) -> None:
+        names = sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"][0])
+        for name in names[1:2]:
+            begin, end = header[name]["data_offsets"]
+            header[name]["data_offsets"] = [begin - 2, end - 2]
+
+    rewrite_header(source / FIRST, change)
+
+
+def hole(source: Path) -> None:
+    def change(header: dict[str, dict[str, object]]) -> None:
+        del header["model.layers.1.input_layernorm.weight"]
+
+    rewrite_header(source / FIRST, change)
+
+
+def unknown_dtype(source: Path) -> None:
+    rewrite_header(source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(dtype="BF17"))
+
+
+def wrong_shape(source: Path) -> None:
+    rewrite_header(source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[512, 127]))
+
+
+def boolean_shape(source: Path) -> None:
+    rewrite_header(
+        source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[True, 65536])
+    )
+
+
+def header_not_json(source: Path) -> None:
+    file = source / FIRST
+    raw = bytearray(file.read_bytes())
+    raw[8] = ord("[")
+    file.write_bytes(raw)
+
+
+def missing_shard(source: Path) -> None:
+    (source / SECOND).unlink()
+
+
+def index_outside(source: Path) -> None:
+    shutil.copy(source / SECOND, source.parent / "elsewhere.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = "../elsewhere.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_absolute(source: Path) -> None:
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = str(source / SECOND)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_wrong(source: Path) -> None:
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = FIRST
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_not_json(source: Path) -> None:
+    (source / "model.safetensors.index.json").write_text("{")
+
+
+def index_without_map(source: Path) -> None:
+    (source / "model.safetensors.index.json").write_text("{}")
+
+
+def duplicate_tensor(source: Path) -> None:
+    tensors = load_file(source / SECOND)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(4, 4, dtype=torch.bfloat16)
+    save_file(tensors, source / SECOND)
+
+
+def config_not_json(source: Path) -> None:
+    (source / "config.json").write_text("{'model_type': 'llama'}")
+
+
+def not_finite(source: Path) -> None:
+    tensors = load_file(source / SECOND)
+    tensors["model.layers.4.mlp.up_proj.weight"][3, 5:8] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    save_file(tensors, source / SECOND)
+
+
+def float64_weight(source: Path) -> None:
+    tensors = load_file(source / SECOND)
+    tensors["model.layers.4.mlp.up_proj.weight"] = tensors["model.layers.4.mlp.up_proj.weight"].double()
+    save_file(tensors, source / SECOND)
+
+
+def float64_config(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
+
+
+def already_quantized(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+
+
+DAMAGES = [
+    (
+        truncate,
+        rf"{SECOND}: model\S+: the file ends 1,000 bytes early; the download is incomplete",
+    ),
+    (
+        cut_into_header,
+        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; the download is incomplete",
+    ),
+    (empty_file, f"{SECOND}: 0 bytes, too short for a safetensors file; the download is incomplete"),
+    (huge_header, f"{FIRST}: claims a header of 1,099,511,627,776 bytes; this is not a safetensors file"),
+    (overlap, rf"{FIRST}: model\S+: its bytes overlap those of model\S+"),
+    (hole, rf"{FIRST}: model\S+: 128 unused bytes before it"),
+    (unknown_dtype, f"{FIRST}: model.layers.1.mlp.up_proj.weight: unknown dtype 'BF17'; a newer nf4conv may know it"),
+    (
+        wrong_shape,
+        rf"{FIRST}: model.layers.1.mlp.up_proj.weight: 131,072 bytes, expected 130,048 for \[512, 127\] BF16",
+    ),
+    (boolean_shape, rf"{FIRST}: model.layers.1.mlp.up_proj.weight: \[True, 65536\] is not a shape"),
+    (header_not_json, f"{FIRST}: the safetensors header is malformed: .*"),
+    (
+        missing_shard,
+        rf"model.safetensors.index.json: model\S+: the shard {SECOND} is missing; the download is incomplete",
+    ),
+    (
+        index_outside,
+        r"model.safetensors.index.json: model.layers.5.mlp.up_proj.weight: '../elsewhere.safetensors' is outside the folder",
+    ),
+    (index_absolute, r"model.safetensors.index.json: model.layers.5.mlp.up_proj.weight: '/\S+' is outside the folder"),
+    (
+        index_wrong,
+        f"{FIRST}: model.layers.5.mlp.up_proj.weight: the index places this tensor here, but the file lacks it",
+    ),
+    (index_not_json, "model.safetensors.index.json: not JSON: .*"),
+    (index_without_map, "model.safetensors.index.json: has no weight_map"),
+    (duplicate_tensor, f"{SECOND}: model.layers.0.mlp.up_proj.weight: also in {FIRST}"),
+    (config_not_json, "config.json: not JSON: .*"),
+    (
+        not_finite,
+        f"{SECOND}: model.layers.4.mlp.up_proj.weight: 3 of 65,536 values are NaN or infinite; repair the checkpoint, "
+        "or leave such tensors unquantized: --non-finite keep",
+    ),
+    (
+        float64_config,
+        "config.json: float64 is not a dtype that can be packed; give --dtype bfloat16, float16, float32",
+    ),
+    (
+        float64_weight,
+        f"{SECOND}: model.layers.4.mlp.up_proj.weight: float64 cannot be packed; say what to cast it to: "
+        "--dtype bfloat16, float16, float32",
+    ),
+    (already_quantized, ".*already quantized: quant_method gptq; give the checkpoint that it was made from"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_source_is_refused(tmp_path, damage, message):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    damage(source)
+    line = refused(quantize(source, out, "--max-shard-size", "60kB"))
+    assert re.search(f"(^|/){message}$", line), line
+    assert not (out / "config.json").exists()
+    assert not (out / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "no such file or folder"),
+        ("empty", "no safetensors weights in this folder"),
+        ("pickles", "no safetensors weights in this folder; it has PyTorch pickles, which are not read"),
+        ("loose", "2 safetensors files, but neither model.safetensors nor an index that names them"),
+        ("note.txt", "not a .safetensors file"),
+    ],
+)
+def test_a_source_that_is_no_checkpoint_is_refused(tmp_path, name, message):
+    for folder in ("empty", "pickles", "loose"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pickles/pytorch_model.bin").write_bytes(b"")
+    for number in "12":
+        save_file({f"w{number}": torch.zeros(2)}, tmp_path / f"loose/{number}.safetensors")
+    (tmp_path / "note.txt").write_text("")
+    assert refused(quantize(tmp_path / name, tmp_path / "out")) == f"{tmp_path / name}: {message}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_shard_of_several_is_refused(tmp_path):
+    source = write_source(tmp_path / "source")
+    line = refused(quantize(source / FIRST, tmp_path / "out"))
+    assert line.endswith("one shard of those that model.safetensors.index.json lists; give the folder")
+
+
+def test_an_output_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("irreplaceable")
+    assert refused(quantize(source, out)) == f"{out}: exists and is not empty; choose another folder, or --overwrite"
+    line = refused(quantize(source, out, "--overwrite"))
+    assert line == f"{out}: does not look like a checkpoint, so --overwrite will not delete it"
+    assert contents(out) == {"thesis.txt": b"irreplaceable"}
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out.write_text("")
+    assert refused(quantize(source, out)) == f"{out}: exists and is not a folder"
+
+
+@pytest.mark.parametrize("place", [".", "inside/deeper", ".."], ids=["equal", "inside", "around"])
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
+def test_an_output_folder_that_meets_the_source_is_refused(tmp_path, place, overwrite):
+    source = write_source(tmp_path / "source")
+    before = contents(source)
+    line = refused(quantize(source, source / place, *overwrite))
+    assert line.endswith(
+        (
+            "is inside the source folder; choose another output folder",
+            "holds the source folder; choose another output folder",
+        )
+    )
+    assert contents(source) == before
+
+
+def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
+    source = write_source(tmp_path / "source")
+    (tmp_path / "link").symlink_to(source)
+    assert "is inside the source folder" in refused(quantize(source, tmp_path / "link" / "out"))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096"),
+        (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
+        (["--include", "nothing*"], "no tensor of this checkpoint would be packed; --dry-run shows why each is kept"),
+    ],
+    ids=["blocksize", "device", "nothing left"],
+)
+def test_options_that_cannot_be_met_are_refused(tmp_path, option, message):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    result = CliRunner().invoke(main, ["quantize", str(source), str(out), "--device", "cpu", *option])
+    assert refused(result).endswith(message)
+    assert not (out / "config.json").exists()
+
+
+def test_non_finite_weights_are_kept_on_request_and_skip_listed(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    not_finite(source)
+    result = quantize(source, out, "--non-finite", "keep", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["notes"] == [
+        "model.layers.4.mlp.up_proj.weight: kept unquantized, 3 values are NaN or infinite"
+    ]
+    config = json.loads((out / "config.json").read_text())
+    assert "model.layers.4.mlp" in config["quantization_config"]["llm_int8_skip_modules"]
+    written, original = load_file(out / "model.safetensors"), load_file(source / SECOND)
+    name = "model.layers.4.mlp.up_proj.weight"
+    assert torch.equal(written[name].view(torch.int16), original[name].view(torch.int16))
+    assert f"{name}.absmax" not in written
