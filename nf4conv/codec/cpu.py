@@ -8,8 +8,8 @@ maxima.
 Nothing is flushed to zero here. Where that would matter, the block is *special*: its absmax is outside a range in which
 no product can tell the difference, or is NaN or infinite. Special blocks, and a partial last one, go to the reference.
 
-A large weight is quantized by several threads: numpy and torch let go of the interpreter lock while they compute, and
-chunks are large enough for the lock to change hands seldom. Decoding has too little to do for that.
+A large weight is shared by several threads: numpy and torch let go of the interpreter lock while they compute, and
+chunks are large enough for the lock to change hands seldom.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,13 @@ from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference import error_sums as error_sums
 
 _QUANTIZE_CHUNK: Final = 1 << 18
-"""Elements a thread quantizes at a time: 6 MB of temporaries. A quarter of it is 10 % faster in a lone thread, and
-half as fast in two."""
+"""Elements a thread quantizes at a time: 3 MB of temporaries. Smaller chunks make two threads wait for each other."""
+
+_COMPARED: Final = 1 << 15
+"""Elements compared with all cuts at a time: half a megabyte of answers, to be added up before they leave the cache."""
+
+_DECODED: Final = 1 << 17
+"""Elements decoded at a time in a thread that is alone: 0.8 MB of temporaries."""
 
 _MAX_THREADS: Final = 8
 """More would mostly wait for the interpreter lock."""
@@ -60,7 +65,7 @@ def quantize_blocks(
         blocks, maxima = weight[start:stop].view(-1, blocksize), absmax[start // blocksize : stop // blocksize]
         _requantize_special(blocks, packed[start // 2 : stop // 2], maxima, quant_type)
 
-    _share(whole, quantize_range)
+    _share(whole, _QUANTIZE_CHUNK, quantize_range)
     if whole < weight.numel():
         tail = absmax[whole // blocksize :]
         reference.quantize_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
@@ -87,21 +92,20 @@ def dequantize_blocks(
     blocksize: int,
 ) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
-    chunk = reference.CHUNK * blocksize
-    scratch = _DecodeScratch.allocate(min(reference.CHUNK, out.numel()))
-    for at in range(0, out.numel(), chunk):
-        target = out[at : at + chunk]
-        blocks = slice(at // blocksize, -(-(at + target.numel()) // blocksize))
-        scales = absmax[blocks]
-        if state2 is not None and offset is not None:
-            nested = state2.absmax[blocks.start // NESTED_BLOCKSIZE :][: -(-scales.numel() // NESTED_BLOCKSIZE)]
-            scales = reference.decode_absmax(scales, NestedState(nested, state2.code), offset)
-        piece = packed[at // 2 : (at + target.numel() + 1) // 2]
-        whole = target.numel() - target.numel() % blocksize if _are_ordinary(scales) else 0
-        _decode_ordinary(piece, scales, target[:whole], quant_type, blocksize, scratch)
-        if whole < target.numel():
-            rest = scales[whole // blocksize :]
-            reference.dequantize_blocks(piece[whole // 2 :], rest, None, None, target[whole:], quant_type, blocksize)
+
+    def dequantize_range(start: int, stop: int) -> None:
+        step = _DECODED if torch.get_num_threads() == 1 else reference.CHUNK
+        scratch = _DecodeScratch.allocate(min(step, stop - start))
+        for at in range(start, stop, reference.CHUNK * blocksize):
+            end = min(at + reference.CHUNK * blocksize, stop)
+            first, last = at // blocksize, -(-end // blocksize)
+            scales = absmax[first:last]
+            if state2 is not None and offset is not None:
+                nested = state2.absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
+                scales = reference.decode_absmax(scales, NestedState(nested, state2.code), offset)
+            _decode_piece(packed[at // 2 : (end + 1) // 2], scales, out[at:end], quant_type, blocksize, scratch)
+
+    _share(out.numel(), max(_QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
 
 
 @dataclass
@@ -121,7 +125,7 @@ class _DecodeScratch:
         return cls(torch.empty(elements // 2, dtype=torch.int32), torch.empty(elements, dtype=torch.float32))
 
 
-def _decode_ordinary(
+def _decode_piece(
     packed: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
@@ -129,26 +133,33 @@ def _decode_ordinary(
     blocksize: int,
     scratch: _DecodeScratch,
 ) -> None:
-    """Decode whole blocks whose scales are ordinary."""
+    """Decode consecutive blocks by their float32 scales; what the reference must do is left to it."""
+    whole = out.numel() - out.numel() % blocksize if _are_ordinary(scales) else 0
     pairs = _pair_table(quant_type)
-    for at in range(0, out.numel(), reference.CHUNK):
-        target = out[at : at + reference.CHUNK]
-        indices = scratch.indices[: target.numel() // 2].copy_(packed[at // 2 : (at + target.numel()) // 2])
-        values = scratch.values[: target.numel()]
+    for at in range(0, whole, scratch.values.numel()):
+        end = min(at + scratch.values.numel(), whole)
+        indices = scratch.indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
+        values = scratch.values[: end - at]
         torch.index_select(pairs, 0, indices, out=values.view(torch.int64))
-        values.view(-1, blocksize).mul_(scales[at // blocksize : (at + target.numel()) // blocksize, None])
-        target.copy_(values)
+        values.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
+        out[at:end].copy_(values)
+    if whole < out.numel():
+        rest = scales[whole // blocksize :]
+        reference.dequantize_blocks(packed[whole // 2 :], rest, None, None, out[whole:], quant_type, blocksize)
 
 
-def _share(elements: int, work: Callable[[int, int], None]) -> None:
-    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses."""
+def _share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses.
+
+    Every range begins at a multiple of `unit`. In the threads that are started torch starts none of its own.
+    """
     torch_threads = torch.get_num_threads()
-    chunks = -(-elements // _QUANTIZE_CHUNK)
     if torch_threads == 1 or elements <= reference.CHUNK:
         work(0, elements)
         return
-    threads = min(torch_threads, chunks, _MAX_THREADS)
-    step = -(-chunks // threads) * _QUANTIZE_CHUNK
+    units = -(-elements // unit)
+    threads = min(torch_threads, units, _MAX_THREADS)
+    step = -(-units // threads) * unit
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             started = [pool.submit(work, start, min(start + step, elements)) for start in range(0, elements, step)]
@@ -179,7 +190,7 @@ class _Scratch:
         return cls(
             values=torch.empty(elements, dtype=torch.float32),
             magnitudes=torch.empty(elements, dtype=torch.float32),
-            hits=np.empty((len(codebook.cuts), elements), dtype=np.bool_),
+            hits=np.empty((len(codebook.cuts), min(elements, _COMPARED)), dtype=np.bool_),
             codes=np.empty(elements, dtype=np.uint8),
         )
 
@@ -205,9 +216,12 @@ def _quantize_chunk(
 def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> _Bytes:
     """[n] uint8: the number of cuts below each value."""
     cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
-    hits = scratch.hits[:, : scaled.numel()]
-    np.greater(scaled.view(-1).numpy(), cuts, out=hits)
-    return np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=scratch.codes[: scaled.numel()])
+    values, codes = scaled.view(-1).numpy(), scratch.codes[: scaled.numel()]
+    for at in range(0, values.size, _COMPARED):
+        hits = scratch.hits[:, : min(_COMPARED, values.size - at)]
+        np.greater(values[at : at + _COMPARED], cuts, out=hits)
+        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=codes[at : at + _COMPARED])
+    return codes
 
 
 def _is_negative(values: torch.Tensor, scaled_magnitudes: torch.Tensor) -> npt.NDArray[np.bool_]:
