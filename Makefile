@@ -21,7 +21,7 @@ demo: $(VENV)/.installed ## quantize the real MiniLM checkpoint, load it with tr
 	$(BIN)/python docs/demo.py demo
 
 test: $(VENV)/.installed ## everything that needs no GPU; kernels run in Triton's interpreter
-	$(BIN)/python -m pytest -m "not gpu and not browser"
+	$(BIN)/python -m pytest -m "not gpu and not browser and not architectures"
 
 check: $(VENV)/.installed ## lint, format and types
 	$(BIN)/ruff check .
@@ -41,8 +41,18 @@ bench: $(VENV)/.installed ## the codec against bitsandbytes: GPU table on a GPU 
 bench-e2e: $(VENV)/.installed ## whole commands against transformers + bitsandbytes and a raw byte mover
 	$(BIN)/python -m benchmarks.end_to_end
 
-test-architectures: $(VENV)/.installed ## every architecture that transformers can build small
-	$(BIN)/python -m pytest -m architectures tests/architectures
+# transformers 4 and 5 cannot be installed side by side
+$(VENV)/transformers-4/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/transformers-4
+	$(VENV)/transformers-4/bin/pip install --quiet "$(TORCH)" transformers==4.57.6 accelerate bitsandbytes==0.50.2
+	touch $@
+
+test-architectures: $(VENV)/transformers-4/.installed ## every architecture that transformers can build small
+	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
+
+docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as a table
+	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python > $@.new
+	mv $@.new $@
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -16,7 +16,11 @@ from typing import Any, Final
 from nf4conv.checkpoint.families import Family, families_of
 from nf4conv.checkpoint.skip_list import HEADS
 
-TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
+PART_CONFIGS: Final = (
+    "text_config", "llm_config", "language_config", "thinker_config", "language_model_config",
+    "vision_config", "vit_config", "visual", "img_processor", "audio_config", "speech_config",
+)  # fmt: skip
+"""Keys that hold the config of a language model beside others, or of others beside a language model."""
 
 TOWERS: Final = (
     "vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector",
@@ -27,13 +31,15 @@ TOWERS: Final = (
 _LANGUAGE: Final = re.compile(
     r"^(?:language_model\.model|model\.language_model|language_model|model)\.((?:layers|norm|h|blocks|decoder)(?:\.|$).*)"
 )
-_DUAL_ENCODER: Final = re.compile(r"clip|siglip|clap|align|owl|groupvit|flava|vilt|bridgetower|blip(?!.?2)", re.I)
+_DUAL_ENCODER: Final = re.compile(
+    r"clip|siglip|clap|owl|groupvit|flava|vilt|bridgetower|aimv2|tipsv2|videoprism|grounding|dual-encoder|^(align|blip|git)$"
+)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a language model stands beside encoders of other inputs. A dual encoder such as CLIP has no such core."""
-    nested = any(isinstance(config.get(key), Mapping) for key in TEXT_CONFIGS)
-    return nested and not _DUAL_ENCODER.search(str(config.get("model_type", "")))
+    has_parts = any(isinstance(config.get(key), Mapping) for key in PART_CONFIGS)
+    return has_parts and not _DUAL_ENCODER.search(str(config.get("model_type", "")))
 
 
 @dataclass(frozen=True, slots=True)
