@@ -11,8 +11,9 @@ torch's reduction kernel (ATen/native/cuda/Reduce.cuh, CUDA, torch 2.10 and late
                     summed by one block in the same way
 
 and the mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128 elements are not
-read as vectors. C depends on the GPU beyond 8192 elements a multiprocessor and block slot: the card meant here is an
-H100 or H200, but all cards agree up to 1.08 million elements (a weight of 69 million at blocksize 64).
+read as vectors. How many blocks there are depends on the GPU, if only for more than 8192 elements a block that it can
+hold at once: 130 560 elements are summed alike by all, 655 360 by a T4 and anything wider, and for more the card meant
+here is an H100 or H200.
 """
 
 from typing import Final
