@@ -215,6 +215,29 @@ def test_include_restricts_and_exclude_and_skip_modules_add():
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp"} <= set(without.skip_modules)
 
 
+@pytest.mark.parametrize(
+    ("entry", "kept"),
+    [
+        ("down_proj", ("0.mlp.down_proj", "1.mlp.down_proj")),
+        ("model.layers.1.mlp", ("1.mlp.up_proj", "1.mlp.down_proj")),
+    ],
+)
+def test_skip_modules_mean_what_they_mean_to_transformers(entry, kept):
+    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions(skip_modules=(entry,)))
+    assert set(LLAMA_PACKED) - set(packed(selection)) == {f"model.layers.{name}.weight" for name in kept}
+
+
+def test_skip_modules_may_use_the_names_in_memory():
+    config = {"model_type": "llava", "text_config": {}}
+    selection = select(VLM, config, SelectionOptions(skip_modules=("model.language_model.layers.0",)))
+    assert packed(selection) == []
+
+
+def test_skip_modules_that_are_no_regular_expression_are_refused():
+    with pytest.raises(PlanError, match="not a regular expression"):
+        select(LLAMA, LLAMA_CONFIG, SelectionOptions(skip_modules=("layers.(",)))
+
+
 def test_include_packs_what_the_rule_is_unsure_of_but_never_an_embedding():
     source = tensors(odd_projection__weight=(64, 64), model__embed_tokens__weight=(64, 64))
     assert packed(select(source, {}, SelectionOptions())) == []

@@ -4,6 +4,7 @@ A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensor
 says otherwise. Where the rule is unsure it keeps the tensor and lists its module as skipped: that always loads.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.evidence import EXPERT, STACKED_EXPERTS, TOWER, Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules
+from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules, transformers_4, transformers_5
 from nf4conv.errors import PlanError
 
 NOTES: Final = {
@@ -34,7 +35,7 @@ class SelectionOptions:
         include: globs on tensor names; when given, only matches are packed. Also packs what the rule is unsure of,
             but nothing that cannot be packed.
         exclude: globs on tensor names; matches are not packed.
-        skip_modules: module paths; nothing in them is packed.
+        skip_modules: entries as in llm_int8_skip_modules, by the rules of transformers 4 and 5; what they hit is kept.
         quantize_towers: whether to pack the vision and audio parts of a multimodal model.
         moe: "portable" keeps experts in 16 bits, which loads everywhere; "per-expert" packs experts that are stored
             one by one, which transformers 4 and vLLM load but transformers 5 does not.
@@ -118,7 +119,8 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Se
         PlanError: no skip list can tell the packed modules from the others.
     """
     evidence = Evidence.gather(tensors, config)
-    decisions = {tensor.name: _decide(tensor, evidence, options) for tensor in tensors}
+    wishes = _Wishes(options, ModuleNames.of(config))
+    decisions = {tensor.name: _decide(tensor, evidence, wishes) for tensor in tensors}
     return with_skip_list(decisions, ModuleNames.of(config), list(_notes(tensors, decisions)))
 
 
@@ -188,20 +190,21 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def _decide(tensor: TensorInfo, evidence: Evidence, options: SelectionOptions) -> Pack | Keep:
+def _decide(tensor: TensorInfo, evidence: Evidence, wishes: "_Wishes") -> Pack | Keep:
+    options = wishes.options
     keep_dtype = evidence.is_float32_by_design(tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
     module = _module(tensor.name)
     if evidence.splits_experts and (matrices := split_experts(tensor)):
-        unwanted = _unwanted(tensor.name, module, options)
+        unwanted = wishes.why_unwanted(tensor.name)
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
         return Pack(matrices, "experts, one nn.Linear each")
     reason = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
     if reason is not None:
         return Keep(reason, keep_dtype)
-    reason = _unwanted(tensor.name, module, options) or evidence.why_kept(
+    reason = wishes.why_unwanted(tensor.name) or evidence.why_kept(
         module, tensor.shape, towers=options.quantize_towers, experts=options.moe == "per-expert"
     )
     if reason is None and not _matches(tensor.name, options.include):
@@ -247,14 +250,28 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
             yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
 
 
-def _unwanted(name: str, module: str, options: SelectionOptions) -> str | None:
-    if _matches(name, options.exclude):
-        return "excluded by the user"
-    if any(module == skip or module.startswith(f"{skip}.") for skip in options.skip_modules):
-        return "in a module that the user skips"
-    if options.include and not _matches(name, options.include):
-        return "not included by the user"
-    return None
+class _Wishes:
+    """What the user does not want to be packed."""
+
+    def __init__(self, options: SelectionOptions, names: ModuleNames) -> None:
+        self.options = options
+        self._names = names
+        try:
+            self._rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
+        except re.error as error:
+            raise PlanError(f"skip_modules: {options.skip_modules}: not a regular expression: {error}") from error
+
+    def why_unwanted(self, name: str) -> str | None:
+        if _matches(name, self.options.exclude):
+            return "excluded by the user"
+        if self.options.skip_modules and self._is_skipped(_module(name)):
+            return "in a module that the user skips"
+        if self.options.include and not _matches(name, self.options.include):
+            return "not included by the user"
+        return None
+
+    def _is_skipped(self, module: str) -> bool:
+        return any(is_skipped(path) for path in self._names.spellings(module) for is_skipped in self._rules)
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
