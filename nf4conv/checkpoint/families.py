@@ -140,6 +140,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "minimax": BLOCK_SPARSE,
     "minimax_m2": BLOCK_SPARSE,
     "bailing_hybrid": Family(renamed=((r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"), ATTENTION)),
+    "lfm3": Family(renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_omni": NEMOTRON_H,
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
