@@ -1,0 +1,105 @@
+"""The safetensors header: literal bytes, and round trips."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors import safe_open
+from safetensors.torch import save
+
+from nf4conv.checkpoint.header import DTYPE_BITS, build_header, parse_header, read_header
+from nf4conv.errors import SourceError
+
+
+def test_literal_bytes():
+    header = build_header([("weight", "F32", (2, 3), 0, 24)])
+    text = b'{"__metadata__":{"format":"pt"},"weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    assert header == (len(text) + 3).to_bytes(8, "little") + text + b"   "
+    assert len(header) % 8 == 0
+
+
+def test_the_format_s_own_library_reads_what_we_build(tmp_path):
+    file = tmp_path / "file.safetensors"
+    header = build_header([("größe", "I32", (2,), 0, 8), ('quote"\\', "U8", (0,), 8, 8)], reserve=512)
+    file.write_bytes(header + b"\x01\0\0\0\x02\0\0\0")
+    assert len(header) == 512
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert opened.get_tensor("größe").tolist() == [1, 2]
+        assert opened.get_tensor('quote"\\').shape == (0,)
+    assert [tensor.name for tensor in read_header(file)] == ["größe", 'quote"\\']
+
+
+def test_we_read_what_the_format_s_own_library_builds(tmp_path):
+    file = tmp_path / "file.safetensors"
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(7)}
+    file.write_bytes(save(tensors))
+    raw = file.read_bytes()
+    found = {tensor.name: tensor for tensor in read_header(file)}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (3,)),
+        "c": ("I64", ()),
+    }
+    for name, tensor in tensors.items():
+        stored = raw[found[name].start : found[name].stop]
+        assert stored == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(["F32", "BF16", "U8", "I64"]), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=8,
+    ),
+    st.integers(0, 4096),
+)
+@settings(max_examples=200, deadline=None)
+def test_round_trip(tensors, reserve):
+    entries, position = [], 0
+    for name, (dtype, shape) in tensors.items():
+        size = DTYPE_BITS[dtype] // 8
+        for length in shape:
+            size *= length
+        entries.append((name, dtype, tuple(shape), position, position + size))
+        position += size
+    header = build_header(entries, reserve)
+    found = parse_header(header[8:], Path("file"), len(header) + position)
+    expected = [(name, dtype, shape, len(header) + a, len(header) + b) for name, dtype, shape, a, b in entries]
+    assert sorted((t.name, t.dtype, t.shape, t.start, t.stop) for t in found) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "not a JSON object"),
+        ({"w": 1}, "w: the header entry lacks dtype, shape or data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [1]}}, "w: the header entry lacks dtype, shape or data_offsets"),
+        ({"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}, "w: unknown dtype 3"),
+        ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, r"w: \[-1\] is not a shape"),
+        ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, r"w: \[1.0\] is not a shape"),
+        ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, "w: 1 is not a shape"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, r"w: \[4, 0\] are not data offsets"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, r"w: \[0\] are not data offsets"),
+        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w: 4 bytes, expected 8"),
+        ({"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}}, "w: 4 bytes, expected"),
+        ({"w": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]}}, "w: 4 unused bytes before it"),
+        ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}, "w: the file ends 3 bytes early"),
+        ({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "1 bytes after the last tensor belong to none"),
+        ({}, "5 bytes after the last tensor|5 unused|bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, list | dict) else value.replace(" ", "-")[:30],
+)
+def test_malformed(table, message):
+    raw = json.dumps(table).encode()
+    with pytest.raises(SourceError, match=message):
+        parse_header(raw, Path("file.safetensors"), 8 + len(raw) + 5)
+
+
+def test_a_name_given_twice_is_found_out():
+    raw = b'{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}'
+    with pytest.raises(SourceError, match="w: 2 unused bytes before it"):
+        parse_header(raw, Path("file"), 8 + len(raw) + 4)
