@@ -1,0 +1,125 @@
+"""Properties that every plan has, and what a large one costs."""
+
+import gc
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, parse_header
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, make_plan
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select
+from nf4conv.errors import PlanError
+
+FORMATS = [
+    Format(quant_type, blocksize, double_quant, dtype)
+    for quant_type, blocksize, double_quant, dtype in itertools.product(
+        ("nf4", "fp4"), (64, 4096), (False, True), ("bfloat16", "float32")
+    )
+]
+LIMITS = [1, 5_000, 40_000, 10**9]
+
+
+def example() -> tuple[list[TensorInfo], dict[str, Pack | Keep]]:
+    tensors, decisions, position = [], {}, 0
+    for number, (dtype, shape) in enumerate(
+        [
+            ("BF16", (33, 65)),
+            ("F32", (64, 64)),
+            ("BF16", (7,)),
+            ("I64", (3,)),
+            ("U8", (5,)),
+            ("F16", (128, 96)),
+            ("F32", ()),
+        ]
+    ):
+        name = f"module.{number}.weight"
+        size = math.prod(shape) * DTYPE_BITS[dtype] // 8
+        tensors.append(TensorInfo(name, dtype, shape, Path("file"), position, position + size))
+        decisions[name] = Pack((PackedMatrix(name, shape),), "linear") if len(shape) == 2 else Keep("other")
+        position += size
+    return tensors, decisions
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.quant_type}-{f.blocksize}-{f.double_quant}-{f.dtype}")
+def test_properties(format, limit):
+    tensors, decisions = example()
+    plan = make_plan(tensors, decisions, format, max_shard_size=limit)
+    assert plan == make_plan(tensors, decisions, format, max_shard_size=limit)
+    assert [job.source.name for job in plan.jobs] == [tensor.name for tensor in tensors]
+    for number, shard in enumerate(plan.shards, start=1):
+        single = len(plan.shards) == 1
+        assert shard.name == (
+            "model.safetensors" if single else f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
+        )
+        assert len(shard.jobs) == 1 or sum(job.nbytes for job in shard.jobs) <= limit
+        assert shard.header_size % 8 == 0
+        entries = sorted(shard.entries(), key=lambda entry: entry[3:])
+        position = 0
+        for name, dtype, shape, start, stop in entries:
+            assert start == position, name  # neither a hole nor an overlap
+            assert stop - start == math.prod(shape) * DTYPE_BITS[dtype] // 8
+            assert start % max(DTYPE_BITS[dtype] // 8, 1) == 0
+            position = stop
+        assert position == shard.fixed_size
+        # every name once, all components of a weight here, and the header as long as it can get still fits
+        names = list(shard.tensor_names())
+        blobs = [name for name in names if "quant_state" in name]
+        assert sorted(names) == sorted([entry[0] for entry in entries] + blobs)
+        packed = [job for job in shard.jobs if isinstance(job, PackJob)]
+        assert len(blobs) == len(packed)
+        longest = [(job.components[-1].nbytes, blob) for job, blob in zip(packed, blobs, strict=True)]
+        full = list(shard.entries())
+        for nbytes, blob in longest:
+            full.append((blob, "U8", (nbytes,), position, position + nbytes))
+            position += nbytes
+        assert len(build_header(full)) <= shard.header_size
+        assert position == shard.fixed_size + shard.blobs_size
+
+
+def test_kept_tensors_take_the_checkpoint_s_dtype_unless_they_are_float32_by_design():
+    tensors, decisions = example()
+    decisions["module.6.weight"] = Keep("by design", keep_dtype=True)
+    plan = make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
+    dtypes = {job.name: job.dtype for job in plan.jobs if isinstance(job, CopyJob)}
+    assert dtypes == {
+        "module.2.weight": "BF16", "module.3.weight": "I64", "module.4.weight": "U8", "module.6.weight": "F32",
+    }  # fmt: skip
+
+
+def test_two_outputs_of_one_name_are_refused():
+    tensors, decisions = example()
+    decisions["module.0.weight"] = Pack((PackedMatrix("module.1.weight", (33, 65)),), "linear")
+    with pytest.raises(PlanError, match=r"module.1.weight: two output tensors would have this name"):
+        make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
+
+
+@pytest.mark.parametrize("moe", ["portable", "per-expert"])
+def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
+    """Processor time, because other programs share the machine; 2 s is the aim on a machine of its own."""
+    table, position = {}, 0
+    for layer, expert, name in itertools.product(range(100), range(333), ("gate", "up", "down")):
+        shape = [2048, 768] if name == "down" else [768, 2048]
+        size = math.prod(shape) * 2
+        key = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+        table[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(table).encode()
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 333}
+    gc.collect()
+    gc.disable()
+    try:
+        started = time.process_time()
+        tensors = parse_header(raw, Path("file"), 8 + len(raw) + position)
+        selection = select(tensors, config, SelectionOptions(moe=moe))
+        plan = make_plan(tensors, selection.decisions, FORMATS[2], max_shard_size=10**9)
+        seconds = time.process_time() - started
+    finally:
+        gc.enable()
+    print(f"{len(tensors):,} tensors: {seconds:.2f} s")
+    assert sum(len(shard.jobs) for shard in plan.shards) == 99_900
+    assert seconds < 4
