@@ -188,7 +188,7 @@ def test_vision_parts_are_kept_and_listed_in_every_spelling():
 
 def test_an_old_multimodal_config_without_a_part_for_words_is_recognised_by_its_part_for_pictures():
     source = [tensor("model.layers.0.mlp.up_proj.weight", (64, 64)), tensor("visual.blocks.0.mlp.fc1.weight", (64, 64))]
-    selection = select(source, {"model_type": "qwen2_vl", "vision_config": {}}, SelectionOptions())
+    selection = select(source, {"model_type": "qwen2_vl", "vocab_size": 1000, "vision_config": {}}, SelectionOptions())
     assert packed(selection) == [source[0].name]
     assert {"visual", "model.visual"} <= set(selection.skip_modules)
 

@@ -176,6 +176,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "rt_detr": DETR,
     "rt_detr_v2": DETR,
     "pp_doclayout_v3": DETR,
+    "pp_doclayout_v4": replace(
+        DETR,
+        heads=(
+            *DETR.heads,
+            *(f"{prefix}decoder.{head}_order_head" for prefix in ("", "model.") for head in ("relative", "successor")),
+        ),
+    ),
     "lw_detr": DETR,
     # experts that load packed in transformers 4 and 5 alike, once they are split
     "llama4": Family(splits_experts=True),

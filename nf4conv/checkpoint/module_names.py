@@ -16,11 +16,8 @@ from typing import Any, Final
 from nf4conv.checkpoint.families import Family, families_of
 from nf4conv.checkpoint.skip_list import HEADS
 
-PART_CONFIGS: Final = (
-    "text_config", "llm_config", "language_config", "thinker_config", "language_model_config",
-    "vision_config", "vit_config", "visual", "img_processor", "audio_config", "speech_config",
-)  # fmt: skip
-"""Keys that hold the config of a language model beside others, or of others beside a language model."""
+TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
+OTHER_CONFIGS: Final = ("vision_config", "vit_config", "visual", "img_processor", "audio_config", "speech_config")
 
 TOWERS: Final = (
     "vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector",
@@ -38,8 +35,11 @@ _DUAL_ENCODER: Final = re.compile(
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a language model stands beside encoders of other inputs. A dual encoder such as CLIP has no such core."""
-    has_parts = any(isinstance(config.get(key), Mapping) for key in PART_CONFIGS)
-    return has_parts and not _DUAL_ENCODER.search(str(config.get("model_type", "")))
+    has_text = any(isinstance(config.get(key), Mapping) for key in TEXT_CONFIGS)
+    has_other = any(isinstance(config.get(key), Mapping) for key in OTHER_CONFIGS)
+    # older configs describe the language model at the top and only the other parts below
+    is_core = has_text or (has_other and "vocab_size" in config)
+    return is_core and not _DUAL_ENCODER.search(str(config.get("model_type", "")))
 
 
 @dataclass(frozen=True, slots=True)
