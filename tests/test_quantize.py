@@ -1,0 +1,210 @@
+"""`quantize` from a folder to a folder, on the CPU, without transformers."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from safetensors.torch import load_file, save_file
+
+from nf4conv.codec.ops import quantize_4bit
+from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.quantize import quantize_checkpoint
+
+CPU = RunOptions(device="cpu")
+
+KEYS = [
+    "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+    "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit", "quant_method",
+]  # fmt: skip
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        loaded = load_file(file)
+        assert not tensors.keys() & loaded.keys()
+        tensors |= loaded
+    return tensors
+
+
+def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOptions) -> None:
+    """The checkpoint's tensors for a weight are those that the codec makes of it."""
+    tensors = written(folder)
+    packed, state = quantize_4bit(weight, options.quant_type, options.blocksize, options.double_quant)
+    expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
+    assert {key for key in tensors if key == name or key.startswith(f"{name}.")} == expected.keys()
+    for key, part in expected.items():
+        assert tensors[key].dtype == part.dtype
+        assert torch.equal(tensors[key], part), key
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksize, double_quant):
+    source = write_source(tmp_path / "source")
+    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
+    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    for name, weight in written(source).items():
+        if "proj" in name:
+            assert_is(tmp_path / "out", name, weight, options)
+        else:
+            assert torch.equal(written(tmp_path / "out")[name], weight)
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
+def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
+    source = write_source(tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "expected", None, CPU)
+    quantize_checkpoint(source, tmp_path / "out", None, RunOptions("cpu", workers, buffer_size))
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("limit", [1, 30_000, 100_000])
+def test_shards_and_index(tmp_path, limit):
+    source = write_source(tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "whole", None, CPU)
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=limit), CPU)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in sorted(shards.items()) for name in tensors}
+    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert list(index["weight_map"]) == sorted(index["weight_map"])
+    expected = load_file(tmp_path / "whole/model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert not (tmp_path / "whole/model.safetensors.index.json").exists()
+
+
+def test_config_and_auxiliary_files(tmp_path):
+    source = write_source(tmp_path / "source")
+    for name in ("tokenizer.model", "chat_template.jinja", "LICENSE", "modeling_own.py", "code/deep.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    for name in (
+        "hf_quant_config.json",
+        "pytorch_model.bin",
+        "model.gguf",
+        ".gitattributes",
+        "README.md",
+        "original/a.pth",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("must not come along")
+    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert sorted(contents(tmp_path / "out")) == [
+        "LICENSE", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors", "modeling_own.py",
+        "tokenizer.json", "tokenizer.model",
+    ]  # fmt: skip
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert sorted(quantization) == KEYS
+    assert quantization["llm_int8_threshold"] == 6.0
+    assert isinstance(quantization["llm_int8_threshold"], float)
+    assert quantization["bnb_4bit_compute_dtype"] == "bfloat16"
+    assert "lm_head" in quantization["llm_int8_skip_modules"]
+    assert config.items() >= json.loads((source / "config.json").read_text()).items()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("configured", ["bfloat16", None])
+def test_dtype(tmp_path, dtype, configured):
+    """Weights are cast before they are packed, other tensors for good, and the config says to what."""
+    source = write_source(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"dtype": configured}
+    (source / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value}))
+    options = QuantizeOptions(dtype=dtype)
+    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    target = getattr(torch, dtype)
+    for name, weight in written(source).items():
+        if "proj" in name:
+            assert_is(tmp_path / "out", name, weight.to(target), options)
+        else:
+            assert torch.equal(written(tmp_path / "out")[name], weight.to(target))
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
+
+
+def test_mixed_dtypes_become_the_config_s(tmp_path):
+    source = write_source(tmp_path / "source")
+    shard = source / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    for name, dtype in (
+        ("model.layers.0.mlp.up_proj.weight", torch.float32),
+        ("model.embed_tokens.weight", torch.float16),
+    ):
+        tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, shard)
+    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    found = written(tmp_path / "out")
+    assert_is(
+        tmp_path / "out",
+        "model.layers.0.mlp.up_proj.weight",
+        tensors["model.layers.0.mlp.up_proj.weight"].bfloat16(),
+        QuantizeOptions(),
+    )
+    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_include_exclude_and_skip_modules(tmp_path):
+    source = write_source(tmp_path / "source")
+    options = QuantizeOptions(
+        include=("*.up_proj.*", "model.layers.0.*"), exclude=("*.3.*",), skip_modules=("model.layers.4.mlp",)
+    )
+    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    packed = {name.removesuffix(".absmax") for name in written(tmp_path / "out") if name.endswith(".weight.absmax")}
+    assert packed == {
+        "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight",
+        *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2, 5)),
+    }  # fmt: skip
+
+
+def test_a_single_file_and_transposed_weights(tmp_path):
+    """GPT-2 stores [in, out]; a single file takes the config that lies beside it."""
+    (tmp_path / "source").mkdir()
+    weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
+    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    quantize_checkpoint(tmp_path / "source/model.safetensors", tmp_path / "out", None, CPU)
+    assert_is(tmp_path / "out", "transformer.h.0.attn.c_attn.weight", weight.t().contiguous(), QuantizeOptions())
+
+
+@pytest.mark.parametrize("rows", [33, 65, 513])
+def test_odd_sizes(tmp_path, rows):
+    (tmp_path / "source").mkdir()
+    generator = torch.Generator().manual_seed(rows)
+    weights = {
+        f"model.layers.{layer}.mlp.up_proj.weight": torch.randn(rows, 67 + layer, generator=generator).half()
+        for layer in range(4)
+    }
+    save_file(weights, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    for double_quant in (True, False):
+        options = QuantizeOptions(double_quant=double_quant)
+        out = tmp_path / f"out-{double_quant}"
+        quantize_checkpoint(tmp_path / "source", out, options, dataclasses.replace(CPU, buffer_size=1))
+        for name, weight in weights.items():
+            assert_is(out, name, weight, options)
+
+
+def test_checksums_verify_with_sha256sum(tmp_path):
+    source = write_source(tmp_path / "source")
+    run = dataclasses.replace(CPU, checksum=True)
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), run)
+    done = subprocess.run(
+        ["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    listed = {line.split("  ")[1] for line in (tmp_path / "out/SHA256SUMS").read_text().splitlines()}
+    assert listed == set(contents(tmp_path / "out")) - {"SHA256SUMS"}
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True).returncode == 1
