@@ -39,7 +39,8 @@ def check(folder: Path) -> str:
 
 def can_read(model_class: type, source: Path) -> bool:
     try:
-        _, found = model_class.from_pretrained(source, dtype=torch.bfloat16, output_loading_info=True)
+        # with a device map, as every quantized model is loaded
+        _, found = model_class.from_pretrained(source, dtype=torch.bfloat16, device_map="cpu", output_loading_info=True)
     except Exception:  # noqa: BLE001
         return False
     return not found["missing_keys"] and not found["mismatched_keys"]
