@@ -1,0 +1,48 @@
+"""Tensors that another quantization encoded → floats. Plain torch, any device; nothing larger than a chunk in float32.
+
+scaled.py         8-bit values times scales: FP8 in its flavours, MXFP8, INT8, bitsandbytes 8-bit
+fp4.py            E2M1 pairs times scales: MXFP4 and NVFP4 (4-bit bitsandbytes is codec/ops.py's)
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from nf4conv.codec.decode.fp4 import decode_fp4, decode_stacked_mxfp4
+from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
+from nf4conv.codec.ops import dequantize_4bit
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.errors import CodecError
+
+
+def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Decode one tensor.
+
+    Args:
+        method: which function below; checkpoint/encoded.py chooses it.
+        parts: the tensors that it takes, by role, in the shapes and dtypes in which they are stored.
+        block: values that share a scale, [rows, columns]; empty where the shape of the scales tells.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        A contiguous tensor.
+
+    Raises:
+        CodecError: the parts contradict each other.
+    """
+    match method:
+        case "scaled":
+            return decode_scaled(parts["values"], parts.get("scale"), block, dtype)
+        case "int8 rows":
+            return decode_int8_rows(parts["values"], parts["scale"], dtype)
+        case "fp4":
+            scales = parts["scale"], parts.get("divisor"), parts.get("multiplier")
+            return decode_fp4(parts["values"], *scales, dtype)
+        case "stacked mxfp4":
+            return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
+        case "bitsandbytes 4-bit":
+            components = {role: part for role, part in parts.items() if role != "values"}
+            return dequantize_4bit(parts["values"], QuantState.from_components(components), dtype=dtype)
+        case "strided":
+            return torch.as_strided(parts["values"], block[: len(block) // 2], block[len(block) // 2 :]).to(dtype)
+    raise CodecError(f"unknown encoding {method!r}")

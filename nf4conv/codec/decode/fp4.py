@@ -1,0 +1,92 @@
+"""E2M1 values in pairs, the low nibble first, times a scale for each 16 or 32 of a row: NVFP4 and MXFP4.
+
+    MXFP4                      value = e2m1 × 2^(scale − 127)                 groups of 32
+    NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)   groups of 16, scale in FP8 E4M3
+    NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)        the same, but a factor instead of a divisor
+
+Computed in float32 and rounded once (OCP Microscaling Formats v1.0, section 5.3.3; transformers, integrations/mxfp4.py:
+convert_moe_packed_tensors; compressed-tensors, compressors/nvfp4; ModelOpt, NVFP4QTensor.dequantize).
+"""
+
+from typing import Final
+
+import torch
+
+from nf4conv.codec.decode.scaled import chunks, scale_values
+from nf4conv.errors import CodecError
+
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of the 16 codes: a sign bit, two bits of exponent, one of mantissa."""
+
+
+def decode_fp4(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    divisor: torch.Tensor | None,
+    multiplier: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Decode a matrix.
+
+    Args:
+        values: [rows, columns / 2] uint8 or int8, two values each.
+        scale: [rows, groups]: E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn.
+        divisor: one float32 that the scales are divided by, or None.
+        multiplier: one float32 that the scales are multiplied with, or None.
+        dtype: of the result.
+
+    Returns:
+        [rows, columns] `dtype`.
+
+    Raises:
+        CodecError: the scales do not fit the values.
+    """
+    rows, pairs = values.shape
+    groups = scale.shape[-1]
+    if scale.shape != (rows, groups) or groups == 0 or pairs % groups or 2 * pairs // groups not in (16, 32):
+        raise CodecError(
+            f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, expected one for each "
+            "16 or 32 values of a row"
+        )
+    scale = scale_values(scale)
+    if divisor is not None:
+        scale = scale / divisor.reshape(()).to(torch.float32)
+    if multiplier is not None:
+        scale = scale * multiplier.reshape(()).to(torch.float32)
+    out = torch.empty((rows, 2 * pairs), dtype=dtype, device=values.device)
+    for part in chunks(values, 2 * pairs):
+        decoded = pair_values(values[part]).view(-1, groups, 2 * pairs // groups)
+        out[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)
+    return out
+
+
+def decode_stacked_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decode the experts of gpt-oss, which are stored [expert, out, in] and loaded [expert, in, out].
+
+    Args:
+        blocks: [experts, out, groups, 16] uint8, two values each.
+        scales: [experts, out, groups] uint8.
+        dtype: of the result.
+
+    Returns:
+        [experts, 32 × groups, out] `dtype`.
+
+    Raises:
+        CodecError: the scales do not fit the values.
+    """
+    if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
+        raise CodecError(f"scales of shape {list(scales.shape)} for MXFP4 blocks of shape {list(blocks.shape)}")
+    experts, rows, groups, _ = blocks.shape
+    out = torch.empty((experts, 32 * groups, rows), dtype=dtype, device=blocks.device)
+    for expert in range(experts):
+        out[expert] = decode_fp4(blocks[expert].view(rows, -1), scales[expert], None, None, dtype).t()
+    return out
+
+
+def pair_values(values: torch.Tensor) -> torch.Tensor:
+    """[..., n] bytes → [..., 2n] float32, by a table of all pairs."""
+    singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
+    codes = torch.arange(256, device=values.device)
+    pairs = torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1).view(torch.int64).view(-1)
+    found = pairs.index_select(0, values.reshape(-1).view(torch.uint8).to(torch.int32))
+    return found.view(torch.float32).view(*values.shape[:-1], -1)

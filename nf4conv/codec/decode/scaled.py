@@ -1,0 +1,137 @@
+"""8-bit values times scales that blocks of them share: FP8 E4M3 and E5M2, MXFP8, INT8.
+
+    value = float32(stored) × float32(scale), rounded once to the wanted dtype
+
+A scale multiplies whatever it is called: `weight_scale_inv` too (DeepSeek-V3, inference/kernel.py: weight_dequant_kernel;
+transformers, integrations/finegrained_fp8.py: Fp8Dequantize). E8M0 scales, 2^(byte − 127), are stored as such or as
+plain bytes (OCP Microscaling Formats v1.0, section 5.4.1).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from nf4conv.errors import CodecError
+
+_CPU_CHUNK = 2**18
+_GPU_CHUNK = 2**24
+"""Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the launches."""
+
+
+def decode_scaled(
+    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode 8-bit values.
+
+    Args:
+        values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
+        scale: what they are multiplied with, float32, bfloat16, float16, or E8M0 as float8_e8m0fnu or uint8.
+            With a block: [..., ceil(rows / block rows), ceil(columns / block columns)]; the last blocks may be partial.
+            Without: one value, or [rows], or a shape that broadcasts against the values'. None: all ones.
+        block: (rows, columns) that share a scale, or empty.
+        dtype: of the result.
+
+    Returns:
+        [..., rows, columns] `dtype`.
+
+    Raises:
+        CodecError: the scales do not fit the values.
+    """
+    if scale is None:
+        scale = torch.ones((), device=values.device)
+    scale = scale_values(scale)
+    if block and scale.numel() > 1:
+        _check_grid(values, scale, block)
+        return torch.stack([_decode_grid(*pair, block, dtype) for pair in _matrices(values, scale)]).view(values.shape)
+    return _decode_broadcast(values, _broadcastable(values, scale), dtype)
+
+
+def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decode a weight of bitsandbytes' LLM.int8(): each row was scaled so that its largest magnitude is 127.
+
+    Args:
+        values: [rows, columns] int8 (`weight`).
+        scale: [rows] float32, the largest magnitudes (`SCB`).
+        dtype: of the result.
+
+    Returns:
+        [rows, columns] `dtype`, rounded as bitsandbytes' int8_vectorwise_dequant is: twice in float32.
+    """
+    if scale.numel() != values.shape[0]:
+        raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for rows in chunks(values, values.shape[1]):
+        out[rows] = values[rows] * scale.view(-1, 1)[rows] * (1 / 127)
+    return out
+
+
+def scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as float32; bytes are E8M0, of which 255 means NaN."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    return scale.to(torch.float32)
+
+
+def byte_values(values: torch.Tensor) -> torch.Tensor:
+    """8-bit values of any dtype as float32, by a table of all 256: several times as fast as torch's cast on a CPU."""
+    table = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype).to(torch.float32)
+    indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
+    return table.index_select(0, indices).view(values.shape)
+
+
+def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
+    """A tensor's rows, of so many values each, a few at a time: whole units of them."""
+    rows = len(values)
+    size = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
+    step = max(size // max(columns * unit, 1), 1) * unit
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]) -> None:
+    height, width = block
+    *stacked, rows, columns = values.shape
+    expected = (*stacked, -(-rows // height), -(-columns // width))
+    if tuple(scale.shape) != expected:
+        raise CodecError(
+            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)} in blocks of "
+            f"{height} × {width}, expected {list(expected)}"
+        )
+
+
+def _matrices(values: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(
+        values.reshape(-1, *values.shape[-2:]).unbind(), scale.reshape(-1, *scale.shape[-2:]).unbind(), strict=True
+    )
+
+
+def _decode_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    height, width = block
+    rows, columns = values.shape
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for part in chunks(values, columns, height):
+        scales = scale[part.start // height : -(-part.stop // height)]
+        scales = scales.repeat_interleave(width, dim=1)[:, :columns].repeat_interleave(height, dim=0)
+        out[part] = byte_values(values[part]).mul_(scales[: part.stop - part.start])
+    return out
+
+
+def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scale.numel() == 1:
+        return scale.view((1,) * values.dim())
+    if scale.dim() == 1 and values.dim() == 2:
+        scale = scale.view(-1, 1)  # a scale for each row, that is, output channel
+    if scale.dim() != values.dim() or any(
+        size not in (1, whole) for size, whole in zip(scale.shape, values.shape, strict=True)
+    ):
+        raise CodecError(f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}")
+    return scale
+
+
+def _decode_broadcast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if values.dim() == 0:
+        return (byte_values(values) * scale).to(dtype)
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for part in chunks(values, math.prod(values.shape[1:])):
+        out[part] = byte_values(values[part]).mul_(scale if scale.shape[0] == 1 else scale[part])
+    return out

@@ -1,0 +1,271 @@
+"""Decoding other quantizations: blocks worked out by hand, and the formats' own reference implementations."""
+
+import math
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nf4conv import dequantize_4bit, quantize_4bit
+from nf4conv.codec.decode import decode
+from nf4conv.errors import CodecError
+
+BF16 = torch.bfloat16
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.is_contiguous()
+    nans = torch.isnan(expected)
+    assert torch.equal(torch.isnan(actual), nans)
+    kind = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    assert torch.equal(actual.view(kind)[~nans], expected.view(kind)[~nans])
+
+
+def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def random_scales(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + 1e-4
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_fp8_value_by_its_definition():
+    def e4m3(byte: int) -> float:
+        sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+        if (exponent, mantissa) == (15, 7):
+            return math.nan
+        magnitude = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        return -magnitude if sign else magnitude
+
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    expected = torch.tensor([e4m3(byte) for byte in range(256)]).view(16, 16)
+    same_bits(decode("scaled", {"values": values}, (), torch.float32), expected)
+
+
+def test_blocks_by_hand_with_partial_ones_at_both_edges():
+    values = torch.ones(3, 5).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
+    expected = torch.tensor([[2, 2, 3, 3, 5], [2, 2, 3, 3, 5], [7, 7, 11, 11, 13]], dtype=BF16)
+    same_bits(decode("scaled", {"values": values, "scale": scale}, (2, 2), BF16), expected)
+
+
+def test_the_block_comes_from_the_config_not_from_the_grid():
+    """576 rows in blocks of 128 are 5 rows of scales, the last for 64 (DeepSeek-V3's kv_a_proj_with_mqa)."""
+    values = torch.ones(576, 128).to(torch.float8_e4m3fn)
+    decoded = decode("scaled", {"values": values, "scale": torch.arange(1.0, 6.0).view(5, 1)}, (128, 128), BF16)
+    assert decoded[:, 0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 128 + [4.0] * 128 + [5.0] * 64
+
+
+@pytest.mark.parametrize("stored_as", [torch.uint8, torch.float8_e8m0fnu], ids=["bytes", "e8m0"])
+def test_e8m0_scales_are_powers_of_two(stored_as: torch.dtype):
+    values = torch.full((1, 128), 1.5).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0, 126, 127, 130]], dtype=torch.uint8).view(stored_as)
+    decoded = decode("scaled", {"values": values, "scale": scale}, (1, 32), torch.float32)
+    assert decoded[0, ::32].tolist() == [1.5 * 2**-127, 0.75, 1.5, 12.0]
+
+
+def test_an_e8m0_scale_of_255_is_nan():
+    scale = torch.tensor([[255]], dtype=torch.uint8)
+    decoded = decode("fp4", {"values": random_bytes(1, 16), "scale": scale}, (), BF16)
+    assert bool(torch.isnan(decoded).all())
+
+
+def test_scales_of_a_tensor_of_rows_and_of_columns():
+    values = torch.ones(2, 3).to(torch.float8_e4m3fn)
+    for scale, expected in (
+        (torch.tensor(2.0), [[2, 2, 2], [2, 2, 2]]),
+        (torch.tensor([2.0]), [[2, 2, 2], [2, 2, 2]]),
+        (torch.tensor([2.0, 3.0]), [[2, 2, 2], [3, 3, 3]]),
+        (torch.tensor([[2.0], [3.0]]), [[2, 2, 2], [3, 3, 3]]),
+        (torch.tensor([[2.0, 3.0, 5.0]]), [[2, 3, 5], [2, 3, 5]]),
+    ):
+        assert decode("scaled", {"values": values, "scale": scale}, (), BF16).tolist() == expected
+
+
+def test_stacked_matrices_have_grids_of_their_own():
+    values = torch.ones(2, 2, 4).to(torch.float8_e5m2)
+    scale = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+    decoded = decode("scaled", {"values": values, "scale": scale}, (2, 2), BF16)
+    assert decoded.tolist() == [[[1, 1, 2, 2]] * 2, [[3, 3, 4, 4]] * 2]
+
+
+def test_every_fp4_pair_low_nibble_first():
+    codes = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    values = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    expected = torch.tensor([[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]).view(16, 32)
+    scale = torch.full((16, 1), 127, dtype=torch.uint8)
+    same_bits(decode("fp4", {"values": values, "scale": scale}, (), torch.float32), expected)
+
+
+def test_the_two_conventions_of_nvfp4_are_each_others_inverse():
+    values, scale = torch.tensor([[0x72] + [0] * 7], dtype=torch.uint8), torch.tensor([[3.0]]).to(torch.float8_e4m3fn)
+    divided = decode("fp4", {"values": values, "scale": scale, "divisor": torch.tensor([4.0])}, (), BF16)
+    multiplied = decode("fp4", {"values": values, "scale": scale, "multiplier": torch.tensor(0.25)}, (), BF16)
+    assert divided[0, :2].tolist() == [0.75, 4.5]
+    same_bits(multiplied, divided)
+
+
+def test_gpt_oss_experts_come_out_transposed():
+    blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, 0, 0], blocks[0, 1, 0, 15] = 0x21, 0xF0
+    scales = torch.tensor([[[127], [128]]], dtype=torch.uint8)
+    decoded = decode("stacked mxfp4", {"values": blocks, "scale": scales}, (), BF16)
+    assert decoded.shape == (1, 32, 2)
+    assert decoded[0, :2, 0].tolist() == [0.5, 1.0]
+    assert decoded[0, 31, 1].item() == -12.0
+
+
+def test_int8_rows_by_hand():
+    values = torch.tensor([[127, -127, 0], [1, 64, -128]], dtype=torch.int8)
+    decoded = decode("int8 rows", {"values": values, "scale": torch.tensor([2.0, 127.0])}, (), BF16)
+    assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
+
+
+# --- against the references ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("scales", [torch.float32, BF16, torch.float8_e8m0fnu, torch.uint8], ids=str)
+def test_fp8_blocks_are_those_of_transformers(dtype: torch.dtype, scales: torch.dtype):
+    values = random_bytes(384, 256).view(dtype)
+    exponents = (random_bytes(3, 2, seed=2) >> 3) + 110
+    scale = exponents.view(scales) if scales.itemsize == 1 else random_scales(3, 2).to(scales)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
+    same_bits(decode("scaled", {"values": values, "scale": scale}, (128, 128), BF16), expected)
+
+
+def test_fp4_experts_of_deepseek_are_those_of_transformers():
+    values, scale = random_bytes(64, 128).view(torch.int8), (random_bytes(64, 8, seed=3) >> 3) + 110
+    scale = scale.view(torch.float8_e8m0fnu)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
+    same_bits(decode("fp4", {"values": values, "scale": scale}, (), BF16), expected)
+
+
+def test_gpt_oss_experts_are_those_of_transformers():
+    blocks, scales = random_bytes(3, 48, 5, 16), (random_bytes(3, 48, 5, seed=4) >> 2) + 96
+    expected = convert_moe_packed_tensors(blocks, scales)
+    same_bits(decode("stacked mxfp4", {"values": blocks, "scale": scales}, (), BF16), expected)
+
+
+def scheme(**weights: object) -> QuantizationScheme:
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "block", "extra"),
+    [
+        ("tensor", (1,), (), {}),
+        ("channel", (96, 1), (), {}),
+        ("block", (3, 2), (32, 64), {"block_structure": [32, 64]}),
+        ("group", (96, 4), (1, 32), {"group_size": 32}),
+    ],
+    ids=["tensor", "channel", "block", "group"],
+)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, BF16], ids=["f32", "bf16"])
+def test_fp8_is_that_of_compressed_tensors(
+    strategy: str, shape: tuple[int, ...], block: tuple[int, ...], extra: dict[str, object], scale_dtype: torch.dtype
+):
+    values, scale = torch.randn(96, 128).to(torch.float8_e4m3fn), random_scales(*shape).to(scale_dtype)
+    state = {"weight": values, "weight_scale": scale}
+    kind = scheme(num_bits=8, type="float", strategy=strategy, **extra)
+    expected = NaiveQuantizationCompressor.decompress(state, kind)["weight"].to(BF16)
+    same_bits(decode("scaled", {"values": values, "scale": scale}, block, BF16), expected)
+
+
+def test_int8_is_that_of_compressed_tensors():
+    values, scale = random_bytes(96, 128).view(torch.int8), random_scales(96, 1)
+    state = {"weight": values, "weight_scale": scale}
+    expected = NaiveQuantizationCompressor.decompress(state, scheme(num_bits=8, type="int", strategy="channel"))
+    same_bits(decode("scaled", {"values": values, "scale": scale}, (), BF16), expected["weight"].to(BF16))
+
+
+def test_nvfp4_is_that_of_compressed_tensors():
+    values, scale = random_bytes(32, 64), (random_scales(32, 8) * 1000).to(torch.float8_e4m3fn)
+    state = {"weight_packed": values, "weight_scale": scale, "weight_global_scale": torch.tensor([1234.5])}
+    kind = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    expected = NVFP4PackedCompressor.decompress(dict(state), kind)["weight"]
+    parts = {"values": values, "scale": scale, "divisor": state["weight_global_scale"]}
+    same_bits(decode("fp4", parts, (), BF16), expected)
+
+
+def test_mxfp4_is_that_of_compressed_tensors():
+    values, scale = random_bytes(32, 64), (random_bytes(32, 4, seed=5) >> 3) + 110
+    kind = scheme(num_bits=4, type="float", strategy="group", group_size=32)
+    expected = MXFP4PackedCompressor.decompress({"weight_packed": values, "weight_scale": scale}, kind)["weight"]
+    same_bits(decode("fp4", {"values": values, "scale": scale}, (), BF16), expected.to(BF16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32], ids=["f16", "bf16", "f32"])
+def test_int8_rows_are_those_of_bitsandbytes(dtype: torch.dtype):
+    values, scale = random_bytes(64, 96).view(torch.int8), random_scales(64) * 30
+    expected = bnb.int8_vectorwise_dequant(values, scale).to(dtype)
+    same_bits(decode("int8 rows", {"values": values, "scale": scale}, (), dtype), expected)
+
+
+@pytest.mark.parametrize("double_quant", [False, True], ids=["plain", "nested"])
+def test_4bit_is_dequantize_4bit(double_quant: bool):
+    packed, state = quantize_4bit(torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant)
+    parts = {"values": packed, **state.components()}
+    same_bits(decode("bitsandbytes 4-bit", parts, (), torch.float16), dequantize_4bit(packed, state))
+
+
+# --- shapes and refusals ---------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    height=st.integers(1, 5),
+    width=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_every_value_gets_the_scale_of_its_block(rows: int, columns: int, height: int, width: int, seed: int):
+    values = torch.ones(rows, columns, dtype=torch.int8)
+    grid = -(-rows // height), -(-columns // width)
+    scale = random_scales(*grid, seed=seed)
+    decoded = decode("scaled", {"values": values, "scale": scale}, (height, width), torch.float32)
+    for row in range(rows):
+        for column in range(columns):
+            assert decoded[row, column] == scale[row // height, column // width]
+
+
+def test_many_chunks_are_one_tensor():
+    """More values than are decoded at a time, with a last chunk that is cut."""
+    values, scale = random_bytes(1037, 640).view(torch.int8), random_scales(1037, 1)
+    decoded = decode("scaled", {"values": values, "scale": scale}, (), torch.float32)
+    same_bits(decoded, values.to(torch.float32) * scale)
+    pairs, exponents = random_bytes(1037, 320), (random_bytes(1037, 20) >> 3) + 110
+    whole = decode("fp4", {"values": pairs, "scale": exponents}, (), BF16)
+    same_bits(whole[1000:], decode("fp4", {"values": pairs[1000:], "scale": exponents[1000:]}, (), BF16))
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "block"),
+    [
+        ("scaled", {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3, 2)}, (2, 2)),
+        ("scaled", {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
+        ("scaled", {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(2, 2)}, ()),
+        ("fp4", {"values": random_bytes(4, 16), "scale": random_bytes(4, 4)}, ()),
+        ("fp4", {"values": random_bytes(4, 16), "scale": random_bytes(3, 1)}, ()),
+        ("stacked mxfp4", {"values": random_bytes(2, 4, 1, 8), "scale": random_bytes(2, 4, 1)}, ()),
+        ("int8 rows", {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
+    ],
+    ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "int8"],
+)
+def test_scales_that_do_not_fit_are_refused(method: str, parts: dict[str, torch.Tensor], block: tuple[int, ...]):
+    with pytest.raises(CodecError, match="scales"):
+        decode(method, parts, block, BF16)
