@@ -98,7 +98,7 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
                 default=default.workers,
                 help="Threads; 0 chooses.  [default: 0]",
             ),
-            click.option("--buffer-size", type=_Size(), default="128MB", show_default=True, help="Memory for reading."),
+            click.option("--buffer-size", type=_Size(), default="64MB", show_default=True, help="Memory for reading."),
             click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
             click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
             click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),

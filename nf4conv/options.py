@@ -16,7 +16,7 @@ class RunOptions:
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one.
-        workers: threads that each read, compute and write; 0 chooses: one a core, at most 12 for a GPU.
+        workers: threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU.
         buffer_size: bytes of host memory for reading, all workers together.
         overwrite: delete what is in the output folder.
         checksum: write SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
@@ -24,7 +24,7 @@ class RunOptions:
 
     device: str = "auto"
     workers: int = 0
-    buffer_size: int = 128 * 10**6
+    buffer_size: int = 64 * 10**6
     overwrite: bool = False
     checksum: bool = False
 

@@ -28,7 +28,7 @@ from nf4conv.options import RunOptions
 LARGEST_PIECE: Final = 32 * 2**20
 """Bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)."""
 
-_CUDA_WORKERS: Final = 12
+_CUDA_WORKERS: Final = 8
 
 
 class Worker:
