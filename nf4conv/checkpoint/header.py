@@ -42,6 +42,8 @@ class TensorInfo(NamedTuple):
         file: the file that holds it.
         start: where its bytes begin in that file, from the file's first byte.
         stop: where they end.
+        encoding: how it is stored, if not simply as these bytes in this dtype and shape; they are then the largest part
+            of what it is decoded from.
     """
 
     name: str
@@ -50,14 +52,34 @@ class TensorInfo(NamedTuple):
     file: Path
     start: int
     stop: int
+    encoding: "Encoding | None" = None
 
     @property
     def nbytes(self) -> int:
-        return self.stop - self.start
+        """Bytes in the source, of all parts."""
+        return self.stop - self.start if self.encoding is None else self.encoding.nbytes
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+
+class Encoding(NamedTuple):
+    """How a tensor is decoded from others, see codec/decode.
+
+    Attributes:
+        method: of decoding.
+        parts: (role, tensor) of each that it is decoded from.
+        block: values that share a scale, [rows, columns]; empty where shapes tell. For "strided": shape and strides.
+    """
+
+    method: str
+    parts: tuple[tuple[str, TensorInfo], ...]
+    block: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, part in self.parts)
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:

@@ -44,5 +44,6 @@ def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...
             components = {role: part for role, part in parts.items() if role != "values"}
             return dequantize_4bit(parts["values"], QuantState.from_components(components), dtype=dtype)
         case "strided":
-            return torch.as_strided(parts["values"], block[: len(block) // 2], block[len(block) // 2 :]).to(dtype)
+            shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
+            return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()
     raise CodecError(f"unknown encoding {method!r}")

@@ -2,10 +2,10 @@
 
     MXFP4                      value = e2m1 × 2^(scale − 127)                 groups of 32
     NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)   groups of 16, scale in FP8 E4M3
-    NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)        the same, but a factor instead of a divisor
+    NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)        the same, with a factor, not a divisor
 
-Computed in float32 and rounded once (OCP Microscaling Formats v1.0, section 5.3.3; transformers, integrations/mxfp4.py:
-convert_moe_packed_tensors; compressed-tensors, compressors/nvfp4; ModelOpt, NVFP4QTensor.dequantize).
+Computed in float32 and rounded once: OCP Microscaling Formats v1.0, section 5.3.3; convert_moe_packed_tensors of
+transformers' integrations/mxfp4.py; compressed-tensors' compressors/nvfp4; ModelOpt's NVFP4QTensor.dequantize.
 """
 
 from typing import Final

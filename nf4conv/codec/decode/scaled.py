@@ -2,9 +2,9 @@
 
     value = float32(stored) × float32(scale), rounded once to the wanted dtype
 
-A scale multiplies whatever it is called: `weight_scale_inv` too (DeepSeek-V3, inference/kernel.py: weight_dequant_kernel;
-transformers, integrations/finegrained_fp8.py: Fp8Dequantize). E8M0 scales, 2^(byte − 127), are stored as such or as
-plain bytes (OCP Microscaling Formats v1.0, section 5.4.1).
+A scale multiplies whatever it is called, `weight_scale_inv` too: weight_dequant_kernel of DeepSeek-V3's
+inference/kernel.py, Fp8Dequantize of transformers' integrations/finegrained_fp8.py. E8M0 scales, 2^(byte − 127), are
+stored as such or as plain bytes (OCP Microscaling Formats v1.0, section 5.4.1).
 """
 
 import math
@@ -107,7 +107,7 @@ def _matrices(values: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch
 
 def _decode_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     height, width = block
-    rows, columns = values.shape
+    columns = values.shape[1]
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     for part in chunks(values, columns, height):
         scales = scale[part.start // height : -(-part.stop // height)]

@@ -1,0 +1,293 @@
+"""The part of pickle that state dicts are written in, run by a machine that can call nothing.
+
+A pickle is a program whose GLOBAL and REDUCE name and call any function of Python. Here GLOBAL only finds names in a
+table, and REDUCE only combines what the table says: dicts, tuples and descriptions of tensors. Whatever else a program
+asks for is refused by name, so nothing that stands in a file is ever executed (the opcodes are those of pickletools;
+what torch writes is in torch/_utils.py and torch/_tensor.py, `_rebuild_*` and `__reduce_ex__`).
+"""
+
+import pickletools
+from collections.abc import Callable
+from typing import IO, Any, Final, NamedTuple
+
+from nf4conv.checkpoint.header import DTYPE_BITS
+
+
+class PickleError(Exception):
+    """A pickle that is malformed, or that holds more than tensors, dicts and numbers."""
+
+
+class Storage(NamedTuple):
+    """Memory that tensors are views of.
+
+    Attributes:
+        dtype: safetensors' tag; None when the storage does not know it.
+        key: under which its bytes are in the file.
+        elements: of that dtype, or bytes.
+    """
+
+    dtype: str | None
+    key: str
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * (1 if self.dtype is None else DTYPE_BITS[self.dtype] // 8)
+
+
+class StoredTensor(NamedTuple):
+    """A view of a storage; offset, shape and strides count elements.
+
+    Attributes:
+        storage: whose memory it is.
+        dtype: safetensors' tag.
+        offset: of its first element.
+        shape: sizes, outermost first.
+        stride: elements from one index to the next, for each dimension.
+    """
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Name(NamedTuple):
+    """What GLOBAL puts on the stack."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+_STORAGES: Final = {
+    _Name("torch", f"{kind}Storage"): tag
+    for kind, tag in (
+        *(("Float", "F32"), ("Double", "F64"), ("Half", "F16"), ("BFloat16", "BF16"), ("ComplexFloat", "C64")),
+        *(("Long", "I64"), ("Int", "I32"), ("Short", "I16"), ("Char", "I8"), ("Byte", "U8"), ("Bool", "BOOL")),
+    )
+}
+_UNTYPED: Final = _Name("torch.storage", "UntypedStorage")
+_DTYPES: Final = {
+    _Name("torch", name): tag
+    for name, tag in (
+        *(("float32", "F32"), ("float64", "F64"), ("float16", "F16"), ("bfloat16", "BF16"), ("complex64", "C64")),
+        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8"), ("bool", "BOOL")),
+        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
+        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e8m0fnu", "F8_E8M0")),
+    )
+}
+_CLASSES: Final = frozenset(
+    (_Name("torch", "Tensor"), _Name("torch.nn.parameter", "Parameter"), _Name("torch.nn.parameter", "Buffer"))
+)
+
+
+def _dict(pairs: Any = ()) -> dict[Any, Any]:
+    return dict(pairs)
+
+
+def _view(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> StoredTensor:
+    if storage.dtype is None:
+        raise PickleError("a tensor without a dtype")
+    return StoredTensor(storage, storage.dtype, offset, shape, stride)
+
+
+def _view_as(
+    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *others: Any
+) -> StoredTensor:
+    _requires_grad, _hooks, dtype = others[:3]
+    return StoredTensor(storage, _DTYPES[dtype], offset, shape, stride)
+
+
+def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
+    return tensor
+
+
+def _of_class(rebuild: _Name, kind: _Name, arguments: tuple[Any, ...], _state: Any) -> Any:
+    if kind not in _CLASSES:
+        raise PickleError(f"needs {kind}")
+    return _FUNCTIONS[rebuild](*arguments)
+
+
+_FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
+    _Name("collections", "OrderedDict"): _dict,
+    _Name("torch", "Size"): tuple,
+    _Name("torch._utils", "_rebuild_tensor"): _view,
+    _Name("torch._utils", "_rebuild_tensor_v2"): _view,
+    _Name("torch._utils", "_rebuild_tensor_v3"): _view_as,
+    _Name("torch._utils", "_rebuild_parameter"): _parameter,
+    _Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    _Name("torch._tensor", "_rebuild_from_type_v2"): _of_class,
+}
+_KNOWN: Final = frozenset((*_STORAGES, _UNTYPED, *_DTYPES, *_CLASSES, *_FUNCTIONS))
+
+_CONSTANTS: Final = frozenset(
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    )
+)
+"""Opcodes that push their argument."""
+
+
+def run_pickle(file: IO[bytes]) -> Any:
+    """The value that a pickle describes: dicts, lists, tuples, strings, numbers and StoredTensors.
+
+    Args:
+        file: at the first opcode; it is left after the last.
+
+    Raises:
+        PickleError: the pickle is malformed, or needs anything else.
+    """
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            machine.step(opcode.name, argument)
+        return machine.pop()
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
+        raise PickleError(f"not a pickle of a state dict ({type(error).__name__}: {error})") from error
+
+
+class _Machine:
+    """A stack, the stacks that MARK put aside, and the memo; a method for each opcode that is known."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def step(self, opcode: str, argument: Any) -> None:
+        if opcode in _CONSTANTS:
+            self._stack.append(argument)
+            return
+        method = getattr(self, f"_{opcode.lower()}", None)
+        if method is None:
+            raise PickleError(f"needs the opcode {opcode}")
+        method(argument)
+
+    def pop(self) -> Any:
+        return self._stack.pop()
+
+    def _pop_to_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def _proto(self, _: int) -> None:
+        pass
+
+    _frame = _stop = _proto
+
+    def _mark(self, _: None) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _none(self, _: None) -> None:
+        self._stack.append(None)
+
+    def _newtrue(self, _: None) -> None:
+        self._stack.append(True)
+
+    def _newfalse(self, _: None) -> None:
+        self._stack.append(False)
+
+    def _empty_tuple(self, _: None) -> None:
+        self._stack.append(())
+
+    def _empty_list(self, _: None) -> None:
+        self._stack.append([])
+
+    def _empty_dict(self, _: None) -> None:
+        self._stack.append({})
+
+    def _tuple(self, _: None) -> None:
+        items = self._pop_to_mark()
+        self._stack.append(tuple(items))
+
+    def _tuple1(self, _: None) -> None:
+        self._stack[-1:] = [(self._stack[-1],)]
+
+    def _tuple2(self, _: None) -> None:
+        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
+
+    def _tuple3(self, _: None) -> None:
+        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+
+    def _list(self, _: None) -> None:
+        items = self._pop_to_mark()
+        self._stack.append(items)
+
+    def _append(self, _: None) -> None:
+        item = self.pop()
+        self._target(list).append(item)
+
+    def _appends(self, _: None) -> None:
+        items = self._pop_to_mark()
+        self._target(list).extend(items)
+
+    def _dict(self, _: None) -> None:
+        items = self._pop_to_mark()
+        self._stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+
+    def _setitem(self, _: None) -> None:
+        value = self.pop()
+        key = self.pop()
+        self._target(dict)[key] = value
+
+    def _setitems(self, _: None) -> None:
+        items = self._pop_to_mark()
+        self._target(dict).update(zip(items[::2], items[1::2], strict=True))
+
+    def _target(self, kind: type) -> Any:
+        if type(self._stack[-1]) is not kind:
+            raise PickleError(f"adds items to a {type(self._stack[-1]).__name__}")
+        return self._stack[-1]
+
+    def _memoize(self, _: None) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _binput(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    _put = _long_binput = _binput
+
+    def _binget(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    _get = _long_binget = _binget
+
+    def _global(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self._push_name(_Name(module, name))
+
+    def _stack_global(self, _: None) -> None:
+        name = self.pop()
+        self._push_name(_Name(self.pop(), name))
+
+    def _push_name(self, name: _Name) -> None:
+        if name not in _KNOWN:
+            raise PickleError(f"needs {name}")
+        self._stack.append(name)
+
+    def _binpersid(self, _: None) -> None:
+        """A storage, the only kind of object that torch refers to by an identity of its own."""
+        kind, storage, key, _location, elements, *view = self.pop()
+        if kind != "storage" or not isinstance(key, str) or any(part is not None for part in view):
+            raise PickleError(f"needs an object of the kind {kind!r}, not of a plain storage")
+        if type(elements) is not int or elements < 0:
+            raise PickleError(f"a storage of {elements!r} elements")
+        self._stack.append(Storage(None if storage == _UNTYPED else _STORAGES[storage], key, elements))
+
+    def _reduce(self, _: None) -> None:
+        arguments = self.pop()
+        function = self.pop()
+        if function not in _FUNCTIONS:
+            raise PickleError(f"calls {function}")
+        self._stack.append(_FUNCTIONS[function](*arguments))
+
+    def _build(self, _: None) -> None:
+        """Attributes of an OrderedDict, such as the `_metadata` of a state dict, which nothing here needs."""
+        self.pop()
+        self._target(dict)
