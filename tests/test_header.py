@@ -86,6 +86,11 @@ def test_round_trip(tensors, reserve):
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, r"w: \[0\] are not data offsets"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w: 4 bytes, expected 8"),
         ({"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}}, "w: 4 bytes, expected"),
+        ({"w": {"dtype": "F32", "shape": [2**62] * 64, "data_offsets": [0, 4]}}, "w: 4 bytes, expected"),
+        ({"w": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}, r"w: .{100}… is not a shape"),
+        ({"w": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}, r"w: \[.*\] is not a shape"),
+        ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [10**300, 10**300 + 8]}}, r"w: .* are not data offsets"),
+        ({"w": {"dtype": "F" * 10**6, "shape": [1], "data_offsets": [0, 4]}}, r"w: unknown dtype .{100}…;"),
         ({"w": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]}}, "w: 4 unused bytes before it"),
         ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}, "w: the file ends 3 bytes early"),
         ({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "1 bytes after the last tensor belong to none"),
@@ -103,3 +108,40 @@ def test_a_name_given_twice_is_found_out():
     raw = b'{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}'
     with pytest.raises(SourceError, match="w: 2 unused bytes before it"):
         parse_header(raw, Path("file"), 8 + len(raw) + 4)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}',
+    ],
+    ids=["empty", "cut-off", "not-utf-8", "nested-too-deep", "half-a-surrogate-pair", "number-of-5000-digits"],
+)
+def test_what_is_no_header_at_all(raw):
+    with pytest.raises(SourceError, match=r"^file: the safetensors header is malformed: .+"):
+        parse_header(raw, Path("file"), 8 + len(raw))
+
+
+def damage() -> st.SearchStrategy[list[tuple[int, int]]]:
+    return st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+@given(damage())
+@settings(max_examples=400, deadline=None)
+def test_any_damage_is_a_source_error_or_still_a_header_without_holes(places):
+    tensors = [("model.weight", "F32", (2, 3), 0, 24), ("b", "BF16", (4,), 24, 32), ("c", "U8", (), 32, 33)]
+    raw = bytearray(build_header(tensors)[8:])
+    for place, value in places:
+        raw[place % len(raw)] = value
+    size = 8 + len(raw) + 33
+    try:
+        found = parse_header(bytes(raw), Path("file"), size)
+    except SourceError:
+        return
+    assert found[0].start == 8 + len(raw)
+    assert [tensor.stop for tensor in found] == [*(tensor.start for tensor in found[1:]), size]

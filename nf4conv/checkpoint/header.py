@@ -31,6 +31,9 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 
 METADATA_KEY: Final = "__metadata__"
 
+_MOST_DIMENSIONS: Final = 64  # as torch
+_LARGEST_SIZE: Final = 2**63
+
 
 class TensorInfo(NamedTuple):
     """One tensor of a file, as its header tells it.
@@ -124,10 +127,11 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     """
     try:
         table = json.loads(raw)  # of a name given twice one entry is lost, and its bytes then belong to none
-    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
+        if not isinstance(table, dict):
+            raise SourceError(f"{path}: the safetensors header is not a JSON object")
+        "".join(table).encode()  # JSON can spell names that no header could be written with
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are both ValueErrors
         raise SourceError(f"{path}: the safetensors header is malformed: {error}") from error
-    if not isinstance(table, dict):
-        raise SourceError(f"{path}: the safetensors header is not a JSON object")
     table.pop(METADATA_KEY, None)
     data_start = LENGTH_BYTES + len(raw)
     tensors = sorted(
@@ -145,22 +149,29 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError(f"{path}: {name}: the header entry lacks dtype, shape or data_offsets") from error
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise SourceError(f"{path}: {name}: unknown dtype {dtype!r}; a newer nf4conv may know it")
+        raise SourceError(f"{path}: {name}: unknown dtype {_brief(dtype)}; a newer nf4conv may know it")
     if not _are_sizes(shape):
-        raise SourceError(f"{path}: {name}: {shape!r} is not a shape")
+        raise SourceError(f"{path}: {name}: {_brief(shape)} is not a shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise SourceError(f"{path}: {name}: {offsets!r} are not data offsets")
+        raise SourceError(f"{path}: {name}: {_brief(offsets)} are not data offsets")
     expected = math.prod(shape) * bits
     if expected != (offsets[1] - offsets[0]) * 8:
         raise SourceError(
-            f"{path}: {name}: {offsets[1] - offsets[0]:,} bytes, expected {expected / 8:,.0f} for {shape} {dtype}"
+            f"{path}: {name}: {offsets[1] - offsets[0]:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}"
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + offsets[0], data_start + offsets[1])
 
 
 def _are_sizes(values: Any) -> bool:
     # bool is a subclass of int, and a shape of [true] would pass for [1]
-    return isinstance(values, list) and set(map(type, values)) <= {int} and min(values, default=0) >= 0
+    if not isinstance(values, list) or not set(map(type, values)) <= {int} or len(values) > _MOST_DIMENSIONS:
+        return False
+    return min(values, default=0) >= 0 and max(values, default=0) < _LARGEST_SIZE
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:
