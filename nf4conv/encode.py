@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS
-from nf4conv.checkpoint.plan import Format, PackJob
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
 from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
+from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
 from nf4conv.pipeline import Task, aligned, interleave
 from nf4conv.shards import (
     CopyPart,
@@ -30,14 +31,14 @@ from nf4conv.shards import (
 )
 from nf4conv.worker import TorchWorker
 
-SOURCE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
     packs: list[Task[TorchWorker]] = []
     for group in pack_groups(progress.shard, piece):
-        if group[0].is_cut_out:
+        if group[0].source.encoding is not None:
+            packs.append(PackDecoded(progress, group[0]))
+        elif group[0].is_cut_out:
             packs.append(PackCutOut(progress, group[0]))
         elif aligned(group[0].source_bytes) > piece:
             packs += _pack_pieces(progress, group[0], piece)
@@ -47,6 +48,9 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
         CastCopies(progress, parts) if is_cast(parts) else RawCopies(progress, parts)
         for parts in copy_groups(progress.shard, piece)
     ]
+    for job in progress.shard.jobs:
+        if isinstance(job, CopyJob) and job.source.encoding is not None:
+            copies += [CopyDecoded(progress, job, index) for index in slices(job.source)]
     progress.expect(len(packs) + len(copies))
     return list(interleave([packs, copies], 2))
 
@@ -125,13 +129,48 @@ class PackCutOut:
         start, stop = self.job.source_range
         [raw] = worker.read([(source.file, start, stop)])
         with worker.timed("encode"):
-            weight = raw.view(SOURCE_DTYPES[source.dtype]).view(-1, source.shape[-1])
+            weight = raw.view(TORCH_DTYPES[source.dtype]).view(-1, source.shape[-1])
             if matrix.columns is not None:
                 weight = weight[:, slice(*matrix.columns)]
             if matrix.transpose:
                 weight = weight.t()
             weight = weight.to(DTYPES[self.progress.format.dtype]).contiguous().view(-1)
         _pack_whole(worker, self.progress, [self.job], [weight])
+
+
+@dataclass(frozen=True)
+class PackDecoded:
+    """A weight, or a matrix of a stack of them, that the source holds encoded: it is taken whole."""
+
+    progress: ShardProgress
+    job: PackJob
+
+    def run(self, worker: TorchWorker) -> None:
+        matrix = self.job.matrix
+        weight = read_decoded(worker, self.job.source, matrix.index)
+        with worker.timed("encode"):
+            weight = weight[slice(*matrix.rows or (None,)), slice(*matrix.columns or (None,))]
+            if matrix.transpose:
+                weight = weight.t()
+            weight = weight.to(DTYPES[self.progress.format.dtype]).contiguous().view(-1)
+        _pack_whole(worker, self.progress, [self.job], [weight])
+
+
+@dataclass(frozen=True)
+class CopyDecoded:
+    """A kept tensor, or one slice of it, that the source holds encoded."""
+
+    progress: ShardProgress
+    job: CopyJob
+    index: int | None
+
+    def run(self, worker: TorchWorker) -> None:
+        tensor = read_decoded(worker, self.job.source, self.index)
+        with worker.timed("encode"):
+            tensor = tensor.to(TORCH_DTYPES[self.job.dtype])
+        offset = self.job.offset + (self.index or 0) * tensor.numel() * tensor.element_size()
+        worker.write([(self.progress.writer, offset, tensor)])
+        self.progress.done()
 
 
 @dataclass(frozen=True)
@@ -146,7 +185,7 @@ class CastCopies:
             begin = job.source.start + start
             [raw] = worker.read([(job.source.file, begin, begin + stop - start)])
             with worker.timed("encode"):
-                cast = raw.view(SOURCE_DTYPES[job.source.dtype]).to(SOURCE_DTYPES[job.dtype])
+                cast = raw.view(TORCH_DTYPES[job.source.dtype]).to(TORCH_DTYPES[job.dtype])
             offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
             worker.write([(self.progress.writer, offset, cast)])
         self.progress.done()
@@ -164,7 +203,7 @@ def _read_weights(
     raws = worker.read(ranges)
     with worker.timed("encode"):
         return [
-            raw.view(SOURCE_DTYPES[job.source.dtype]).to(DTYPES[format.dtype])
+            raw.view(TORCH_DTYPES[job.source.dtype]).to(DTYPES[format.dtype])
             for job, raw in zip(jobs, raws, strict=True)
         ]
 

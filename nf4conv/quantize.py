@@ -18,7 +18,7 @@ from typing import Any
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.config import checkpoint_dtype, is_prequantized, quantized_config
+from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import Format, PackJob, Plan, Shard, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, SelectionOptions, demote, select
@@ -156,9 +156,6 @@ def plan_quantization(
     _check_options(options)
     opened = open_source(Path(source))
     config = opened.config or {}
-    method = is_prequantized(config, opened.tensors)
-    if method is not None:
-        raise SourceError(f"{source}: {method}; give the checkpoint that it was made from")
     selection = _select(opened.tensors, config, options)
     if non_finite:
         selection = demote(selection, dict.fromkeys(sorted(non_finite), "holds NaN or infinity"), config)
@@ -180,7 +177,7 @@ def plan_quantization(
         config=_new_config(opened, selection, plan.format, options),
         auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
         non_finite=non_finite,
-        notes=selection.notes,
+        notes=opened.notes + selection.notes,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
-from nf4conv.encode import SOURCE_DTYPES
+from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
 from nf4conv.options import RunOptions
 from nf4conv.pipeline import Task, make_pipeline
 from nf4conv.worker import TorchEngine, TorchWorker
@@ -19,6 +19,12 @@ from nf4conv.worker import TorchEngine, TorchWorker
 class _Counts:
     by_name: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        found = int((~torch.isfinite(values)).sum())
+        if found:
+            with self.lock:
+                self.by_name[name] += found
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,19 @@ class _CountPiece:
     def run(self, worker: TorchWorker) -> None:
         [raw] = worker.read([(self.tensor.file, self.start, self.stop)])
         with worker.timed("encode"):
-            found = int((~torch.isfinite(raw.view(SOURCE_DTYPES[self.tensor.dtype]))).sum())
-        if found:
-            with self.counts.lock:
-                self.counts.by_name[self.tensor.name] += found
+            self.counts.add(self.tensor.name, raw.view(TORCH_DTYPES[self.tensor.dtype]))
+
+
+@dataclass(frozen=True)
+class _CountDecoded:
+    tensor: TensorInfo
+    index: int | None
+    counts: _Counts
+
+    def run(self, worker: TorchWorker) -> None:
+        values = read_decoded(worker, self.tensor, self.index)
+        with worker.timed("encode"):
+            self.counts.add(self.tensor.name, values)
 
 
 def count_non_finite(jobs: Sequence[PackJob], run: RunOptions) -> Mapping[str, int]:
@@ -47,6 +62,9 @@ def count_non_finite(jobs: Sequence[PackJob], run: RunOptions) -> Mapping[str, i
 
 def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
     for tensor in tensors.values():
+        if tensor.encoding is not None:
+            yield from (_CountDecoded(tensor, index, counts) for index in slices(tensor))
+            continue
         step = piece - piece % (DTYPE_BITS[tensor.dtype] // 8)
         for start in range(tensor.start, tensor.stop, step):
             yield _CountPiece(tensor, start, min(start + step, tensor.stop), counts)

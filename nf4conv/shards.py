@@ -115,12 +115,15 @@ CopyPart = tuple[CopyJob, int, int]
 
 
 def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
-    """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart."""
+    """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart.
+
+    Those that must be decoded are left out.
+    """
     for cast in (False, True):
         group: list[CopyPart] = []
         room = piece
         for job in shard.jobs:
-            if not isinstance(job, CopyJob) or (job.dtype != job.source.dtype) is not cast:
+            if not isinstance(job, CopyJob) or job.source.encoding or (job.dtype != job.source.dtype) is not cast:
                 continue
             for start in range(0, max(job.source_bytes, 1), piece):
                 stop = min(start + piece, job.source_bytes)

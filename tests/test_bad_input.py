@@ -212,7 +212,11 @@ DAMAGES = [
         f"{SECOND}: model.layers.4.mlp.up_proj.weight: float64 cannot be packed; say what to cast it to: "
         "--dtype bfloat16, float16, float32",
     ),
-    (already_quantized, ".*already quantized: quant_method gptq; give the checkpoint that it was made from"),
+    (
+        already_quantized,
+        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit integers, which would "
+        "lose precision a second time",
+    ),
 ]
 
 
@@ -230,16 +234,16 @@ def test_a_damaged_source_is_refused(tmp_path, damage, message):
     ("name", "message"),
     [
         ("missing", "no such file or folder"),
-        ("empty", "no safetensors weights in this folder"),
-        ("pickles", "no safetensors weights in this folder; it has PyTorch pickles, which are not read"),
+        ("empty", "neither safetensors weights nor a pytorch_model.bin in it"),
+        ("llama.cpp", "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which are not read"),
         ("loose", "2 safetensors files, but neither model.safetensors nor an index that names them"),
-        ("note.txt", "not a .safetensors file"),
+        ("note.txt", "neither a .safetensors file nor a torch pickle"),
     ],
 )
 def test_a_source_that_is_no_checkpoint_is_refused(tmp_path, name, message):
-    for folder in ("empty", "pickles", "loose"):
+    for folder in ("empty", "llama.cpp", "loose"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "pickles/pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "llama.cpp/model-Q4_0.gguf").write_bytes(b"GGUF")
     for number in "12":
         save_file({f"w{number}": torch.zeros(2)}, tmp_path / f"loose/{number}.safetensors")
     (tmp_path / "note.txt").write_text("")

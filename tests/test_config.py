@@ -7,7 +7,6 @@ import pytest
 
 from nf4conv.checkpoint.config import (
     checkpoint_dtype,
-    is_prequantized,
     quantization_config,
     quantized_config,
     without_quantization,
@@ -89,22 +88,3 @@ def test_the_dtype_is_named_where_old_and_new_readers_look(config, expected):
 )
 def test_the_dtype_of_a_checkpoint_is_what_its_config_says(config, dtype):
     assert checkpoint_dtype(config) == dtype
-
-
-@pytest.mark.parametrize(
-    ("config", "tensors", "reason"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, [], "gptq"),
-        ({"text_config": {"compression_config": {"format": "pack-quantized"}}}, [], "pack-quantized"),
-        ({}, [tensor("a.weight", "F8_E4M3")], "a.weight is F8_E4M3"),
-        ({}, [tensor("a.qweight", "I32")], "a.qweight"),
-        ({}, [tensor("a.weight.absmax", "F32")], "a.weight.absmax"),
-    ],
-    ids=["gptq", "nested", "fp8-without-config", "gptq-without-config", "bnb-without-config"],
-)
-def test_a_quantized_source_is_recognised_by_its_config_or_its_tensors(config, tensors, reason):
-    assert reason in is_prequantized(config, tensors)
-
-
-def test_a_source_in_16_bits_is_not_taken_for_quantized():
-    assert is_prequantized({"model_type": "llama"}, [tensor("a.weight"), tensor("position_ids", "I64")]) is None

@@ -3,21 +3,14 @@
 The keys and their order are those that transformers 4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-from nf4conv.checkpoint.header import TensorInfo
 
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 """transformers 4.56 and newer write the first, older releases the second."""
-
-_PACKED_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
-_QUANTIZED_SUFFIXES: Final = (
-    ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".SCB", ".absmax",
-)  # fmt: skip
 
 
 def quantization_config(
@@ -107,29 +100,3 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
             return str(config[key]).removeprefix("torch.")
     nested = (checkpoint_dtype(value) for value in config.values() if isinstance(value, Mapping))
     return next((dtype for dtype in nested if dtype is not None), None)
-
-
-def is_prequantized(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str | None:
-    """Why a source cannot be quantized (again): the method that it is quantized with; None when it is not.
-
-    The config alone does not tell: exports lose the key, and some keep it in a file of its own.
-    """
-    method = _method(config)
-    if method is not None:
-        return f"already quantized: quant_method {method}"
-    for tensor in tensors:
-        if tensor.dtype in _PACKED_DTYPES or tensor.name.endswith(_QUANTIZED_SUFFIXES):
-            return f"already quantized: {tensor.name} is {tensor.dtype}"
-    return None
-
-
-def _method(config: Mapping[str, Any]) -> str | None:
-    for key, value in config.items():
-        if not isinstance(value, Mapping):
-            continue
-        if key in LEFTOVERS:
-            return str(value.get("quant_method") or value.get("format") or "unknown")
-        nested = _method(value)
-        if nested is not None:
-            return nested
-    return None

@@ -118,12 +118,12 @@ class PackJob:
 
     @property
     def source_bytes(self) -> int:
-        return self.elements * DTYPE_BITS[self.source.dtype] // 8
+        return self.source.nbytes * self.elements // max(self.source.elements, 1)
 
     @property
     def is_cut_out(self) -> bool:
         """Whether the weight's elements are not one run of its source's bytes, in order."""
-        return self.matrix.transpose or self.matrix.columns is not None
+        return self.matrix.transpose or self.matrix.columns is not None or self.source.encoding is not None
 
     @property
     def source_range(self) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def is_plain(plan: Plan) -> bool:
     return all(
         not job.is_cut_out and DTYPE_NAMES.get(job.source.dtype) == plan.format.dtype
         if isinstance(job, PackJob)
-        else job.dtype == job.source.dtype
+        else job.dtype == job.source.dtype and job.source.encoding is None
         for job in plan.jobs
     )
 

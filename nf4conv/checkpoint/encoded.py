@@ -1,0 +1,324 @@
+"""Tensors that another quantization encoded, seen as the float tensors they stand for.
+
+Which tensors belong together, and how they decode, is told by their names and dtypes, and checked by their shapes; the
+config only says who made them and, where shapes do not tell, how large the blocks are that share a scale.
+
+    stored                                                         by
+    W                 F8, I8   W_scale_inv, W_scale, P.scale …     transformers fp8 and fbgemm_fp8, DeepSeek, Mistral,
+                                                                   compressed-tensors, ModelOpt, MXFP8
+    W                 F8       nothing                             plain casts
+    P.weight_packed   U8       P.weight_scale [, _global_scale]    compressed-tensors NVFP4, MXFP4
+    W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
+    W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
+    X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
+    P.weight          I8       P.SCB                               bitsandbytes 8-bit
+    W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
+
+W is P.weight, or any other name. What is left over and belongs to activations is dropped.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nf4conv.checkpoint.config import LEFTOVERS
+from nf4conv.checkpoint.header import Encoding, TensorInfo
+from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.errors import SourceError
+
+ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
+"""Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
+
+_TWICE: Final = "4-bit integers, which would lose precision a second time"
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("gptq", "awq", "auto-round", "intel/auto-round", "autoround", "hqq", "sinq"), _TWICE),
+    **dict.fromkeys(("aqlm", "vptq", "spqr", "higgs", "quip", "exl2", "exl3", "fp_quant"), "a codebook of its own"),
+    "bitnet": "ternary weights, which 4 bits would only enlarge",
+    "gguf": "llama.cpp's block formats",
+    "torchao": "pickled tensor classes",
+}
+
+_FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
+_UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
+_ACTIVATIONS: Final = (
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
+    ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_scale", ".weight_format",
+)  # fmt: skip
+"""Ends of names of what a quantized model needs to run, and a decoded one does not."""
+_OF_WEIGHTS: Final = (
+    "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".weight_zero_point",
+    ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight", ".g_idx", ".SCB", ".absmax",
+    ".pre_quant_scale", ".bitmask",
+)  # fmt: skip
+"""Ends of names of parts of encoded weights; one that is not used means that something is not understood."""
+
+
+@dataclass(frozen=True)
+class _Siblings:
+    """The tensors of a checkpoint, to find those that belong to one.
+
+    Attributes:
+        by_name: all of them.
+        method: quant_method of the config; None when it names none.
+        blocks: [rows, columns] that may share a scale, by the config.
+        dtype: tag of what is decoded to.
+        read: reads a small tensor.
+    """
+
+    by_name: Mapping[str, TensorInfo]
+    method: str | None
+    blocks: tuple[tuple[int, int], ...]
+    dtype: str
+    read: Callable[[TensorInfo], bytes]
+
+    def find(self, *names: str) -> TensorInfo | None:
+        return next((self.by_name[name] for name in names if name in self.by_name), None)
+
+
+def decoded_tensors(
+    tensors: Sequence[TensorInfo],
+    config: Mapping[str, Any],
+    exported: Mapping[str, Any],
+    dtype: str,
+    read: Callable[[TensorInfo], bytes],
+) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
+    """What a checkpoint holds once everything encoded in it is decoded; no data is read but small descriptions.
+
+    Args:
+        tensors: as stored.
+        config: the content of config.json.
+        exported: the content of hf_quant_config.json, which ModelOpt writes; empty when there is none.
+        dtype: tag of the dtype to decode to where the source does not say: "BF16" or "F16".
+        read: gives the bytes of a small tensor.
+
+    Returns:
+        The tensors, in their order, those decoded with an `Encoding`; and a line for the user about what was done.
+
+    Raises:
+        SourceError: the method is not one that is decoded, or tensors do not fit together; the message names them.
+    """
+    description = quantization_of(config) or _of_modelopt(exported)
+    method = None if description is None else str(description.get("quant_method") or "compressed-tensors").lower()
+    if method is not None and not method.startswith(ACCEPTED):
+        reason = _REFUSED.get(method, "a format that nf4conv does not decode")
+        raise SourceError(
+            f"already quantized: quant_method {method}; give the checkpoint that it was made from: {reason}"
+        )
+    siblings = _Siblings(
+        {tensor.name: tensor for tensor in tensors}, method, tuple(_blocks(description or {})), dtype, read
+    )
+    found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}
+    if not found and method is None:
+        _check_unused(tensors)
+        return tuple(tensors), ()
+    parts = {part.name for decoded in found.values() if decoded.encoding for _, part in decoded.encoding.parts}
+    rest = [tensor for tensor in tensors if tensor.name not in parts and not tensor.name.endswith(_ACTIVATIONS)]
+    _check_unused(rest)
+    kept = {tensor.name for tensor in rest}
+    logical = tuple(found.get(tensor.name, tensor) for tensor in tensors if tensor.name in kept or tensor.name in found)
+    return logical, tuple(_notes(found.values(), method))
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The description of a quantization in a config, wherever it stands; None when there is none."""
+    for key, value in config.items():
+        if not isinstance(value, Mapping):
+            continue
+        nested = value if key in LEFTOVERS else quantization_of(value)
+        if nested is not None:
+            return nested
+    return None
+
+
+def _of_modelopt(exported: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    quantization = exported.get("quantization")
+    return {"quant_method": "modelopt", **quantization} if isinstance(quantization, Mapping) else None
+
+
+def _blocks(description: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """The shapes of blocks that share a scale, as far as a description names any."""
+    if str(description.get("quant_method")) == "fp8":
+        yield from _block(description.get("weight_block_size", (128, 128)))  # the default of transformers
+    yield from _block((1, description.get("group_size")))
+    groups = description.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield from _block(weights.get("block_structure"))
+            yield from _block((1, weights.get("group_size")))
+
+
+def _block(value: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+        yield value[0], value[1]
+
+
+def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    for rule in _RULES:
+        decoded = rule(tensor, siblings)
+        if decoded is not None:
+            return decoded
+    return None
+
+
+def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    stem = tensor.name.removesuffix("_blocks")
+    scales = siblings.find(f"{stem}_scales")
+    if stem == tensor.name or scales is None or tensor.dtype != "U8":
+        return None
+    if len(tensor.shape) != 4 or tensor.shape[3] != 16 or scales.shape != tensor.shape[:3]:
+        raise _misfit(tensor, scales)
+    experts, rows, groups, _ = tensor.shape
+    encoding = Encoding("stacked mxfp4", (("values", tensor), ("scale", scales)))
+    return tensor._replace(name=stem, dtype=siblings.dtype, shape=(experts, 32 * groups, rows), encoding=encoding)
+
+
+def _packed_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    stem = tensor.name.removesuffix("_packed")
+    scale = siblings.find(f"{stem}_scale")
+    if stem == tensor.name or scale is None:
+        return None
+    if tensor.dtype != "U8":
+        raise SourceError(
+            f"{tensor.file}: {tensor.name}: {tensor.dtype} holds packed integers; give the checkpoint that it was made "
+            f"from: {_TWICE}"
+        )
+    divisor = siblings.find(f"{stem}_global_scale")
+    return _fp4(tensor, scale, siblings, stem, () if divisor is None else (("divisor", divisor),))
+
+
+def _modelopt_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    scale = siblings.find(f"{tensor.name}_scale")
+    multiplier = siblings.find(f"{tensor.name}_scale_2")
+    if tensor.dtype != "U8" or scale is None or multiplier is None:
+        return None
+    return _fp4(tensor, scale, siblings, tensor.name, (("multiplier", multiplier),))
+
+
+def _row_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    scale = siblings.find(*_scale_names(tensor.name))
+    if tensor.dtype != "I8" or scale is None or scale.dtype != "F8_E8M0":
+        return None
+    return _fp4(tensor, scale, siblings, tensor.name, ())
+
+
+def _fp4(
+    tensor: TensorInfo, scale: TensorInfo, siblings: _Siblings, name: str, more: tuple[tuple[str, TensorInfo], ...]
+) -> TensorInfo:
+    fits = len(tensor.shape) == 2 and len(scale.shape) == 2 and scale.shape[0] == tensor.shape[0]
+    if not fits or 2 * tensor.shape[1] not in (16 * scale.shape[1], 32 * scale.shape[1]):
+        raise _misfit(tensor, scale)
+    if scale.dtype not in ("F8_E4M3", "F8_E8M0", "U8") or any(part.elements != 1 for _, part in more):
+        raise _misfit(tensor, scale)
+    encoding = Encoding("fp4", (("values", tensor), ("scale", scale), *more))
+    shape = (tensor.shape[0], 2 * tensor.shape[1])
+    return tensor._replace(name=name, dtype=siblings.dtype, shape=shape, encoding=encoding)
+
+
+def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    components = {suffix: part for suffix in COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
+    blobs = [part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)]
+    if not blobs:
+        return None
+    shape, dtype = _quant_state(blobs[0], siblings.read(blobs[0]))
+    info = tensor._replace(shape=shape, dtype=dtype)
+    if -(-info.elements // 2) != tensor.nbytes or "absmax" not in components:
+        raise _misfit(tensor, components.get("absmax", blobs[0]))
+    return info._replace(encoding=Encoding("bitsandbytes 4-bit", (("values", tensor), *components.items())))
+
+
+def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str]:
+    tags = {name: tag for tag, name in DTYPE_NAMES.items()}
+    try:
+        fields = json.loads(blob)
+        shape, dtype = tuple(fields["shape"]), tags[fields["dtype"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise SourceError(f"{tensor.file}: {tensor.name}: {fields['shape']!r} is not a shape")
+    return shape, dtype
+
+
+def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    stem = tensor.name.removesuffix("weight")
+    scale = siblings.find(f"{stem}SCB")
+    if stem == tensor.name or tensor.dtype != "I8" or scale is None:
+        return None
+    if len(tensor.shape) != 2 or scale.elements != tensor.shape[0]:
+        raise _misfit(tensor, scale)
+    layout = siblings.find(f"{stem}weight_format")
+    if layout is not None and any(siblings.read(layout)):
+        raise SourceError(f"{layout.file}: {layout.name}: a layout for one kind of GPU; only rows are decoded")
+    encoding = Encoding("int8 rows", (("values", tensor), ("scale", scale)))
+    return tensor._replace(dtype=siblings.dtype, encoding=encoding)
+
+
+def _scaled(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    scale = siblings.find(*_scale_names(tensor.name))
+    if tensor.dtype not in (*_FLOAT8, "I8") or (scale is None and tensor.dtype == "I8"):
+        return None
+    if siblings.find(f"{tensor.name}_zero_point"):
+        raise SourceError(f"{tensor.file}: {tensor.name}: has zero points; only symmetric quantization is decoded")
+    if scale is None and siblings.method is not None:
+        raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is incomplete")
+    parts = [("values", tensor)] + ([] if scale is None else [("scale", scale)])
+    block = () if scale is None else _shared_by(tensor, scale, siblings.blocks)
+    return tensor._replace(dtype=siblings.dtype, encoding=Encoding("scaled", tuple(parts), block))
+
+
+def _scale_names(name: str) -> tuple[str, ...]:
+    module = name.removesuffix(".weight")
+    inside = () if module == name else (f"{module}.scale", f"{module}.qscale_weight")
+    return (f"{name}_scale_inv", f"{name}_scale", *inside)
+
+
+def _shared_by(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The [rows, columns] that share a scale; empty where there is one scale for all, a row, or a column."""
+    if scale.elements == 1 or scale.shape == tensor.shape[:1]:
+        return ()
+    if len(scale.shape) != len(tensor.shape) or len(tensor.shape) < 2:
+        raise _misfit(tensor, scale)
+    *stacked, rows, columns = tensor.shape
+    of_bytes = ((1, 32),) if scale.dtype in ("U8", "F8_E8M0") else ()  # MXFP8
+    for height, width in (*blocks, *of_bytes):
+        if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
+            return height, width
+    if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
+        return ()
+    raise _misfit(tensor, scale)
+
+
+def _misfit(tensor: TensorInfo, scale: TensorInfo) -> SourceError:
+    return SourceError(
+        f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} does not go with "
+        f"{scale.name}, {scale.dtype} {list(scale.shape)}"
+    )
+
+
+_RULES: Final = (
+    _stacked_mxfp4,
+    _packed_fp4,
+    _bitsandbytes_4bit,
+    _bitsandbytes_8bit,
+    _modelopt_fp4,
+    _row_fp4,
+    _scaled,
+)
+
+
+def _check_unused(tensors: Sequence[TensorInfo]) -> None:
+    for tensor in tensors:
+        if tensor.name.endswith(_OF_WEIGHTS) or (tensor.dtype in _UNREAD and tensor.encoding is None):
+            raise SourceError(
+                f"{tensor.file}: {tensor.name}: part of a weight that is already quantized, but not in a way that is "
+                "decoded; give the checkpoint that it was made from"
+            )
+
+
+def _notes(decoded: Iterable[TensorInfo], method: str | None) -> Iterator[str]:
+    methods = Counter(tensor.encoding.method for tensor in decoded if tensor.encoding is not None)
+    if methods:
+        counts = ", ".join(f"{count:,} of {name}" for name, count in methods.items())
+        yield f"the source is quantized{f' ({method})' if method else ''}: {counts} decoded, then packed or kept"
