@@ -214,8 +214,8 @@ DAMAGES = [
     ),
     (
         already_quantized,
-        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit integers, which would "
-        "lose precision a second time",
+        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit integers, which "
+        "would lose precision a second time",
     ),
 ]
 
@@ -235,7 +235,10 @@ def test_a_damaged_source_is_refused(tmp_path, damage, message):
     [
         ("missing", "no such file or folder"),
         ("empty", "neither safetensors weights nor a pytorch_model.bin in it"),
-        ("llama.cpp", "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which are not read"),
+        (
+            "llama.cpp",
+            "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which are not read",
+        ),
         ("loose", "2 safetensors files, but neither model.safetensors nor an index that names them"),
         ("note.txt", "neither a .safetensors file nor a torch pickle"),
     ],

@@ -76,6 +76,11 @@ class _Siblings:
     def find(self, *names: str) -> TensorInfo | None:
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
+    def is_scale(self, tensor: TensorInfo) -> bool:
+        """Whether a tensor is the scale of another, which may be 8-bit itself."""
+        stem, _, ending = tensor.name.rpartition("_scale")
+        return bool(stem) and ending in ("", "_inv", "_2", "s") and bool(self.find(stem, f"{stem}_packed"))
+
 
 def decoded_tensors(
     tensors: Sequence[TensorInfo],
@@ -156,6 +161,8 @@ def _block(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    if siblings.is_scale(tensor):
+        return None
     for rule in _RULES:
         decoded = rule(tensor, siblings)
         if decoded is not None:

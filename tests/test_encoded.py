@@ -1,0 +1,461 @@
+"""Quantized sources: the output is, byte for byte, that of the same checkpoint decoded beforehand."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nf4conv import QuantizeOptions, RunOptions, dequantize_4bit, plan_quantization, quantize_4bit, quantize_checkpoint
+from nf4conv.errors import SourceError
+
+BF16 = torch.bfloat16
+Q, UP, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
+SHAPES = {Q: (64, 128), UP: (320, 128), DOWN: (128, 320)}
+PLAIN = {
+    "model.embed_tokens.weight": torch.randn(96, 128, generator=torch.Generator().manual_seed(7)).bfloat16(),
+    "model.layers.0.input_layernorm.weight": torch.ones(128).bfloat16(),
+    "lm_head.weight": torch.randn(96, 128, generator=torch.Generator().manual_seed(8)).bfloat16(),
+}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "dtype": "bfloat16"}
+
+
+class Encoded(NamedTuple):
+    """A quantized checkpoint.
+
+    Attributes:
+        stored: tensors of the file.
+        decoded: what those that are not PLAIN stand for.
+        description: quantization_config, or None.
+    """
+
+    stored: dict[str, torch.Tensor]
+    decoded: dict[str, torch.Tensor]
+    description: dict[str, Any] | None = None
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def random_bytes(*shape: int, high: int = 256) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def spread(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
+    """[rows, columns] of scales, an element at a time."""
+    return torch.tensor([[scale[i // block[0], j // block[1]] for j in range(shape[1])] for i in range(shape[0])])
+
+
+def fp8_blocks() -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        values = random(*shape).to(torch.float8_e4m3fn)
+        scale = random(-(-shape[0] // 128), -(-shape[1] // 128)).abs()
+        stored |= {f"{module}.weight": values, f"{module}.weight_scale_inv": scale}
+        decoded[f"{module}.weight"] = (values.float() * spread(scale, shape, (128, 128))).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+def fp8_blocks_of_powers_of_two() -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        values = random(*shape).to(torch.float8_e4m3fn)
+        exponents = random_bytes(-(-shape[0] // 64), -(-shape[1] // 32), high=8) + 124
+        stored |= {f"{module}.weight": values, f"{module}.scale": exponents.view(torch.float8_e8m0fnu)}
+        scale = torch.exp2(exponents.float() - 127)
+        decoded[f"{module}.weight"] = (values.float() * spread(scale, shape, (64, 32))).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"})
+
+
+def fp8_with(scale_of: Callable[[int], torch.Tensor], suffix: str, description: dict[str, Any] | None) -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        values, scale = random(*shape).to(torch.float8_e4m3fn), scale_of(shape[0])
+        stored |= {f"{module}.weight": values, f"{module}.{suffix}": scale}
+        decoded[f"{module}.weight"] = (values.float() * scale.float().view(-1, 1)).to(BF16)
+    return Encoded(stored, decoded, description)
+
+
+def fp8_per_tensor() -> Encoded:
+    encoded = fp8_with(lambda _: torch.tensor(0.25), "weight_scale_inv", {"quant_method": "fp8"})
+    return encoded._replace(stored=encoded.stored | {f"{Q}.activation_scale": torch.tensor(1.0)})
+
+
+def fp8_fbgemm() -> Encoded:
+    return fp8_with(lambda rows: random(rows, 1).abs(), "weight_scale", {"quant_method": "fbgemm_fp8"})
+
+
+def fp8_compressed_tensors() -> Encoded:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    description = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    encoded = fp8_with(lambda rows: random(rows, 1).abs().to(BF16), "weight_scale", description)
+    kv_cache = {"model.layers.0.self_attn.k_scale": torch.ones(1), f"{Q}.input_scale": torch.ones(1)}
+    return encoded._replace(stored=encoded.stored | kv_cache)
+
+
+def fp8_modelopt() -> Encoded:
+    encoded = fp8_with(lambda _: torch.tensor(0.3), "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"})
+    return encoded._replace(stored=encoded.stored | {f"{Q}.input_scale": torch.tensor(1.0)})
+
+
+def fp8_casts() -> Encoded:
+    stored = {f"{module}.weight": random(*shape).to(torch.float8_e5m2) for module, shape in SHAPES.items()}
+    return Encoded(stored, {name: values.to(BF16) for name, values in stored.items()})
+
+
+def int8_compressed_tensors() -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        values, scale = random_bytes(*shape).view(torch.int8), random(shape[0], 1).abs()
+        stored |= {f"{module}.weight": values, f"{module}.weight_scale": scale}
+        decoded[f"{module}.weight"] = (values.float() * scale).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "compressed-tensors", "format": "int-quantized"})
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def unpacked(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.stack([E2M1[(pairs & 15).long()], E2M1[(pairs >> 4).long()]], dim=-1).flatten(-2)
+
+
+def nvfp4_compressed_tensors() -> Encoded:
+    stored, decoded = {}, {}
+    for module, (rows, columns) in SHAPES.items():
+        pairs, divisor = random_bytes(rows, columns // 2), torch.tensor([17.0])
+        scale = random(rows, columns // 16).abs().to(torch.float8_e4m3fn)
+        parts = {"weight_packed": pairs, "weight_scale": scale, "weight_global_scale": divisor}
+        parts["input_global_scale"] = torch.ones(1)
+        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        factors = (scale.float() / divisor).repeat_interleave(16, dim=1)
+        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"})
+
+
+def nvfp4_modelopt() -> Encoded:
+    stored, decoded = {}, {}
+    for module, (rows, columns) in SHAPES.items():
+        pairs, factor = random_bytes(rows, columns // 2), torch.tensor(0.07)
+        scale = random(rows, columns // 16).abs().to(torch.float8_e4m3fn)
+        parts = {"weight": pairs, "weight_scale": scale, "weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        factors = (scale.float() * factor).repeat_interleave(16, dim=1)
+        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "modelopt_fp4"})
+
+
+def mxfp4_rows() -> Encoded:
+    """As DeepSeek-V4 stores its experts."""
+    stored, decoded = {}, {}
+    for module, (rows, columns) in SHAPES.items():
+        pairs, exponents = random_bytes(rows, columns // 2), random_bytes(rows, columns // 32, high=8) + 120
+        stored |= {f"{module}.weight": pairs.view(torch.int8), f"{module}.scale": exponents.view(torch.float8_e8m0fnu)}
+        factors = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=1)
+        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"})
+
+
+def mxfp4_experts() -> Encoded:
+    """As gpt-oss: the experts are stacked, stored transposed, and stay in 16 bits."""
+    experts = "model.layers.0.mlp.experts"
+    blocks, scales = random_bytes(3, 64, 4, 16), random_bytes(3, 64, 4, high=8) + 120
+    bias = random(3, 64).to(BF16)
+    stored = {f"{experts}.gate_up_proj_blocks": blocks, f"{experts}.gate_up_proj_scales": scales}
+    decoded = {f"{experts}.gate_up_proj": convert_moe_packed_tensors(blocks, scales)}
+    weight = {f"{Q}.weight": random(64, 128).to(BF16), f"{experts}.gate_up_proj_bias": bias}
+    return Encoded(stored | weight, decoded | weight, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def bitsandbytes_4bit() -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        packed, state = quantize_4bit(random(*shape).to(BF16), quant_type="fp4", double_quant=module != Q)
+        stored |= {f"{module}.weight": packed}
+        stored |= {f"{module}.weight.{suffix}": part for suffix, part in state.components().items()}
+        decoded[f"{module}.weight"] = dequantize_4bit(packed, state)
+    return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+def bitsandbytes_8bit() -> Encoded:
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        values, scale = random_bytes(*shape).view(torch.int8), random(shape[0]).abs()
+        parts = {"weight": values, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        decoded[f"{module}.weight"] = (values.float() * scale.view(-1, 1) * (1 / 127)).to(BF16)
+    return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
+ENCODINGS = [
+    fp8_blocks,
+    fp8_blocks_of_powers_of_two,
+    fp8_per_tensor,
+    fp8_fbgemm,
+    fp8_compressed_tensors,
+    fp8_modelopt,
+    fp8_casts,
+    int8_compressed_tensors,
+    nvfp4_compressed_tensors,
+    nvfp4_modelopt,
+    mxfp4_rows,
+    mxfp4_experts,
+    bitsandbytes_4bit,
+    bitsandbytes_8bit,
+]
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None = None) -> Path:
+    folder.mkdir()
+    config = CONFIG | ({} if description is None else {"quantization_config": description})
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def quantized(source: Path, **options: Any) -> dict[str, torch.Tensor]:
+    out = source.with_name(f"{source.name}-out")
+    run = RunOptions(device="cpu", workers=2, overwrite=out.exists())
+    quantize_checkpoint(source, out, QuantizeOptions(**options), run)
+    return load_file(out / "model.safetensors")
+
+
+def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert tensor.shape == expected[name].shape, name
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("encode", ENCODINGS, ids=lambda encode: encode.__name__)
+def test_a_quantized_source_gives_what_its_decoded_form_gives(tmp_path: Path, encode: Callable[[], Encoded]):
+    encoded = encode()
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
+    plain = write(tmp_path / "plain", PLAIN | encoded.decoded)
+    same_tensors(quantized(source), quantized(plain))
+    config = json.loads((tmp_path / "encoded-out/config.json").read_text())
+    assert config == json.loads((tmp_path / "plain-out/config.json").read_text())
+    blobs = [name for name in load_file(tmp_path / "encoded-out/model.safetensors") if "quant_state" in name]
+    assert blobs, "nothing was packed"
+
+
+@pytest.mark.parametrize("encode", [fp8_blocks, nvfp4_modelopt], ids=lambda encode: encode.__name__)
+def test_weights_that_are_kept_are_stored_decoded(tmp_path: Path, encode: Callable[[], Encoded]):
+    encoded = encode()
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
+    kept = quantized(source, exclude=("*q_proj*", "*down_proj*"))
+    for name in (f"{Q}.weight", f"{DOWN}.weight"):
+        assert torch.equal(kept[name].view(torch.uint8), encoded.decoded[name].view(torch.uint8)), name
+
+
+def test_parts_of_a_weight_in_different_files(tmp_path: Path):
+    """DeepSeek's scales are not always beside their weights."""
+    encoded = fp8_blocks()
+    source = write(tmp_path / "encoded", PLAIN, encoded.description)
+    weights = {name: tensor for name, tensor in encoded.stored.items() if not name.endswith("_inv")}
+    scales = {name: tensor for name, tensor in encoded.stored.items() if name.endswith("_inv")}
+    weight_map = {}
+    (source / "model.safetensors").unlink()
+    for number, tensors in enumerate((scales, PLAIN, weights), start=1):
+        save_file(tensors, source / f"model-0000{number}-of-00003.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"model-0000{number}-of-00003.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same_tensors(quantized(source), quantized(write(tmp_path / "plain", PLAIN | encoded.decoded)))
+
+
+def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
+    encoded = nvfp4_modelopt()
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored)
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    [note] = [note for note in plan_quantization(source).notes if "quantized" in note]
+    assert note == "the source is quantized (modelopt): 3 of fp4 decoded, then packed or kept"
+    same_tensors(quantized(source), quantized(write(tmp_path / "plain", PLAIN | encoded.decoded)))
+    assert not (tmp_path / "encoded-out/hf_quant_config.json").exists()
+
+
+def test_float16_checkpoints_decode_to_float16(tmp_path: Path):
+    encoded = bitsandbytes_8bit()
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
+    (source / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float16"}))
+    values, scale = encoded.stored[f"{Q}.weight"], encoded.stored[f"{Q}.SCB"]
+    kept = quantized(source, exclude=("*q_proj*",))
+    expected = (values.float() * scale.view(-1, 1) * (1 / 127)).half()
+    assert torch.equal(kept[f"{Q}.weight"], expected)
+
+
+def test_llama_4_experts_in_fp8_are_split(tmp_path: Path):
+    """fbgemm stores the stack [expert, in, 2 × intermediate] with a scale for each output."""
+    name = "model.layers.0.feed_forward.experts.gate_up_proj"
+    values, scale = random(2, 64, 256).to(torch.float8_e4m3fn), random(2, 1, 256).abs()
+    down = {"model.layers.0.feed_forward.experts.down_proj": random(2, 128, 64).to(BF16)}
+    decoded = {name: (values.float() * scale).to(BF16)}
+    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "dtype": "bfloat16"}
+    source = write(tmp_path / "encoded", down | {name: values, f"{name}_scale": scale})
+    plain = write(tmp_path / "plain", down | decoded)
+    for folder in (source, plain):
+        (folder / "config.json").write_text(json.dumps(config))
+    expected = quantized(plain)
+    assert "model.layers.0.feed_forward.experts.1.up_proj.weight.absmax" in expected
+    same_tensors(quantized(source), expected)
+
+
+def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
+    encoded = fp8_blocks()
+    encoded.stored[f"{UP}.weight"].view(torch.uint8)[3, 5] = 0x7F
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
+    with pytest.raises(SourceError, match=rf"{UP}.weight: 1 of 40,960 values are NaN or infinite"):
+        quantized(source)
+    kept = quantized(source, non_finite="keep")
+    assert kept[f"{UP}.weight"].dtype == BF16
+    assert int(torch.isnan(kept[f"{UP}.weight"]).sum()) == 1
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("gptq", "4-bit integers, which would lose precision a second time"),
+        ("awq", "4-bit integers, which would lose precision a second time"),
+        ("auto-round", "4-bit integers, which would lose precision a second time"),
+        ("aqlm", "a codebook of its own"),
+        ("bitnet", "ternary weights, which 4 bits would only enlarge"),
+        ("gguf", "llama.cpp's block formats"),
+        ("never-heard-of", "a format that nf4conv does not decode"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["top", "text_config"])
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, reason: str, nested: bool):
+    source = write(tmp_path / "source", PLAIN)
+    description = {"quantization_config": {"quant_method": method}}
+    (source / "config.json").write_text(json.dumps(CONFIG | ({"text_config": description} if nested else description)))
+    with pytest.raises(SourceError, match=f"source: already quantized: quant_method {method}; .* made from: {reason}$"):
+        plan_quantization(source)
+
+
+INT4 = torch.zeros(64, 16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "description", "message"),
+    [
+        (
+            {f"{Q}.qweight": INT4, f"{Q}.qzeros": INT4.clone()},
+            None,
+            f"{Q}.qweight: part of a weight that is already quantized",
+        ),
+        (
+            {f"{Q}.weight_packed": INT4, f"{Q}.weight_scale": torch.ones(64, 1)},
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            f"{Q}.weight_packed: I32 holds packed integers",
+        ),
+        (
+            {f"{Q}.weight": random_bytes(64, 64), f"{Q}.weight_scale": torch.ones(64, 1)},
+            {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+            f"{Q}.weight_scale: part of a weight",
+        ),
+        (
+            {f"{Q}.weight": random(64, 64).to(torch.float8_e4m3fn)},
+            {"quant_method": "fp8"},
+            f"{Q}.weight: F8_E4M3 without a scale; the checkpoint is incomplete",
+        ),
+        (
+            {f"{Q}.weight": random(64, 64).to(torch.float8_e4m3fn), f"{Q}.weight_scale_inv": torch.ones(3, 1)},
+            {"quant_method": "fp8"},
+            rf"{Q}.weight: F8_E4M3 \[64, 64\] does not go with {Q}.weight_scale_inv, F32 \[3, 1\]",
+        ),
+        (
+            {f"{Q}.weight": random_bytes(64, 64).view(torch.int8), f"{Q}.weight_scale": torch.ones(64, 1)}
+            | {f"{Q}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)},
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            f"{Q}.weight: has zero points",
+        ),
+        (
+            {
+                f"{Q}.weight_packed": random_bytes(64, 64),
+                f"{Q}.weight_scale": torch.ones(64, 3).to(torch.float8_e4m3fn),
+            },
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            f"{Q}.weight_packed: U8 .* does not go with",
+        ),
+        (
+            {f"{Q}.weight": random_bytes(64, 64).view(torch.int8), f"{Q}.SCB": torch.ones(64)}
+            | {f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)},
+            {"quant_method": "bitsandbytes"},
+            f"{Q}.weight_format: a layout for one kind of GPU",
+        ),
+        (
+            {f"{Q}.weight": random_bytes(64, 1), f"{Q}.weight.absmax": torch.ones(2)}
+            | {f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(5, dtype=torch.uint8)},
+            {"quant_method": "bitsandbytes"},
+            f"{Q}.weight.quant_state.bitsandbytes__nf4: not a quant state",
+        ),
+        ({f"{Q}.weight.absmax": torch.ones(2)}, None, f"{Q}.weight.absmax: part of a weight"),
+        (
+            {"experts.down_proj_blocks": random_bytes(2, 4, 3, 16), "experts.down_proj_scales": random_bytes(2, 4, 2)},
+            {"quant_method": "mxfp4"},
+            "experts.down_proj_blocks: U8 .* does not go with",
+        ),
+    ],
+    ids=[
+        *("gptq-without-config", "pack-quantized", "modelopt-awq", "fp8-no-scale", "fp8-grid", "zero-point"),
+        *("nvfp4-groups", "gpu-layout", "no-quant-state", "lone-absmax", "mxfp4-scales"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None, message: str
+):
+    with pytest.raises(SourceError, match=message):
+        plan_quantization(write(tmp_path / "source", PLAIN | tensors, description))
+
+
+def test_names_like_those_of_scales_are_nothing_in_a_plain_checkpoint(tmp_path: Path):
+    """A model may have parameters of its own that end in k_scale."""
+    own = {"model.layers.0.self_attn.k_scale": torch.ones(3).bfloat16(), f"{Q}.weight": random(64, 128).bfloat16()}
+    assert "model.layers.0.self_attn.k_scale" in quantized(write(tmp_path / "source", PLAIN | own))
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickle_gives_what_safetensors_give(tmp_path: Path):
+    weight = random(128, 64).bfloat16()
+    state = PLAIN | {f"{Q}.weight": weight.t(), f"{UP}.weight": weight, f"{DOWN}.weight": weight[32:96]}
+    plain = write(tmp_path / "plain", {name: tensor.clone().contiguous() for name, tensor in state.items()})
+    for is_zip in (True, False):
+        source = write(tmp_path / f"pickle-{is_zip}", {"a": torch.ones(1)})
+        (source / "model.safetensors").unlink()
+        torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+        same_tensors(
+            quantized(source), quantized(plain) if is_zip else load_file(tmp_path / "plain-out/model.safetensors")
+        )
+
+
+def test_sharded_pickles(tmp_path: Path):
+    state = PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}
+    source = write(tmp_path / "pickle", {"a": torch.ones(1)})
+    (source / "model.safetensors").unlink()
+    files = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(state)}
+    for file in set(files.values()):
+        torch.save({name: tensor for name, tensor in state.items() if files[name] == file}, source / file)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    same_tensors(quantized(source), quantized(write(tmp_path / "plain", state)))
+
+
+def test_safetensors_are_preferred_to_pickles(tmp_path: Path):
+    source = write(tmp_path / "both", PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()})
+    (source / "pytorch_model.bin").write_bytes(b"never read")
+    assert [file.name for file in plan_quantization(source).source.files] == ["model.safetensors"]
+
+
+def test_a_single_pickle_is_a_source(tmp_path: Path):
+    path = tmp_path / "consolidated.00.pth"
+    torch.save(PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}, path)
+    assert f"{Q}.weight" in {row["name"] for row in plan_quantization(path).rows() if row["action"] == "pack"}
