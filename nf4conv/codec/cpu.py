@@ -28,8 +28,8 @@ from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference import error_sums as error_sums
 
-_QUANTIZE_CHUNK: Final = 1 << 18
-"""Elements a thread quantizes at a time: 3 MB of temporaries. Smaller chunks make two threads wait for each other."""
+_QUANTIZE_CHUNK: Final = 1 << 20
+"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other: with\n2^18 they reach 420 million elements a second, with 2^20 550, where one alone reaches 390."""
 
 _COMPARED: Final = 1 << 15
 """Elements compared with all cuts at a time: half a megabyte of answers, to be added up before they leave the cache."""
@@ -200,17 +200,28 @@ def _quantize_chunk(
 ) -> None:
     """Quantize [rows, blocksize] of any float type to [rows * blocksize / 2] bytes and [rows] absmax."""
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
-    magnitudes = scratch.magnitudes[: blocks.numel()].view(blocks.shape)
-    torch.abs(values, out=magnitudes)
-    torch.amax(magnitudes, dim=1, out=absmax)
+    _find_absmax(blocks, values, absmax, scratch)
     reciprocals = absmax.reciprocal()[:, None]
     if codebook.signed_cuts:
         codes = _count_cuts(values.mul_(reciprocals), codebook, scratch)
         np.copyto(packed.numpy(), _pair_nibbles(codes), casting="unsafe")
     else:
-        codes = _count_cuts(magnitudes.mul_(reciprocals), codebook, scratch)
+        magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape)).mul_(reciprocals)
+        codes = _count_cuts(magnitudes, codebook, scratch)
         codes += _is_negative(values, magnitudes).view(np.uint8) << 3
         np.take(_pair_ranks(codebook), _pair_nibbles(codes), out=packed.numpy(), mode="clip")
+
+
+def _find_absmax(blocks: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, scratch: _Scratch) -> None:
+    """The largest magnitude of each row, NaN where there is one; `values` are the blocks in float32."""
+    if blocks.dtype == torch.float32:
+        magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape))
+        torch.amax(magnitudes, dim=1, out=absmax)
+        return
+    # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
+    bits = scratch.magnitudes.view(torch.int16)[: blocks.numel()].view(blocks.shape)
+    torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits)
+    absmax.copy_(torch.amax(bits, dim=1).view(blocks.dtype))
 
 
 def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> _Bytes:
