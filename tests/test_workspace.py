@@ -1,0 +1,227 @@
+"""The output folder during a run: whose it is, what of it is kept, and what is left when the run is over."""
+
+import hashlib
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from checkpoints import contents
+
+from nf4conv.checkpoint.header import read_header
+from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
+from nf4conv.errors import OutputError, SourceError
+
+RUN = {"version": "1", "torch": "2", "source files": {"a": [1, 2]}, "--blocksize": 64, "--include": ("a", "b")}
+OCCUPIED = "exists and is not empty; choose another folder, or --overwrite"
+
+
+def workspace(out: Path, run: dict[str, object] = RUN, *, overwrite: bool = False, checksum: bool = False) -> Workspace:
+    return Workspace(out, run, overwrite=overwrite, checksum=checksum)
+
+
+def write_shard(space: Workspace, name: str, value: int = 7) -> None:
+    writer = space.open_shard(name, 128, 4)
+    writer.write(0, memoryview(bytes([value] * 4)))
+    space.record(name, writer.finish([("w", "U8", (4,), 0, 4)], b""))
+
+
+def interrupted(out: Path, *names: str, checksum: bool = False) -> None:
+    with workspace(out, checksum=checksum) as space:
+        for name in names:
+            write_shard(space, name)
+
+
+def test_a_run_from_beginning_to_end(tmp_path):
+    out = tmp_path / "not" / "yet" / "there"
+    with workspace(out) as space:
+        assert not space.finished
+        write_shard(space, "model.safetensors")
+        space.write("code/own.py", b"1")
+        assert sorted(contents(out)) == [".nf4conv/lock", ".nf4conv/run.json", "code/own.py", "model.safetensors"]
+        space.complete({"config.json": b"{}"})
+    assert contents(out) == {
+        "model.safetensors": (out / "model.safetensors").read_bytes(), "code/own.py": b"1", "config.json": b"{}",
+    }  # fmt: skip
+    assert not (out / WORK_FOLDER).exists()
+    [tensor] = read_header(out / "model.safetensors")
+    assert (tensor.name, tensor.shape) == ("w", (4,))
+
+
+def test_what_is_finished_is_found_again(tmp_path):
+    interrupted(tmp_path / "out", "a.safetensors", "b.safetensors")
+    (tmp_path / "out" / WORK_FOLDER / "c.safetensors.partial").write_bytes(b"half")
+    with workspace(tmp_path / "out") as space:
+        assert set(space.finished) == {"a.safetensors", "b.safetensors"}
+        space.complete({})
+    assert set(contents(tmp_path / "out")) == {"a.safetensors", "b.safetensors"}
+
+
+@pytest.mark.parametrize("harm", ["missing", "longer", "shorter"])
+def test_what_is_not_as_it_was_left_is_made_again(tmp_path, harm):
+    interrupted(tmp_path / "out", "a.safetensors", "b.safetensors")
+    shard = tmp_path / "out/a.safetensors"
+    if harm == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes() + b"!" if harm == "longer" else shard.read_bytes()[:-1])
+    with workspace(tmp_path / "out") as space:
+        assert set(space.finished) == {"b.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": "2"}, 'version (version was "1", is "2")'),
+        ({"torch": "3"}, 'torch (torch was "2", is "3")'),
+        ({"source files": {"a": [1, 3]}}, 'source files (source files was {"a": [1, 2]}, is {"a": [1, 3]})'),
+        ({"--include": ("b", "a")}, '--include (--include was ["a", "b"], is ["b", "a"])'),
+        ({"--blocksize": 128, "torch": "3"}, 'torch, --blocksize (torch was "2", is "3")'),
+        ({"--new": True}, "--new (--new was null, is true)"),
+    ],
+    ids=["version", "torch", "source", "option", "two", "unknown before"],
+)
+def test_another_job_is_refused_and_told_why(tmp_path, change, message):
+    interrupted(tmp_path / "out", "a.safetensors")
+    before = contents(tmp_path / "out")
+    with pytest.raises(OutputError) as caught:
+        workspace(tmp_path / "out", RUN | change)
+    assert str(caught.value) == (
+        f"{tmp_path / 'out'}: holds an unfinished run that differs in {message}; "
+        "repeat that command to resume it, or --overwrite to start anew"
+    )
+    assert contents(tmp_path / "out") == before
+    with workspace(tmp_path / "out", RUN | change, overwrite=True) as space:
+        assert not space.finished
+        assert set(contents(tmp_path / "out")) == {".nf4conv/lock", ".nf4conv/run.json"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b"null", b'{"fingerprint": 1, "shards": {}}', b'{"fingerprint": {}, "shards": {"a": 1}}',
+     b'{"fingerprint": {}, "shards": [1]}', b"\xff"],
+    ids=repr,
+)  # fmt: skip
+def test_a_damaged_record_is_one_clear_line(tmp_path, content):
+    interrupted(tmp_path / "out", "a.safetensors")
+    record = tmp_path / "out" / WORK_FOLDER / "run.json"
+    record.write_bytes(content)
+    with pytest.raises(OutputError) as caught:
+        workspace(tmp_path / "out")
+    assert str(caught.value) == f"{record}: is damaged, so the run cannot be resumed; --overwrite starts anew"
+    assert (tmp_path / "out/a.safetensors").exists()
+    workspace(tmp_path / "out", overwrite=True).__exit__(None, None, None)
+
+
+def hold(out: Path, held: "multiprocessing.synchronize.Event", done: "multiprocessing.synchronize.Event") -> None:
+    with workspace(out):
+        held.set()
+        done.wait(60)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_another_process_works_in_is_refused(tmp_path, overwrite):
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path / "out", held, done))
+    other.start()
+    assert held.wait(60)
+    with pytest.raises(OutputError, match="out: another nf4conv is writing here"):
+        workspace(tmp_path / "out", overwrite=overwrite)
+    done.set()
+    other.join(60)
+    workspace(tmp_path / "out").__exit__(None, None, None)  # free as soon as the other has gone
+
+
+def test_a_killed_process_holds_nothing(tmp_path):
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path / "out", held, done))
+    other.start()
+    assert held.wait(60)
+    other.kill()
+    other.join(60)
+    workspace(tmp_path / "out").__exit__(None, None, None)
+
+
+def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path):
+    (tmp_path / "old/sub").mkdir(parents=True)
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside/keep").write_text("keep")
+    for name in ("config.json", "model.safetensors", "sub/file"):
+        (tmp_path / "old" / name).write_text("old")
+    (tmp_path / "old/link").symlink_to(tmp_path / "aside")
+    with pytest.raises(OutputError, match=OCCUPIED):
+        workspace(tmp_path / "old")
+    with workspace(tmp_path / "old", overwrite=True):
+        assert set(contents(tmp_path / "old")) == {".nf4conv/lock", ".nf4conv/run.json"}
+    assert (tmp_path / "aside/keep").read_text() == "keep"  # a link goes, what it points to stays
+
+
+def test_a_run_that_died_in_its_very_last_step_is_finished(tmp_path):
+    """Killed between the removal of the record and that of its folder: everything is there, and stays."""
+    with workspace(tmp_path / "out") as space:
+        write_shard(space, "a.safetensors")
+        space.complete({"config.json": b"{}"})
+    expected = contents(tmp_path / "out")
+    (tmp_path / "out" / WORK_FOLDER).mkdir()
+    with pytest.raises(OutputError, match=OCCUPIED):
+        workspace(tmp_path / "out")
+    assert contents(tmp_path / "out") == expected
+    assert not (tmp_path / "out" / WORK_FOLDER).exists()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_manifest_names_every_file(tmp_path, resumed):
+    out = tmp_path / "out"
+    (tmp_path / "tokenizer.json").write_bytes(b"t" * 5_000_000)
+    if resumed:
+        interrupted(out, "a.safetensors")  # without checksums: they are made up for
+    with workspace(out, checksum=True) as space:
+        for name in {"a.safetensors", "b.safetensors"} - set(space.finished):
+            write_shard(space, name)
+        space.copy("tokenizer.json", tmp_path / "tokenizer.json")
+        space.write("model.safetensors.index.json", b"{}")
+        space.complete({"config.json": b"{}"})
+    files = contents(out)
+    manifest = files.pop("SHA256SUMS").decode()
+    assert manifest == "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
+
+
+def test_a_file_that_vanished_is_a_fault_of_the_source(tmp_path):
+    with workspace(tmp_path / "out") as space, pytest.raises(SourceError, match=r"gone.json: No such file"):
+        space.copy("gone.json", tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize("place", ["file/out", "x" * 300])
+def test_a_folder_that_cannot_be_made(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"(Not a directory|File name too long)$"):
+        workspace(tmp_path / place)
+
+
+def test_a_work_folder_with_a_foreign_folder_in_it_is_one_clear_line(tmp_path):
+    interrupted(tmp_path / "out", "a.safetensors")
+    (tmp_path / "out" / WORK_FOLDER / "mine").mkdir()
+    with pytest.raises(OutputError, match=rf"{WORK_FOLDER}/mine: "):
+        workspace(tmp_path / "out", overwrite=True)
+
+
+def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
+    interrupted(tmp_path / "out", "a.safetensors")
+    partial = tmp_path / "out" / WORK_FOLDER / "b.safetensors.partial"
+    partial.write_bytes(b"\1" * 10**6)
+    with workspace(tmp_path / "out") as space:
+        space.check_space(10**6)
+        with pytest.raises(
+            OutputError, match=r"out: the result takes 1,000,000,000,000,000,000 bytes but the disk has"
+        ):
+            space.check_space(10**18)
+
+
+def test_the_record_is_readable_by_people(tmp_path):
+    interrupted(tmp_path / "out", "a.safetensors", checksum=True)
+    record = json.loads((tmp_path / "out" / WORK_FOLDER / "run.json").read_text())
+    raw = (tmp_path / "out/a.safetensors").read_bytes()
+    assert record["fingerprint"] == json.loads(json.dumps(RUN))
+    assert record["shards"] == {"a.safetensors": [len(raw), hashlib.sha256(raw).hexdigest()]}
