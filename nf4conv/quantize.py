@@ -398,10 +398,10 @@ def _tasks(
 
 def _finalize(job: QuantizationPlan, workspace: Workspace) -> None:
     for name in job.auxiliary:
-        workspace.write(str(name), (job.source.folder / name).read_bytes())
+        workspace.copy(str(name), job.source.folder / name)
     if len(job.plan.shards) > 1:
         workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
-    config = None if job.config is None else (json.dumps(job.config, indent=2, ensure_ascii=False) + "\n").encode()
+    config = None if job.config is None else (json.dumps(job.config, indent=2) + "\n").encode()
     workspace.complete({} if config is None else {"config.json": config})
 
 

@@ -115,7 +115,7 @@ def main() -> None:
             os.write(sending, str(report.shards_resumed).encode())
 
         # the last kill may have come after the checkpoint was complete: then there is nothing to resume
-        complete = looks_finished(out) and not (out / ".nf4conv").exists()
+        complete = looks_finished(out) and not (out / ".nf4conv/run.json").exists()
         status = 0 if complete else in_fork(resumed)
         if not complete and status == 0:
             kept.append(int(os.read(receiving, 100)))

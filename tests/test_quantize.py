@@ -94,10 +94,11 @@ def test_config_and_auxiliary_files(tmp_path):
         "model.gguf",
         ".gitattributes",
         "README.md",
+        "SHA256SUMS",
         "original/a.pth",
     ):
         (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text("must not come along")
+        (source / name).write_text('{"must not": "come along"}')
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert sorted(contents(tmp_path / "out")) == [
         "LICENSE", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors", "modeling_own.py",
@@ -197,6 +198,7 @@ def test_odd_sizes(tmp_path, rows):
 
 def test_checksums_verify_with_sha256sum(tmp_path):
     source = write_source(tmp_path / "source")
+    (source / "SHA256SUMS").write_text("the source's own")
     run = dataclasses.replace(CPU, checksum=True)
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), run)
     done = subprocess.run(

@@ -113,7 +113,7 @@ def test_indexes_that_are_refused(tmp_path, weight_map, message):
 def test_names_longer_than_the_system_allows(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(SourceError, match="File name too long"):
+        with pytest.raises(SourceError, match=r"File name too long"):
             open_source(path)
 
 
@@ -121,13 +121,13 @@ def test_names_longer_than_the_system_allows(tmp_path, name):
 def test_json_that_is_none(tmp_path, content):
     file = tmp_path / "config.json"
     file.write_text(content, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(SourceError, match=r"config.json: not (JSON: .+|a JSON object)$"):
+    with pytest.raises(SourceError, match=r"config\.json: not (JSON: .+|a JSON object)$"):
         read_json(file)
 
 
 def test_a_file_without_tensors_is_refused(tmp_path):
     folder = save(tmp_path / "empty", "model.safetensors")
-    with pytest.raises(SourceError, match="model.safetensors: no tensors"):
+    with pytest.raises(SourceError, match=r"model\.safetensors: no tensors"):
         open_source(folder)
 
 

@@ -20,7 +20,7 @@ QUANTIZATION_LEFTOVERS: Final = frozenset(
 )
 """Files by which loaders recognise another quantization method; they must not survive into our output."""
 
-_REWRITTEN: Final = frozenset(("config.json", "README.md"))
+_REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS"))
 _FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml"))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -50,3 +51,17 @@ class Reader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """A file from its beginning to its end, a few megabytes at a time.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(2**22):
+                yield chunk
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror or error}") from error

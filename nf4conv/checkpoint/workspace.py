@@ -15,11 +15,13 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
+from nf4conv.checkpoint.reader import read_chunks
 from nf4conv.checkpoint.writer import ShardWriter, sync_folder, write_file
 from nf4conv.errors import OutputError
 
@@ -60,18 +62,16 @@ class Workspace:
         self._work = out / WORK_FOLDER
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._finished: dict[str, FinishedFile] = {}
-        self._check_folder(overwrite)
-        try:
+        with _as_output_error(out):
+            self._check_folder(overwrite)
             self._work.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise OutputError(f"{out}: {error.strerror or error}") from error
-        try:
-            self._acquire()
-            self._load(overwrite)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            try:
+                self._acquire()
+                self._load(overwrite)
+            except BaseException:
+                os.close(self._lock)
+                raise
 
     def _check_folder(self, overwrite: bool) -> None:
         if self.out.exists() and not self.out.is_dir():
@@ -93,16 +93,25 @@ class Workspace:
         if overwrite:
             self._clear()
         elif record.is_file():
-            run = json.loads(record.read_bytes())
-            self._compare(run["fingerprint"])
+            before, shards = self._read_record(record)
+            self._compare(before)
             self._finished = {
-                name: FinishedFile(size, sha256)
-                for name, (size, sha256) in run["shards"].items()
-                if (self.out / name).is_file() and (self.out / name).stat().st_size == size
+                name: file
+                for name, file in shards.items()
+                if (self.out / name).is_file() and (self.out / name).stat().st_size == file.size
             }
         elif {entry.name for entry in self.out.iterdir()} - {WORK_FOLDER}:
+            self._remove_work_folder()  # all that an earlier run, complete but for this, had left to do
             raise OutputError(f"{self.out}: exists and is not empty; choose another folder, or --overwrite")
         self._save()
+
+    def _read_record(self, record: Path) -> tuple[Mapping[str, Any], Mapping[str, FinishedFile]]:
+        try:
+            run = json.loads(record.read_bytes())
+            shards = {name: FinishedFile(size, sha256) for name, (size, sha256) in run["shards"].items()}
+            return dict(run["fingerprint"]), shards
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise OutputError(f"{record}: is damaged, so the run cannot be resumed; --overwrite starts anew") from error
 
     def _compare(self, before: Mapping[str, Any]) -> None:
         changed = [key for key in {**before, **self._fingerprint} if before.get(key) != self._fingerprint.get(key)]
@@ -128,9 +137,14 @@ class Workspace:
             if leftover.name not in keep:
                 leftover.unlink()
 
+    def _remove_work_folder(self) -> None:
+        self._remove_leftovers()
+        (self._work / _RECORD).unlink(missing_ok=True)  # until then an interrupted run is completed by the next
+        self._work.rmdir()
+
     def _save(self) -> None:
         run = {"fingerprint": self._fingerprint, "shards": self._finished}
-        write_file(self._work / _RECORD, json.dumps(run, indent=1).encode())
+        write_file(self._work / _RECORD, [json.dumps(run, indent=1).encode()])
 
     @property
     def finished(self) -> Mapping[str, FinishedFile]:
@@ -156,7 +170,8 @@ class Workspace:
 
     def record(self, name: str, size: int) -> None:
         """Note that a shard is complete. May be called from any thread."""
-        finished = FinishedFile(size, _sha256(self.out / name) if self._checksum else None)
+        with _as_output_error(self.out / name):
+            finished = FinishedFile(size, _sha256(self.out / name) if self._checksum else None)
         with self._guard:
             self._finished[name] = finished
             self._save()
@@ -164,20 +179,35 @@ class Workspace:
     def write(self, name: str, content: bytes) -> None:
         """Write a small file of the result."""
         path = self.out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
+        with _as_output_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, [content])
         self._written[name] = hashlib.sha256(content).hexdigest()
+
+    def copy(self, name: str, source: Path) -> None:
+        """Copy a file of the source, of any size, into the result.
+
+        Raises:
+            SourceError: it cannot be read.
+            OutputError: the disk is full or failing.
+        """
+        path = self.out / name
+        with _as_output_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        write_file(path, _digested(read_chunks(source), digest))
+        self._written[name] = digest.hexdigest()
 
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Write the files that make the folder a checkpoint, make everything durable and remove the work files."""
         if self._checksum:
             self.write("SHA256SUMS", self._manifest(last))
-        for name, content in last.items():
-            self.write(name, content)
-        sync_folder(self.out)
-        self._remove_leftovers()
-        (self._work / _RECORD).unlink()  # until then an interrupted run would be finished by the next
-        self._work.rmdir()
+        with _as_output_error(self.out):
+            sync_folder(self.out)  # before a loader could take the folder for complete
+            for name, content in last.items():
+                self.write(name, content)
+            sync_folder(self.out)
+            self._remove_work_folder()
 
     def _manifest(self, last: Mapping[str, bytes]) -> bytes:
         sums = {name: file.sha256 or _sha256(self.out / name) for name, file in self._finished.items()}
@@ -191,6 +221,20 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._lock)
+
+
+@contextmanager
+def _as_output_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
+    for chunk in chunks:
+        digest.update(chunk)
+        yield chunk
 
 
 def _sha256(path: Path) -> str:

@@ -96,8 +96,8 @@ def _output_error(path: Path, error: OSError) -> OutputError:
     return OutputError(f"{path}: {error.strerror or error}")
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it either exists whole or not at all.
+def write_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file in one go so that it either exists whole or not at all.
 
     Raises:
         OutputError: the disk is full or failing.
@@ -105,7 +105,7 @@ def write_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _keep(path: Path, content: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(content).encode())
+        write_file(path, [json.dumps(content).encode()])
     except (OSError, OutputError):
         return  # a home that cannot be written to costs time at the next run, not this result
 
