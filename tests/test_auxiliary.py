@@ -1,0 +1,79 @@
+"""Which files beside the weights come along, and which must not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
+
+
+def found(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            (folder / name).write_text("")
+    return [str(name) for name in auxiliary_files(folder)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
+        "merges.txt", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+        "chat_template.jinja", "modeling_own.py", "LICENSE", "USE_POLICY.md", "modules.json",
+        "additional_chat_templates/tool_use.jinja", "vision/encoder/layers.py", "tekken.json", "spiece.model",
+    ],
+)  # fmt: skip
+def test_comes_along(tmp_path, name):
+    assert found(tmp_path, name) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "README.md", "SHA256SUMS", "params.json", ".gitattributes", ".cache/huggingface/x.py",
+        "model.safetensors.index.json", "pytorch_model.bin.index.json", "__pycache__/modeling.py", "notes/thoughts.md",
+        "original/tokenizer.model", "original/code.py", "onnx/export.py", "metal/model.py", "assets/logo.png",
+        *sorted(QUANTIZATION_LEFTOVERS), *(f"weights{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)),
+    ],
+)  # fmt: skip
+def test_stays_behind(tmp_path, name):
+    assert found(tmp_path, name) == []
+
+
+def test_modules_of_sentence_transformers_come_along_whole(tmp_path):
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense/inner"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert found(tmp_path, "1_Pooling/config.json", "2_Dense/inner/model.safetensors", "3_Unused/config.json") == [
+        "1_Pooling/config.json",
+        "2_Dense/inner/model.safetensors",
+        "modules.json",
+    ]
+
+
+@pytest.mark.parametrize("path", ["..", "../elsewhere", "/etc"])
+def test_a_module_path_does_not_lead_out_of_the_folder(tmp_path, path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/secret").write_text("")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "modules.json").write_text(json.dumps([{"path": path}]))
+    assert found(source) == ["modules.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "3", "null", '{"path": "x"}', "[3]", '["1_Pooling"]', "[{}]", '[{"path": 1}]', "\ud800", "[" * 100_000],
+    ids=lambda content: ascii(content[:12]),
+)
+def test_a_list_of_modules_that_is_none_is_just_a_file(tmp_path, content):
+    (tmp_path / "modules.json").write_text(content, encoding="utf-8", errors="surrogatepass")
+    assert found(tmp_path, "1_Pooling/config.json") == ["modules.json"]
+
+
+def test_they_are_sorted_and_folders_links_and_fifos_are_none(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "dangling.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked.json").symlink_to(tmp_path / "b.json")
+    assert found(tmp_path, "b.json", "a.json", "c/d.py") == ["a.json", "b.json", "c/d.py", "linked.json"]
