@@ -60,7 +60,7 @@ def _module_folders(folder: Path) -> frozenset[str]:
     try:
         modules = json.loads((folder / "modules.json").read_bytes())
         paths = [PurePosixPath(module["path"]) for module in modules]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return frozenset()
     return frozenset(
         path.parts[0] for path in paths if path.parts and ".." not in path.parts and not path.is_absolute()
