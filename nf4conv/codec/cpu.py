@@ -29,7 +29,8 @@ from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference import error_sums as error_sums
 
 _QUANTIZE_CHUNK: Final = 1 << 20
-"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other: with\n2^18 they reach 420 million elements a second, with 2^20 550, where one alone reaches 390."""
+"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other:
+with 2^18 they reach 420 million elements a second, with 2^20 550, where one alone reaches 390."""
 
 _COMPARED: Final = 1 << 15
 """Elements compared with all cuts at a time: half a megabyte of answers, to be added up before they leave the cache."""
