@@ -64,3 +64,21 @@ class QuantizeOptions:
     plan_with: str = "rules"
     max_shard_size: int = 10**9
     non_finite: str = "refuse"
+
+
+@dataclass(frozen=True)
+class DequantizeOptions:
+    """What `dequantize` makes of a 4-bit checkpoint.
+
+    Attributes:
+        dtype: what all float tensors are stored in, except those that are float32 by design; None decodes each weight
+            to the dtype that it had before it was quantized, and leaves the rest as it is.
+        include: glob patterns; only weights that match one are decoded. Empty: all.
+        exclude: glob patterns of weights to leave in 4 bits.
+        max_shard_size: bytes of an output file.
+    """
+
+    dtype: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    max_shard_size: int = 10**9

@@ -5,37 +5,25 @@ Workspace ▸ Pipeline(shard tasks)           every byte of every shard
 auxiliary files ▸ index ▸ config.json       config.json last: it is what makes the folder a checkpoint
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.plan import Format, PackJob, Plan, Shard, dominant_dtype, make_plan
+from nf4conv.checkpoint.plan import Format, PackJob, Plan, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, SelectionOptions, demote, select
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
-from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
-from nf4conv.pipeline import Engine, MemoryUse, Pipeline, Task, interleave, make_pipeline
-from nf4conv.shards import NonFiniteError, ShardProgress
-
-ShardTasks = Callable[[ShardProgress, int], Sequence[Task[Any]]]
-"""How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
-
-_SHARDS_AT_A_TIME = 8
-"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk); to several files they
-do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
+from nf4conv.output import ShardTasks, check_apart, ignore, source_fingerprint, write_checkpoint
+from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
+from nf4conv.shards import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -281,35 +269,20 @@ def execute_plan(
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, run)
     engine, shard_tasks = choose_engine(job, run)
-    pipeline = make_pipeline(engine, run, progress or _ignore)
+    pipeline = make_pipeline(engine, run, progress or ignore)
     baseline = pipeline.memory()
-    with Workspace(out, _fingerprint(job, pipeline), overwrite=run.overwrite, checksum=run.checksum) as workspace:
+    fingerprint = {
+        "command": "quantize",
+        **source_fingerprint(job.source, pipeline, job.options),
+        "tensors kept for NaN or infinity": sorted(job.non_finite),
+    }
+    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         resumed = len(workspace.finished)
-        workspace.check_space(_space_needed(job, workspace))
         try:
-            with ExitStack() as writers:
-                pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers))
+            write_checkpoint(job, workspace, pipeline, shard_tasks)
         except NonFiniteError as error:
             raise _describe_non_finite(error.job, run) from error
-        _finalize(job, workspace)
         return _report(job, workspace, pipeline, resumed, started, baseline)
-
-
-def _ignore(count: int) -> None:
-    """Progress that nobody watches."""
-
-
-def check_apart(source: Path, out: Path) -> None:
-    """Refuse an output folder that is the source, lies in it, or holds it.
-
-    Raises:
-        OutputError: as said.
-    """
-    source, out = source.resolve(), out.resolve()
-    if out == source or source in out.parents:
-        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
-    if out in source.parents:
-        raise OutputError(f"{out}: holds the source folder; choose another output folder")
 
 
 def choose_engine(job: QuantizationPlan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
@@ -350,66 +323,6 @@ def _describe_non_finite(job: PackJob, run: RunOptions) -> SourceError:
         f"{job.source.file}: {job.source.name}: {count:,} of {job.source.elements:,} values are NaN or infinite"
         f"{'' if count else ' once cast'}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
     )
-
-
-def _fingerprint(job: QuantizationPlan, pipeline: Pipeline[Any]) -> dict[str, Any]:
-    """Whatever decides the bytes of the result, so that an interrupted run is resumed only by its like."""
-    files = {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in job.source.files}
-    headers = hashlib.sha256()
-    for tensor in job.source.tensors:
-        headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
-    return {
-        "command": "quantize",
-        "version": __version__,
-        "torch": version("torch"),
-        "device": pipeline.device.partition(":")[0],
-        "source files": files,
-        "source headers": headers.hexdigest(),
-        "source config": job.source.config,
-        "tensors kept for NaN or infinity": sorted(job.non_finite),
-        **{f"--{name.replace('_', '-')}": value for name, value in asdict(job.options).items()},
-    }
-
-
-def _space_needed(job: QuantizationPlan, workspace: Workspace) -> int:
-    shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in workspace.finished)
-    return shards + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
-
-
-def _tasks(
-    job: QuantizationPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    shard_tasks: ShardTasks,
-    writers: ExitStack,
-) -> Iterator[Task[Any]]:
-    """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
-
-    def of_shard(shard: Shard) -> Sequence[Task[Any]]:
-        writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
-        writers.callback(writer.close)
-        finished = partial(workspace.record, shard.name)
-        return shard_tasks(ShardProgress(shard, job.plan.format, writer, finished), pipeline.piece)
-
-    kept = [shard for shard in job.plan.shards if shard.name in workspace.finished]
-    pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
-    return interleave((of_shard(shard) for shard in job.plan.shards if shard not in kept), _SHARDS_AT_A_TIME)
-
-
-def _finalize(job: QuantizationPlan, workspace: Workspace) -> None:
-    for name in job.auxiliary:
-        workspace.copy(str(name), job.source.folder / name)
-    if len(job.plan.shards) > 1:
-        workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
-    config = None if job.config is None else (json.dumps(job.config, indent=2) + "\n").encode()
-    workspace.complete({} if config is None else {"config.json": config})
-
-
-def _index(plan: Plan, workspace: Workspace) -> bytes:
-    total = sum(workspace.finished[shard.name].size - shard.header_size for shard in plan.shards)
-    weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _report(

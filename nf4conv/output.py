@@ -1,0 +1,135 @@
+"""From a plan to a finished output folder: what every command that writes a checkpoint does around its tasks.
+
+space ▸ shard tasks ▸ auxiliary files ▸ index ▸ config.json: that last, because it makes the folder a checkpoint.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Protocol
+
+from nf4conv import __version__
+from nf4conv.checkpoint.plan import Plan, Shard
+from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.errors import OutputError
+from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.pipeline import Pipeline, Task, interleave
+from nf4conv.shards import ShardProgress
+
+ShardTasks = Callable[[ShardProgress, int], Sequence[Task[Any]]]
+"""How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
+
+_SHARDS_AT_A_TIME: Final = 8
+"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk); to several files they
+do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
+
+
+class Job(Protocol):
+    """What is to be written.
+
+    Attributes:
+        source: the checkpoint that is read.
+        plan: the output files.
+        config: the content of the output's config.json; None when it gets none.
+        auxiliary: files that are copied beside the weights, relative to the source's folder.
+    """
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def config(self) -> Mapping[str, Any] | None: ...
+    @property
+    def auxiliary(self) -> tuple[PurePosixPath, ...]: ...
+
+
+def ignore(count: int) -> None:
+    """Progress that nobody watches."""
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Refuse an output folder that is the source, lies in it, or holds it.
+
+    Raises:
+        OutputError: as said.
+    """
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents:
+        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
+    if out in source.parents:
+        raise OutputError(f"{out}: holds the source folder; choose another output folder")
+
+
+def source_fingerprint(
+    source: Source, pipeline: Pipeline[Any], options: QuantizeOptions | DequantizeOptions
+) -> dict[str, Any]:
+    """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
+    files = {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in source.files}
+    headers = hashlib.sha256()
+    for tensor in source.tensors:
+        headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
+    return {
+        "version": __version__,
+        "torch": version("torch"),
+        "device": pipeline.device.partition(":")[0],
+        "source files": files,
+        "source headers": headers.hexdigest(),
+        "source config": source.config,
+        **{f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()},
+    }
+
+
+def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], shard_tasks: ShardTasks) -> None:
+    """Carry out a job in a workspace, which is a finished checkpoint afterwards.
+
+    Raises:
+        SourceError, OutputError: the source cannot be read, the destination not written.
+    """
+    workspace.check_space(_space_needed(job, workspace))
+    with ExitStack() as writers:
+        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers))
+    for name in job.auxiliary:
+        workspace.copy(str(name), job.source.folder / name)
+    if len(job.plan.shards) > 1:
+        workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
+    config = None if job.config is None else (json.dumps(job.config, indent=2) + "\n").encode()
+    workspace.complete({} if config is None else {"config.json": config})
+
+
+def _space_needed(job: Job, workspace: Workspace) -> int:
+    shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in workspace.finished)
+    return shards + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
+
+
+def _tasks(
+    job: Job,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    shard_tasks: ShardTasks,
+    writers: ExitStack,
+) -> Iterator[Task[Any]]:
+    """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
+
+    def of_shard(shard: Shard) -> Sequence[Task[Any]]:
+        writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
+        writers.callback(writer.close)
+        finished = partial(workspace.record, shard.name)
+        return shard_tasks(ShardProgress(shard, job.plan.format, writer, finished), pipeline.piece)
+
+    kept = [shard for shard in job.plan.shards if shard.name in workspace.finished]
+    pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
+    return interleave((of_shard(shard) for shard in job.plan.shards if shard not in kept), _SHARDS_AT_A_TIME)
+
+
+def _index(plan: Plan, workspace: Workspace) -> bytes:
+    total = sum(workspace.finished[shard.name].size - shard.header_size for shard in plan.shards)
+    weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
