@@ -69,6 +69,11 @@ def quantized_config(
     return edited
 
 
+def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The content of config.json for a checkpoint without any quantization, stored in a dtype such as "bfloat16"."""
+    return _with_dtype(without_quantization(config), dtype)
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config with every trace of a quantization removed, at all levels."""
     return {

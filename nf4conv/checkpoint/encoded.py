@@ -24,12 +24,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.checkpoint.config import LEFTOVERS
+from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
-from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.codec.codebook import BLOCKSIZES
+from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 from nf4conv.errors import SourceError
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
+
+BITSANDBYTES_4BIT: Final = "bitsandbytes 4-bit"
+"""The method of decoding; with " transposed" after it where the model's family stores its weights [in, out]."""
 
 _TWICE: Final = "4-bit integers, which would lose precision a second time"
 _REFUSED: Final[Mapping[str, str]] = {
@@ -64,6 +69,7 @@ class _Siblings:
         method: quant_method of the config; None when it names none.
         blocks: [rows, columns] that may share a scale, by the config.
         dtype: tag of what is decoded to.
+        families: deviations of the model's family that are listed.
         read: reads a small tensor.
     """
 
@@ -71,6 +77,7 @@ class _Siblings:
     method: str | None
     blocks: tuple[tuple[int, int], ...]
     dtype: str
+    families: tuple[Family, ...]
     read: Callable[[TensorInfo], bytes]
 
     def find(self, *names: str) -> TensorInfo | None:
@@ -112,7 +119,12 @@ def decoded_tensors(
             f"already quantized: quant_method {method}; give the checkpoint that it was made from: {reason}"
         )
     siblings = _Siblings(
-        {tensor.name: tensor for tensor in tensors}, method, tuple(_blocks(description or {})), dtype, read
+        {tensor.name: tensor for tensor in tensors},
+        method,
+        tuple(_blocks(description or {})),
+        dtype,
+        families_of(config),
+        read,
     )
     found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}
     if not found and method is None:
@@ -229,23 +241,30 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     blobs = [part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)]
     if not blobs:
         return None
-    shape, dtype = _quant_state(blobs[0], siblings.read(blobs[0]))
+    shape, dtype, blocksize = _quant_state(blobs[0], siblings.read(blobs[0]))
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes or "absmax" not in components:
         raise _misfit(tensor, components.get("absmax", blobs[0]))
-    return info._replace(encoding=Encoding("bitsandbytes 4-bit", (("values", tensor), *components.items())))
+    if components["absmax"].elements != block_count(info.elements, blocksize):
+        raise _misfit(tensor, components["absmax"])
+    transposed = len(shape) == 2 and is_transposed(tensor.name.removesuffix(".weight"), siblings.families)
+    method = f"{BITSANDBYTES_4BIT} transposed" if transposed else BITSANDBYTES_4BIT
+    encoding = Encoding(method, (("values", tensor), *components.items()), (blocksize,))
+    return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
 
 
-def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str]:
+def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str, int]:
     tags = {name: tag for tag, name in DTYPE_NAMES.items()}
     try:
         fields = json.loads(blob)
-        shape, dtype = tuple(fields["shape"]), tags[fields["dtype"]]
-    except (ValueError, TypeError, KeyError) as error:
+        shape, dtype, blocksize = tuple(fields["shape"]), tags[fields["dtype"]], fields["blocksize"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
     if not all(type(size) is int and size >= 0 for size in shape):
         raise SourceError(f"{tensor.file}: {tensor.name}: {fields['shape']!r} is not a shape")
-    return shape, dtype
+    if type(blocksize) is not int or blocksize not in BLOCKSIZES:
+        raise SourceError(f"{tensor.file}: {tensor.name}: {blocksize!r} is not a blocksize of bitsandbytes")
+    return shape, dtype, blocksize
 
 
 def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:

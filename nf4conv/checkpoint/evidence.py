@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.checkpoint.families import READ, Family, families_of
+from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal
 
@@ -148,7 +148,7 @@ class Evidence:
         return None
 
     def is_transposed(self, module: str) -> bool:
-        return any(family.transposed and re.search(family.transposed, module) for family in self.families)
+        return is_transposed(module, self.families)
 
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
         """Whether a kept tensor that is stored in float32 has to stay so.

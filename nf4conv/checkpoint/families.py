@@ -4,7 +4,8 @@ A family is listed only when names and shapes cannot tell. Patterns are regular 
 module on disk (a tensor's name without ".weight").
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -202,6 +203,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
 def families_of(config: Mapping[str, Any]) -> tuple[Family, ...]:
     """The families of a model and of its parts, as far as they are listed."""
     return tuple(FAMILIES[name] for name in dict.fromkeys(model_types(config)) if name in FAMILIES)
+
+
+def is_transposed(module: str, families: Sequence[Family]) -> bool:
+    """Whether a module of such a model stores its weight as [in, out], to be packed as [out, in]."""
+    return any(family.transposed and re.search(family.transposed, module) for family in families)
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:

@@ -264,14 +264,31 @@ def make_plan(
         PlanError: a tensor cannot be packed as decided, or two outputs would have one name.
     """
     jobs = [job for tensor in tensors for job in _jobs(tensor, decisions[tensor.name], format)]
-    _check_names(jobs)
-    groups = list(_split(jobs, max_shard_size))
-    single = len(groups) == 1
+    return arrange([[job] for job in jobs], format, max_shard_size=max_shard_size, stem=stem)
+
+
+def arrange(
+    groups: Sequence[Sequence[PackJob | CopyJob]], format: Format, *, max_shard_size: int, stem: str = "model"
+) -> Plan:
+    """Divide jobs into shards and place them.
+
+    Args:
+        groups: jobs whose outputs must be in one shard, in the order in which they are to be read.
+        format: how weights are packed.
+        max_shard_size: bytes; a single group larger than that gets a shard of its own.
+        stem: base name of the output files.
+
+    Raises:
+        PlanError: two outputs would have one name.
+    """
+    _check_names([job for group in groups for job in group])
+    shards = list(_split(groups, max_shard_size))
+    single = len(shards) == 1
     return Plan(
         format,
         tuple(
-            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group)
-            for number, group in enumerate(groups, start=1)
+            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", jobs)
+            for number, jobs in enumerate(shards, start=1)
         ),
     )
 
@@ -295,18 +312,18 @@ def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
         seen.add(job.name)
 
 
-def _split(jobs: Sequence[PackJob | CopyJob], max_shard_size: int) -> Iterator[list[PackJob | CopyJob]]:
-    group: list[PackJob | CopyJob] = []
+def _split(groups: Sequence[Sequence[PackJob | CopyJob]], max_shard_size: int) -> Iterator[list[PackJob | CopyJob]]:
+    shard: list[PackJob | CopyJob] = []
     size = header = 0
-    for job in jobs:
-        job_size, job_header = job.nbytes, _header_size(job)
-        if group and (size + job_size > max_shard_size or header + job_header > _LARGEST_HEADER):
-            yield group
-            group, size, header = [], 0, 0
-        group.append(job)
-        size += job_size
-        header += job_header
-    yield group
+    for group in groups:
+        group_size, group_header = sum(job.nbytes for job in group), sum(_header_size(job) for job in group)
+        if shard and (size + group_size > max_shard_size or header + group_header > _LARGEST_HEADER):
+            yield shard
+            shard, size, header = [], 0, 0
+        shard += group
+        size += group_size
+        header += group_header
+    yield shard
 
 
 def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -40,9 +40,10 @@ def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...
             return decode_fp4(parts["values"], *scales, dtype)
         case "stacked mxfp4":
             return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
-        case "bitsandbytes 4-bit":
+        case "bitsandbytes 4-bit" | "bitsandbytes 4-bit transposed":
             components = {role: part for role, part in parts.items() if role != "values"}
-            return dequantize_4bit(parts["values"], QuantState.from_components(components), dtype=dtype)
+            decoded = dequantize_4bit(parts["values"], QuantState.from_components(components), dtype=dtype)
+            return decoded.t().contiguous() if method.endswith("transposed") else decoded
         case "strided":
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
             return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()
