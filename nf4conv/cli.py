@@ -4,6 +4,7 @@ Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verificat
 """
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -59,6 +60,8 @@ class _Commands(click.Group):
             # the reader of our output has left; nothing is left to be told, not even by the interpreter's exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
+        except OSError as error:
+            _fail(f"{error.filename or ctx.command_path}: {error.strerror or error}", 2)
 
 
 class _Terminated(BaseException):
@@ -70,8 +73,13 @@ def _raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"{click.style('Error:', fg='red')} {message}", err=True, color=_color())
+    click.echo(f"{click.style('Error:', fg='red')} {_printable(message)}", err=True, color=_color())
     sys.exit(code)
+
+
+def _printable(text: str) -> str:
+    """Without line breaks and terminal codes, which names inside a file may hold."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _color() -> bool | None:
@@ -84,6 +92,8 @@ def _color() -> bool | None:
 def main() -> None:
     """Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4: streamed, bit-exact with bitsandbytes CUDA."""
     signal.signal(signal.SIGTERM, _raise_terminated)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
 
 
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -185,7 +195,7 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
         return
     if not quiet:
         for note in plan.notes:
-            click.echo(f"{click.style('Note:', fg='yellow')} {note}", err=True, color=_color())
+            click.echo(f"{click.style('Note:', fg='yellow')} {_printable(note)}", err=True, color=_color())
     with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
         report = execute_plan(plan, out, run, advance)
     if as_json:
@@ -217,18 +227,19 @@ def _print_plan(plan: "QuantizationPlan", as_json: bool) -> None:
             json.dumps({"tensors": rows, "totals": totals, "config": plan.config, "notes": plan.notes}, indent=2)
         )
         return
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
+    names = [_printable(row["name"]) for row in rows]
+    width = max(map(len, names))
+    for name, row in zip(names, rows, strict=True):
         shape = "x".join(map(str, row["shape"])) or "scalar"
         sizes = f"{_bytes(row['bytes_in']):>9} → {_bytes(row['bytes_out']):>9}"
-        click.echo(f"{row['action']:4}  {row['name']:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
+        click.echo(f"{row['action']:4}  {name:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
     click.echo(
         f"\n{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
         f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])} "
         f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)"
     )
     for note in plan.notes:
-        click.echo(f"Note: {note}")
+        click.echo(f"Note: {_printable(note)}")
 
 
 def _print_report(report: "QuantizeReport") -> None:

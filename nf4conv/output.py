@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol
 
 from nf4conv import __version__
-from nf4conv.checkpoint.plan import Plan, Shard
+from nf4conv.checkpoint.plan import CopyJob, Plan, Shard
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
-from nf4conv.errors import OutputError
+from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.pipeline import Pipeline, Task, interleave
 from nf4conv.shards import ShardProgress
@@ -71,7 +71,6 @@ def source_fingerprint(
     source: Source, pipeline: Pipeline[Any], options: QuantizeOptions | DequantizeOptions
 ) -> dict[str, Any]:
     """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
-    files = {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in source.files}
     headers = hashlib.sha256()
     for tensor in source.tensors:
         headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
@@ -79,11 +78,30 @@ def source_fingerprint(
         "version": __version__,
         "torch": version("torch"),
         "device": pipeline.device.partition(":")[0],
-        "source files": files,
+        "source files": _stamps(source),
         "source headers": headers.hexdigest(),
         "source config": source.config,
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()},
     }
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
+    digest = hashlib.sha256()
+    for shard in plan.shards:
+        digest.update(repr((shard.name, [(job.name, isinstance(job, CopyJob)) for job in shard.jobs])).encode())
+    return digest.hexdigest()
+
+
+def _stamps(source: Source) -> dict[str, list[int]]:
+    """Size and time of change of each weight file, by which a changed source is noticed."""
+    try:
+        return {
+            str(file.relative_to(source.folder)): [(status := file.stat()).st_size, status.st_mtime_ns]
+            for file in source.files
+        }
+    except OSError as error:
+        raise SourceError(f"{error.filename}: {error.strerror}") from error
 
 
 def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], shard_tasks: ShardTasks) -> None:
@@ -93,8 +111,12 @@ def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], sh
         SourceError, OutputError: the source cannot be read, the destination not written.
     """
     workspace.check_space(_space_needed(job, workspace))
+    before = _stamps(job.source)
     with ExitStack() as writers:
         pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers))
+    changed = [name for name, stamp in _stamps(job.source).items() if stamp != before[name]]
+    if changed:
+        raise SourceError(f"{job.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
     for name in job.auxiliary:
         workspace.copy(str(name), job.source.folder / name)
     if len(job.plan.shards) > 1:

@@ -143,16 +143,17 @@ class Pipeline(Generic[W]):
                 threading.Thread(target=self._work, args=(crew, reader), name=f"nf4conv-{number}", daemon=True)
                 for number in range(self.workers)
             ]
-            for thread in threads:
-                thread.start()
             try:
+                for thread in threads:
+                    thread.start()
                 for thread in threads:
                     while thread.is_alive():
                         thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
             except BaseException:
                 crew.stop(None)
                 for thread in threads:
-                    thread.join()
+                    if thread.ident is not None:  # an interrupt may come before all have been started
+                        thread.join()
                 raise
         if crew.error is not None:
             raise crew.error

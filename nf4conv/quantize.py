@@ -21,7 +21,7 @@ from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
-from nf4conv.output import ShardTasks, check_apart, ignore, source_fingerprint, write_checkpoint
+from nf4conv.output import ShardTasks, check_apart, ignore, plan_fingerprint, source_fingerprint, write_checkpoint
 from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
 from nf4conv.shards import NonFiniteError
 
@@ -275,6 +275,7 @@ def execute_plan(
         "command": "quantize",
         **source_fingerprint(job.source, pipeline, job.options),
         "tensors kept for NaN or infinity": sorted(job.non_finite),
+        "plan": plan_fingerprint(job.plan),
     }
     with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         resumed = len(workspace.finished)
