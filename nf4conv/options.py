@@ -1,6 +1,7 @@
 """What the user can choose, with its defaults: the one home of both. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 QUANT_TYPES: Final = ("nf4", "fp4")
@@ -27,6 +28,29 @@ class RunOptions:
     buffer_size: int = 64 * 10**6
     overwrite: bool = False
     checksum: bool = False
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Where a checkpoint comes from. On the Hub, what huggingface_hub reads from the environment applies as well.
+
+    Attributes:
+        revision: branch, tag or commit; None for the main branch.
+        token: to read with; None for the one that is logged in.
+        cache_dir: where downloads are kept; None for huggingface_hub's.
+        local_files_only: take what is in the cache, and ask nobody.
+        subfolder: of the repository or folder that holds the checkpoint.
+        variant: such as "fp16", in the names of the weight files.
+        stream: fetch weights as they are needed and keep no copy.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path | None = None
+    local_files_only: bool = False
+    subfolder: str | None = None
+    variant: str | None = None
+    stream: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Top-level files are copied unless they are known not to belong; of sub-folders o
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -26,41 +26,50 @@ _FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "c
 
 def auxiliary_files(folder: Path) -> tuple[PurePosixPath, ...]:
     """The files of a checkpoint folder that are copied as they are, relative to it, sorted."""
-    top = {PurePosixPath(path.name) for path in folder.iterdir() if path.is_file() and _belongs(path)}
-    return tuple(sorted(top | set(_from_subfolders(folder))))
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    modules = folder / "modules.json"
+    return auxiliary_names(names, modules.read_bytes() if modules.is_file() else None)
 
 
-def _belongs(path: Path) -> bool:
+def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
+    """Those of a listing that are copied as they are, sorted.
+
+    Args:
+        names: of files, relative to the checkpoint's folder.
+        modules: the content of modules.json, if there is one.
+    """
+    folders = _module_folders(modules)
+    paths = map(PurePosixPath, names)
+    return tuple(sorted(path for path in paths if (_from_below(path, folders) if path.parts[1:] else _belongs(path))))
+
+
+def _belongs(path: PurePosixPath) -> bool:
     return not (
         path.name.startswith(".")
         or path.name in _REWRITTEN
         or path.name in QUANTIZATION_LEFTOVERS
         or path.suffix in WEIGHT_SUFFIXES
-        or path.name.endswith(".index.json")
+        or (".index." in path.name and path.suffix == ".json")
         or path.name == "params.json"  # goes with consolidated weights, which are not copied either
     )
 
 
-def _from_subfolders(folder: Path) -> Iterator[PurePosixPath]:
-    modules = _module_folders(folder)
-    for path in folder.rglob("*"):
-        relative = PurePosixPath(path.relative_to(folder).as_posix())
-        parents = relative.parts[:-1]
-        if not parents or not path.is_file() or any(part.startswith(".") or part == "__pycache__" for part in parents):
-            continue
-        top = parents[0]
-        if top in modules or (
-            top not in _FOREIGN_FOLDERS and (path.suffix == ".py" or top == "additional_chat_templates")
-        ):
-            yield relative
+def _from_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
+    parents = path.parts[:-1]
+    if any(part.startswith(".") or part == "__pycache__" for part in parents):
+        return False
+    top = parents[0]
+    return top in modules or (
+        top not in _FOREIGN_FOLDERS and (path.suffix == ".py" or top == "additional_chat_templates")
+    )
 
 
-def _module_folders(folder: Path) -> frozenset[str]:
+def _module_folders(description: bytes | None) -> frozenset[str]:
     """Folders of sentence-transformers modules such as 1_Pooling; some of them hold small weights of their own."""
     try:
-        modules = json.loads((folder / "modules.json").read_bytes())
+        modules = json.loads(description or b"")
         paths = [PurePosixPath(module["path"]) for module in modules]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         return frozenset()
     return frozenset(
         path.parts[0] for path in paths if path.parts and ".." not in path.parts and not path.is_absolute()

@@ -102,6 +102,22 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
     return parse_header(raw, path, size)
 
 
+def header_stop(path: Path, head: bytes, size: int) -> int:
+    """Where the header of a file ends, told by its first bytes.
+
+    Args:
+        path: named in errors.
+        head: at least the first 8 bytes, if there are as many.
+        size: of the whole file.
+
+    Raises:
+        SourceError: no safetensors file begins like this.
+    """
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    _check_length(path, length, size)
+    return LENGTH_BYTES + length
+
+
 def _check_length(path: Path, length: int, size: int) -> None:
     if size < LENGTH_BYTES:
         raise SourceError(f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete")

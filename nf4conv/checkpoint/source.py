@@ -5,22 +5,29 @@ float tensors that it stands for (encoded.py).
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.checkpoint.config import checkpoint_dtype
 from nf4conv.checkpoint.encoded import decoded_tensors
-from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.header import LENGTH_BYTES, TensorInfo, header_stop, parse_header, read_header
 from nf4conv.checkpoint.pickle_header import read_pickle_header
+from nf4conv.checkpoint.weight_files import PICKLE_SUFFIXES, STEMS, find_weights
 from nf4conv.errors import SourceError
+from nf4conv.options import SourceOptions
 
-STEMS: Final = ("model", "diffusion_pytorch_model")
-"""Base names of weight files: transformers', diffusers'."""
+if TYPE_CHECKING:
+    from nf4conv.checkpoint.hub import Fetched, RemoteFile, Repository
 
-_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
+_HEADERS_AT_A_TIME: Final = 8
+_HEAD: Final = 2**17
+"""Bytes asked for first of a file on the Hub; most headers are shorter."""
+_REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Source:
         config: the content of config.json; None when there is none.
         stem: base name of the weight files: "model", or what the source calls them.
         notes: what the user should know about it.
+        fetched: where it came from on the Hub, and which weight files are still there; None for one that is local.
     """
 
     folder: Path
@@ -42,48 +50,83 @@ class Source:
     config: Mapping[str, Any] | None
     stem: str
     notes: tuple[str, ...] = ()
+    fetched: "Fetched | None" = None
 
 
-def open_source(path: Path) -> Source:
-    """Open a checkpoint: a folder with safetensors or pickled weights, sharded or not, or one such file.
+def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
+    """Open a checkpoint: a folder with safetensors or pickled weights, sharded or not, one such file, or a Hub id.
+
+    Args:
+        source: a path, which wins where it exists, or "org/name".
+        where: revision and so on.
 
     Raises:
         SourceError: it is missing, empty, truncated, or contradicts itself; the message names file and tensor.
     """
+    where = where or SourceOptions()
+    path = Path(source)
     try:
         if path.is_file():
             return _open_file(path)
-        if not path.is_dir():
+        if path.is_dir():
+            return _open_folder(path / (where.subfolder or ""), where.variant)
+        if not _is_repo_id(str(source)):
             raise SourceError(f"{path}: no such file or folder")
-        return _open_folder(path)
+        return _open_repository(str(source), where)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def _open_folder(path: Path) -> Source:
-    files, weight_map = _find_weights(path)
-    stored = _read_headers(files)
+def _is_repo_id(text: str) -> bool:
+    return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def _open_repository(repo: str, where: SourceOptions) -> Source:
+    from nf4conv.checkpoint.hub import fetch_source  # importing huggingface_hub takes a while
+
+    fetched = fetch_source(repo, where)
+    return replace(_open_folder(fetched.folder, where.variant, fetched), fetched=fetched)
+
+
+def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = None) -> Source:
+    absent = {} if fetched is None else fetched.absent
+    names = {path.name for path in (*folder.iterdir(), *absent) if path in absent or path.is_file()}
+    weights = find_weights(names, variant, folder)
+    weight_map = _read_weight_map(folder / weights.name, absent) if weights.is_index else None
+    files = tuple(folder / name for name in sorted(set((weight_map or {"": weights.name}).values())))
+    stored = _read_headers(files, fetched)
     if weight_map is not None:
-        _check_index(path, weight_map, stored)
-    stem = next((stem for stem in STEMS if files[0].name.startswith(stem)), STEMS[0])
-    return _decoded(path, files, stored, stem)
+        _check_index(folder, weight_map, stored)
+    return _decoded(folder, files, stored, weights.stem, fetched)
 
 
-def _decoded(folder: Path, files: tuple[Path, ...], stored: tuple[TensorInfo, ...], stem: str) -> Source:
+def _decoded(
+    folder: Path,
+    files: tuple[Path, ...],
+    stored: tuple[TensorInfo, ...],
+    stem: str,
+    fetched: "Fetched | None" = None,
+) -> Source:
     """A source whose encoded tensors are presented as what they are decoded to."""
     config = _read_config(folder)
     exported = folder / "hf_quant_config.json"
     dtype = "F16" if checkpoint_dtype(config or {}) == "float16" else "BF16"
     try:
         tensors, notes = decoded_tensors(
-            stored, config or {}, read_json(exported) if exported.is_file() else {}, dtype, _read_tensor
+            stored,
+            config or {},
+            read_json(exported) if exported.is_file() else {},
+            dtype,
+            partial(_read_tensor, fetched),
         )
     except SourceError as error:
         raise SourceError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
     return Source(folder, files, tensors, config, stem, notes)
 
 
-def _read_tensor(tensor: TensorInfo) -> bytes:
+def _read_tensor(fetched: "Fetched | None", tensor: TensorInfo) -> bytes:
+    if fetched is not None and tensor.file in fetched.absent and fetched.repository is not None:
+        return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
     try:
         with tensor.file.open("rb") as file:
             file.seek(tensor.start)
@@ -93,57 +136,16 @@ def _read_tensor(tensor: TensorInfo) -> bytes:
 
 
 def _open_file(path: Path) -> Source:
-    if path.suffix not in (".safetensors", *_PICKLE_SUFFIXES):
+    if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle")
     folder = path.parent
     for index in sorted(folder.glob("*.index.json")):
-        if path.name in _read_weight_map(index).values():
+        if path.name in _read_weight_map(index, ()).values():
             raise SourceError(f"{path}: one shard of those that {index.name} lists; give the folder")
     return _decoded(folder, (path,), _read_headers((path,)), STEMS[0])
 
 
-def _find_weights(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
-    named = next(_weights_named(folder, STEMS, "safetensors"), None)
-    if named is not None:
-        return named
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return (found[0],), None
-    if found:
-        raise SourceError(
-            f"{folder}: {len(found)} safetensors files, but neither model.safetensors nor an index that names them"
-        )
-    named = next(_weights_named(folder, _PICKLE_STEMS, "bin"), None)
-    if named is None:
-        raise SourceError(f"{folder}: neither safetensors weights nor a pytorch_model.bin in it{_what_else(folder)}")
-    return named
-
-
-def _weights_named(
-    folder: Path, stems: Iterable[str], suffix: str
-) -> Iterator[tuple[tuple[Path, ...], Mapping[str, str] | None]]:
-    """Weights under the names that loaders look for, in their order: a single file wins over an index beside it."""
-    for stem in stems:
-        single = folder / f"{stem}.{suffix}"
-        if single.is_file():
-            yield (single,), None
-        index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
-            weight_map = _read_weight_map(index)
-            yield tuple(folder / name for name in sorted(set(weight_map.values()))), weight_map
-
-
-def _what_else(folder: Path) -> str:
-    for pattern, hint in (
-        ("*.gguf", "GGUF files"),
-        ("*/model*.safetensors", "sub-folders"),
-    ):
-        if any(folder.glob(pattern)):
-            return f"; it has {hint}, which are not read"
-    return ""
-
-
-def _read_weight_map(index: Path) -> Mapping[str, str]:
+def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]:
     table = read_json(index)
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -152,21 +154,39 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
         relative = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("..")
         if relative.is_absolute() or ".." in relative.parts or "\\" in str(file):
             raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
-        if not (index.parent / relative).is_file():
+        if not (index.parent / relative).is_file() and index.parent / relative not in absent:
             raise SourceError(f"{index}: {name}: the shard {file} is missing; the download is incomplete")
     return weight_map
 
 
-def _read_headers(files: tuple[Path, ...]) -> tuple[TensorInfo, ...]:
+def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> tuple[TensorInfo, ...]:
     seen: dict[str, TensorInfo] = {}
-    for file in files:
-        for tensor in read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file):
+    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
+        headers = list(pool.map(partial(_read_header, fetched), files))
+    for file, header in zip(files, headers, strict=True):
+        for tensor in header:
             if tensor.name in seen:
                 raise SourceError(f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}")
             seen[tensor.name] = tensor
     if not seen:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
     return tuple(seen.values())
+
+
+def _read_header(fetched: "Fetched | None", file: Path) -> tuple[TensorInfo, ...]:
+    if fetched is not None and file in fetched.absent and fetched.repository is not None:
+        return _read_remote_header(fetched.repository, fetched.absent[file], file)
+    return read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
+
+
+def _read_remote_header(repository: "Repository", file: "RemoteFile", path: Path) -> tuple[TensorInfo, ...]:
+    if path.suffix != ".safetensors":
+        raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
+    head = repository.read(file, 0, min(file.size, _HEAD))
+    stop = header_stop(path, head, file.size)
+    if stop > len(head):
+        head += repository.read(file, len(head), stop)
+    return parse_header(head[LENGTH_BYTES:stop], path, file.size)
 
 
 def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: tuple[TensorInfo, ...]) -> None:

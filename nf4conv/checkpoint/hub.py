@@ -1,0 +1,273 @@
+"""A repository of the Hugging Face Hub as a source: what of it is needed, and how to get that.
+
+Everything goes through huggingface_hub, which knows endpoints, tokens, caches and retries, and reads HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE. A revision is resolved once; from then on its commit is what is asked for. Files that
+are in the cache are used where they are.
+"""
+
+import glob
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple, cast
+
+import huggingface_hub
+from huggingface_hub import errors
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, but by name only
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+)
+
+from nf4conv.checkpoint.auxiliary import auxiliary_names
+from nf4conv.checkpoint.weight_files import find_weights
+from nf4conv.errors import SourceError
+from nf4conv.options import SourceOptions
+
+LIBRARY: Final = "nf4conv"
+
+HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
+    OSError,
+    errors.EntryNotFoundError,
+    errors.HFValidationError,
+    cast("type[Exception]", errors.HfHubHTTPError.__bases__[0]),
+)
+"""huggingface_hub's own errors, and those of the HTTP library that it happens to be built on."""
+
+_DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md")
+"""What is read beside the weights but not copied."""
+_LIKELY: Final = (
+    *("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
+    *("pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors", "model_index.json"),
+)
+
+
+class RemoteFile(NamedTuple):
+    """A file of a repository, as the hub describes it.
+
+    Attributes:
+        name: its path in the repository.
+        size: bytes.
+        sha256: of its content; None for a small file that is kept in git itself.
+        blob: git's name for it; None if unknown.
+    """
+
+    name: str
+    size: int
+    sha256: str | None
+    blob: str | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a source came from.
+
+    Attributes:
+        repo: "org/name".
+        commit: 40 hexadecimal digits.
+        subfolder: of the repository; empty for its root.
+    """
+
+    repo: str
+    commit: str
+    subfolder: str
+
+    def __str__(self) -> str:
+        return f"{self.repo}{'/' if self.subfolder else ''}{self.subfolder}@{self.commit}"
+
+
+class Repository:
+    """A model repository at one commit.
+
+    Args:
+        repo: "org/name".
+        where: revision, token and cache.
+
+    Attributes:
+        commit: what the revision stood for.
+        files: everything in it, by name.
+
+    Raises:
+        SourceError: it does not exist or may not be read; with the hub's own explanation.
+    """
+
+    def __init__(self, repo: str, where: SourceOptions) -> None:
+        self.repo = repo
+        self._where = where
+        with explained(repo):
+            info = _api(where).model_info(repo, revision=where.revision, files_metadata=True)
+        self.commit = str(info.sha)
+        self.files: Mapping[str, RemoteFile] = {
+            file.rfilename: RemoteFile(
+                file.rfilename, file.size or 0, None if file.lfs is None else file.lfs.sha256, file.blob_id
+            )
+            for file in info.siblings or ()
+        }
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        """The folder, in the cache, in which these files now are, with others perhaps."""
+        return self._snapshot(names, self.commit)
+
+    def fetch_first(self, names: Sequence[str]) -> Path:
+        """As `fetch`; the cache also notes which commit the revision stands for, so that it is found when offline."""
+        folder = self._snapshot(names, self._where.revision or "main")
+        if folder.name != self.commit:
+            raise SourceError(f"{self.repo}: changed while it was being read; run again")
+        return folder
+
+    def _snapshot(self, names: Sequence[str], revision: str) -> Path:
+        with explained(self.repo):
+            return Path(
+                huggingface_hub.snapshot_download(
+                    self.repo,
+                    revision=revision,
+                    allow_patterns=[glob.escape(name) for name in names],
+                    cache_dir=self._where.cache_dir,
+                    token=self._where.token,
+                    library_name=LIBRARY,
+                )
+            )
+
+    def download(self, file: RemoteFile, folder: Path, *, again: bool) -> Path:
+        """Fetch a file into a folder of ours, where an earlier, interrupted try is continued.
+
+        Args:
+            file: of this repository.
+            folder: in which it gets its name.
+            again: whether to fetch it although it is there.
+
+        Raises:
+            OSError and others of HUB_ERRORS: the hub did not give it.
+        """
+        return Path(
+            huggingface_hub.hf_hub_download(
+                self.repo,
+                file.name,
+                revision=self.commit,
+                local_dir=folder,
+                cache_dir=self._where.cache_dir,
+                token=self._where.token,
+                force_download=again,
+                library_name=LIBRARY,
+            )
+        )
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Some bytes of a file, by a request for this range.
+
+        Raises:
+            SourceError: the hub did not give them.
+        """
+        url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
+        headers = build_hf_headers(token=self._where.token, library_name=LIBRARY)
+        headers["Range"] = f"bytes={start}-{stop - 1}"
+        content = bytearray()
+        with (
+            explained(f"{self.repo}/{file.name}"),
+            http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response,
+        ):
+            hf_raise_for_status(response)
+            if response.status_code != 206:
+                raise SourceError(f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream")
+            for chunk in response.iter_bytes():
+                content += chunk
+        if len(content) != stop - start:
+            raise SourceError(f"{self.repo}/{file.name}: got {len(content):,} of {stop - start:,} bytes; run again")
+        return bytes(content)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A source that came from the hub.
+
+    Attributes:
+        folder: in the cache, where its files are.
+        origin: what they are.
+        repository: to get more from; None when offline.
+        absent: weight files that were not fetched because they are to be streamed, by the path they would have.
+    """
+
+    folder: Path
+    origin: Origin
+    repository: Repository | None
+    absent: Mapping[Path, RemoteFile]
+
+
+def fetch_source(repo: str, where: SourceOptions) -> Fetched:
+    """Get what is needed of a repository: weights of one kind, config, and what is copied beside them.
+
+    Args:
+        repo: "org/name".
+        where: revision, token, cache, subfolder, variant, and whether the weights are streamed.
+
+    Raises:
+        SourceError: it does not exist, may not be read, is not in the cache when offline, or holds no weights.
+    """
+    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+        return _from_cache(repo, where)
+    repository = Repository(repo, where)
+    prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+    names = {name.removeprefix(prefix) for name in repository.files if name.startswith(prefix)}
+    weights = find_weights({name for name in names if "/" not in name}, where.variant, f"{repo}/{prefix}".rstrip("/"))
+    small = {*(name for name in _DESCRIPTIONS if name in names), *map(str, auxiliary_names(names, None))}
+    if weights.is_index:
+        small.add(weights.name)
+    if "modules.json" in names:
+        folder = repository.fetch_first([f"{prefix}modules.json"]) / prefix
+        small |= set(map(str, auxiliary_names(names, (folder / "modules.json").read_bytes())))
+    root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
+    folder = root / prefix
+    shards = _shards(folder / weights.name) if weights.is_index else [weights.name]
+    missing = [name for name in shards if name not in names]
+    if missing:
+        raise SourceError(f"{repo}: {weights.name} names {missing[0]}, which the repository lacks")
+    absent = {folder / name: repository.files[f"{prefix}{name}"] for name in shards}
+    if where.stream:
+        absent = {path: file for path, file in absent.items() if not path.is_file()}
+    else:
+        repository.fetch([file.name for file in absent.values()])
+        absent = {}
+    return Fetched(folder, Origin(repo, repository.commit, prefix.rstrip("/")), repository, absent)
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted({str(PurePosixPath(name)) for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SourceError(f"{index}: has no weight_map") from error
+
+
+def _from_cache(repo: str, where: SourceOptions) -> Fetched:
+    subfolder = (where.subfolder or "").strip("/")
+    for name in _LIKELY:
+        with explained(repo):
+            found = huggingface_hub.try_to_load_from_cache(
+                repo, f"{subfolder}/{name}".lstrip("/"), cache_dir=where.cache_dir, revision=where.revision
+            )
+        if isinstance(found, str):
+            folder = Path(found).parent
+            commit = folder.parents[len(PurePosixPath(subfolder).parts) - 1].name if subfolder else folder.name
+            return Fetched(folder, Origin(repo, commit, subfolder), None, {})
+    revision = f" at {where.revision}" if where.revision else ""
+    raise SourceError(f"{repo}{revision}: not in the cache, and the hub may not be asked")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into one line with the hub's own explanation."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise SourceError(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _api(where: SourceOptions) -> huggingface_hub.HfApi:
+    return huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)

@@ -1,0 +1,78 @@
+"""Which files of a listing hold the weights, by the names and in the order in which loaders look for them."""
+
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple
+
+from nf4conv.errors import SourceError
+
+STEMS: Final = ("model", "diffusion_pytorch_model")
+"""Base names of weight files: transformers', diffusers'."""
+
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
+
+_PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
+
+
+class WeightFile(NamedTuple):
+    """Where to begin.
+
+    Attributes:
+        name: of the only weight file, or of the index of several.
+        is_index: which of the two.
+        stem: "model" or "diffusion_pytorch_model", as the output is to be called.
+    """
+
+    name: str
+    is_index: bool
+    stem: str
+
+
+def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
+    """The weights among the files of a folder; safetensors are preferred to pickles, a single file to an index.
+
+    Args:
+        names: of the files in the folder itself.
+        variant: such as "fp16"; None for the files without one.
+        where: named in errors.
+
+    Raises:
+        SourceError: there are none, or several that nothing tells apart.
+    """
+    found = next(_named(names, STEMS, "safetensors", variant), None)
+    if found is not None:
+        return found
+    loose = sorted(name for name in names if name.endswith(".safetensors"))
+    if variant is None and len(loose) == 1:
+        return WeightFile(loose[0], False, STEMS[0])
+    if variant is None and loose:
+        raise SourceError(
+            f"{where}: {len(loose)} safetensors files, but neither model.safetensors nor an index that names them"
+        )
+    found = next(_named(names, _PICKLE_STEMS, "bin", variant), None)
+    if found is None:
+        kind = "" if variant is None else f" of the variant {variant}"
+        raise SourceError(
+            f"{where}: neither safetensors weights nor a pytorch_model.bin{kind} in it{_what_else(names, variant)}"
+        )
+    return found
+
+
+def _named(names: Collection[str], stems: Collection[str], suffix: str, variant: str | None) -> Iterator[WeightFile]:
+    infix = "" if variant is None else f".{variant}"
+    for stem in stems:
+        single = f"{stem}{infix}.{suffix}"
+        # the last is diffusers' older spelling
+        indexes = (f"{stem}.{suffix}.index{infix}.json", f"{stem}.{suffix}{infix}.index.json")
+        for name in (single, *dict.fromkeys(indexes)):
+            if name in names:
+                yield WeightFile(name, name != single, stem if stem in STEMS else STEMS[0])
+
+
+def _what_else(names: Collection[str], variant: str | None) -> str:
+    if variant is not None and any(name.endswith(".safetensors") for name in names):
+        return "; without --variant there are weights"
+    if any(name.endswith(".gguf") for name in names):
+        return "; it has GGUF files, which are not read"
+    if "model_index.json" in names:
+        return "; it is a pipeline of diffusers, whose parts are converted one by one: --subfolder transformer"
+    return ""
