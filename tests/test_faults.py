@@ -90,11 +90,36 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read_into", shrinking)
-        with pytest.raises(SourceError, match=r"model-00002-of-00002.safetensors: ends at byte 40,000"):
+        with pytest.raises(SourceError, match=r"model-00002-of-00002.safetensors: ends at byte [\d,]+; it was cut off"):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     shard.write_bytes(content)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
+
+
+def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
+    """What was read is partly old and partly new: no checkpoint may come of it, nor of a resumed run."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    shard = source / "model-00001-of-00002.safetensors"
+    status = shard.stat()
+    pwrite = os.pwrite
+
+    def rewriting(descriptor: int, data: memoryview, position: int) -> int:
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        return pwrite(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", rewriting)
+        with pytest.raises(
+            SourceError, match=r"00001-of-00002.safetensors: changed while it was read; start anew with"
+        ):
+            quantize_checkpoint(source, out, OPTIONS, RUN)
+    assert not (out / "config.json").exists()
+    with pytest.raises(OutputError, match="differs in source files"):
+        quantize_checkpoint(source, out, OPTIONS, RUN)
+    quantize_checkpoint(source, out, OPTIONS, dataclasses.replace(RUN, overwrite=True))
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_source_that_cannot_be_read_any_more(tmp_path, monkeypatch):
