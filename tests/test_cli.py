@@ -12,8 +12,10 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from checkpoints import contents, write_source
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.cli import main
@@ -128,3 +130,33 @@ def test_no_color():
     plain = CliRunner().invoke(main, ["quantize", "missing", "out"], color=True, env={"NO_COLOR": "1"})
     assert "\x1b[" in colored.stderr
     assert plain.stderr == "Error: missing: no such file or folder\n"
+
+
+def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
+    source = write_source(tmp_path / "source")
+    name = "model.norm\n\x1b[2J\x9b\u202e.weight"
+    save_file(
+        {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64), name: torch.ones(4)}, source / "model.safetensors"
+    )
+    shown = CliRunner().invoke(main, ["quantize", str(source), "out", "--dry-run"])
+    assert shown.exit_code == 0
+    assert "model.norm\\n\\x1b[2J\\x9b\\u202e.weight" in shown.stdout
+    assert len(shown.stdout.splitlines()) == 4
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content.replace(b"[4]", b"[5]"))
+    refused = CliRunner().invoke(main, ["quantize", str(source), "out"])
+    assert refused.exit_code == 2
+    [line] = refused.stderr.splitlines()
+    assert "model.norm\\n\\x1b[2J\\x9b\\u202e.weight: 16 bytes, expected 20" in line
+
+
+def test_an_output_without_arrows_does_not_fail_the_run(tmp_path):
+    done = run("quantize", write_source(tmp_path / "source"), tmp_path / "out", PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0, done.stderr
+    assert "869.12 kB \\u2192 " in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error_worth_a_traceback(tmp_path):
+    command = f"{sys.executable} -m nf4conv quantize {write_source(tmp_path / 'source')} out --dry-run | true"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in [(0, ""), (141, "")]

@@ -13,6 +13,7 @@ from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, pars
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, make_plan
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select
 from nf4conv.errors import PlanError
+from nf4conv.output import plan_fingerprint
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)
@@ -96,6 +97,20 @@ def test_two_outputs_of_one_name_are_refused():
     decisions["module.0.weight"] = Pack((PackedMatrix("module.1.weight", (33, 65)),), "linear")
     with pytest.raises(PlanError, match=r"module.1.weight: two output tensors would have this name"):
         make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
+
+
+def test_a_plan_decided_otherwise_has_another_fingerprint():
+    """So that a run is not resumed with a tensor packed in one shard and unpacked in the next."""
+    tensors, decisions = example()
+
+    def fingerprint(changes: dict[str, Pack | Keep], limit: int = 5_000) -> str:
+        return plan_fingerprint(make_plan(tensors, decisions | changes, FORMATS[0], max_shard_size=limit))
+
+    expected = fingerprint({})
+    assert fingerprint({"module.2.weight": Keep("for another reason")}) == expected
+    assert fingerprint({"module.1.weight": Keep("demoted")}) != expected
+    assert fingerprint({"module.1.weight": Pack((PackedMatrix("other.weight", (64, 64)),), "renamed")}) != expected
+    assert fingerprint({}, limit=40_000) != expected
 
 
 @pytest.mark.parametrize("moe", ["portable", "per-expert"])
