@@ -16,6 +16,7 @@ from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
 from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
+from nf4conv.decode import unpack_pieces
 from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
 from nf4conv.pipeline import Task, aligned, interleave
 from nf4conv.shards import (
@@ -50,7 +51,8 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
     ]
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
-            copies += [CopyDecoded(progress, job, index) for index in slices(job.source)]
+            pieces = unpack_pieces(progress, job, piece)
+            copies += pieces or [CopyDecoded(progress, job, index) for index in slices(job.source)]
     progress.expect(len(packs) + len(copies))
     return list(interleave([packs, copies], 2))
 

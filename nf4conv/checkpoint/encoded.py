@@ -26,7 +26,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.config import LEFTOVERS
 from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
-from nf4conv.codec.codebook import BLOCKSIZES
+from nf4conv.codec.codebook import BLOCKSIZES, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 from nf4conv.errors import SourceError
 
@@ -245,12 +245,26 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes or "absmax" not in components:
         raise _misfit(tensor, components.get("absmax", blobs[0]))
-    if components["absmax"].elements != block_count(info.elements, blocksize):
-        raise _misfit(tensor, components["absmax"])
+    for suffix, stored_as in _scale_layout(info.elements, blocksize, "nested_absmax" in components).items():
+        part = components.get(suffix)
+        if part is None or (part.dtype, part.elements) != stored_as:
+            raise _misfit(tensor, part or blobs[0])
     transposed = len(shape) == 2 and is_transposed(tensor.name.removesuffix(".weight"), siblings.families)
     method = f"{BITSANDBYTES_4BIT} transposed" if transposed else BITSANDBYTES_4BIT
     encoding = Encoding(method, (("values", tensor), *components.items()), (blocksize,))
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
+
+
+def _scale_layout(elements: int, blocksize: int, nested: bool) -> Mapping[str, tuple[str, int]]:
+    """Dtype and number of elements of each tensor that decoding a 4-bit weight takes beside its codes."""
+    blocks = block_count(elements, blocksize)
+    if not nested:
+        return {"absmax": ("F32", blocks)}
+    return {
+        "absmax": ("U8", blocks),
+        "nested_absmax": ("F32", block_count(blocks, NESTED_BLOCKSIZE)),
+        "nested_quant_map": ("F32", len(DYNAMIC_MAP)),
+    }
 
 
 def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str, int]:

@@ -1,0 +1,101 @@
+"""Packed weights as pipeline tasks: read the codes and scales of a piece, decode them, write the values to their place.
+
+A weight decodes in pieces that begin at a multiple of 256 blocks, where both its codes and its scales can be cut; they
+are as large as a worker's buffer when decoded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob
+from nf4conv.codec.codebook import NESTED_BLOCKSIZE
+from nf4conv.codec.layout import block_count
+from nf4conv.codec.ops import backend
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.decoding import TORCH_DTYPES
+from nf4conv.shards import ShardProgress
+from nf4conv.worker import TorchWorker
+
+
+@dataclass(frozen=True)
+class UnpackPiece:
+    """Elements start … stop of a packed weight that is stored decoded."""
+
+    progress: ShardProgress
+    job: CopyJob
+    start: int
+    stop: int
+
+    def run(self, worker: TorchWorker) -> None:
+        encoding = self.job.source.encoding
+        assert encoding is not None
+        parts = cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
+        packed, state = packed_piece(
+            parts, worker.read([(part.file, part.start, part.stop) for part in parts.values()])
+        )
+        with worker.timed("encode"):
+            values = torch.empty(self.stop - self.start, dtype=TORCH_DTYPES[self.job.dtype], device=worker.device)
+            scales = state.absmax, state.state2, state.offset
+            backend(worker.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)
+        offset = self.job.offset + self.start * DTYPE_BITS[self.job.dtype] // 8
+        worker.write([(self.progress.writer, offset, values)])
+        self.progress.done()
+
+
+def unpack_pieces(progress: ShardProgress, job: CopyJob, piece: int) -> list[UnpackPiece]:
+    """A packed weight in pieces of so many decoded bytes; none for a tensor that is encoded in another way."""
+    encoding = job.source.encoding
+    if encoding is None or encoding.method != BITSANDBYTES_4BIT or job.dtype != job.source.dtype:
+        return []
+    spans = packed_spans(job.elements, encoding.block[0], piece // (DTYPE_BITS[job.dtype] // 8))
+    return [UnpackPiece(progress, job, start, stop) for start, stop in spans]
+
+
+def packed_spans(elements: int, blocksize: int, most: int) -> list[tuple[int, int]]:
+    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks."""
+    unit = blocksize * NESTED_BLOCKSIZE
+    step = max(most - most % unit, unit)
+    return [(start, min(start + step, elements)) for start in range(0, elements, step)]
+
+
+def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int) -> dict[str, TensorInfo]:
+    """What elements start … stop of a packed weight are decoded from.
+
+    Args:
+        parts: of the whole weight, by role: "values", and the suffixes of the components beside them.
+        blocksize: elements that share one absmax.
+        start: a multiple of 256 blocks.
+        stop: the end of the weight, or another such multiple.
+
+    Returns:
+        The parts with their bytes cut to size; "values" as bytes, whatever they are stored as.
+    """
+    first, last = start // blocksize, block_count(stop, blocksize)
+    ranges = {
+        "values": (start // 2, -(-stop // 2)),
+        "absmax": (first, last),
+        "nested_absmax": (first // NESTED_BLOCKSIZE, block_count(last, NESTED_BLOCKSIZE)),
+    }
+    found = dict(parts) | {"values": parts["values"]._replace(dtype="U8")}
+    return {role: _cut(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
+
+
+def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    size = DTYPE_BITS[part.dtype] // 8
+    return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
+
+
+def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:
+    """The codes of a piece and its state; the state's shape is that of the whole weight.
+
+    Args:
+        parts: from `cut_parts`.
+        raws: their bytes, in the same order.
+    """
+    tensors = {role: raw.view(TORCH_DTYPES[part.dtype]) for (role, part), raw in zip(parts.items(), raws, strict=True)}
+    packed = tensors.pop("values")
+    return packed, QuantState.from_components(tensors)

@@ -1,0 +1,284 @@
+"""`nf4conv dequantize`: a 4-bit bitsandbytes checkpoint in, a plain one out, which loads without bitsandbytes.
+
+The source presents packed weights as the float tensors that they stand for (checkpoint/encoded.py), so all that is left
+to do is to store them as such, and to take the quantization out of config.json. Weights that are to stay in 4 bits are
+copied as they are, all their tensors into one shard.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nf4conv.checkpoint.auxiliary import auxiliary_files
+from nf4conv.checkpoint.config import plain_config
+from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
+from nf4conv.checkpoint.evidence import Evidence
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select, with_skip_list
+from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.errors import PlanError
+from nf4conv.options import DTYPES, DequantizeOptions, RunOptions
+from nf4conv.output import check_apart, ignore, source_fingerprint, write_checkpoint
+from nf4conv.pipeline import MemoryUse, Pipeline, make_pipeline
+
+DECODED = "decoded"
+STAYS = "stays in 4 bits"
+KEPT = "not quantized"
+
+
+@dataclass(frozen=True)
+class DequantizationPlan:
+    """Everything that is known before a weight is read.
+
+    Attributes:
+        options: what was asked for.
+        source: the checkpoint.
+        plan: the output files.
+        config: the content of the output's config.json; None when the source has none.
+        auxiliary: files that are copied beside the weights, relative to the source's folder.
+        notes: what the user should know.
+    """
+
+    options: DequantizeOptions
+    source: Source
+    plan: Plan
+    config: Mapping[str, Any] | None
+    auxiliary: tuple[PurePosixPath, ...]
+    notes: tuple[str, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry for each output tensor: what becomes of it, and its bytes before and after."""
+        return [
+            {
+                "name": job.name,
+                "action": _action(job),
+                "reason": job.reason,
+                "dtype": job.dtype,
+                "shape": list(job.source.shape),
+                "bytes_in": job.source_bytes,
+                "bytes_out": job.nbytes,
+                "file": shard.name,
+            }
+            for shard in self.plan.shards
+            for job in shard.jobs
+            if isinstance(job, CopyJob)
+        ]
+
+    def totals(self) -> dict[str, Any]:
+        """What the rows add up to; the size of the output is exact."""
+        jobs = [job for job in self.plan.jobs if isinstance(job, CopyJob)]
+        return {
+            "decoded": sum(job.reason == DECODED for job in jobs),
+            "copied": sum(job.reason != DECODED for job in jobs),
+            "shards": len(self.plan.shards),
+            "bytes_in": sum(job.source_bytes for job in jobs),
+            "bytes_out": self.plan.largest_size,
+        }
+
+
+def _action(job: CopyJob) -> str:
+    if job.source.encoding is not None:
+        return "decode"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
+@dataclass(frozen=True)
+class DequantizeReport:
+    """What a run did.
+
+    Attributes:
+        out: the output folder.
+        device: where it was computed.
+        decoded: weights decoded.
+        copied: other tensors, those of weights that stay in 4 bits included.
+        bytes_before: of all tensors of the source.
+        bytes_after: of the output's weight files.
+        seconds: wall clock of the whole run, once planned.
+        seconds_by_activity: "read", "encode" (here: decode) and "write", summed over the workers.
+        host_baseline_bytes: peak resident memory of the process when the first byte is read.
+        host_peak_bytes: the same at the end.
+        device_peak_bytes: the most that torch held on the GPU.
+        shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        notes: what the user should know.
+    """
+
+    out: str
+    device: str
+    decoded: int
+    copied: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    shards_resumed: int
+    notes: tuple[str, ...]
+
+
+def plan_dequantization(source: str | Path, options: DequantizeOptions | None = None) -> DequantizationPlan:
+    """Decide everything about a dequantization from headers, quant states and config; torch is not imported.
+
+    Args:
+        source: a folder or a .safetensors file.
+        options: what to make of it.
+
+    Raises:
+        SourceError: the source cannot be read.
+        PlanError: nothing in it is in 4 bits, or the request cannot be met.
+    """
+    options = options or DequantizeOptions()
+    if options.dtype not in (None, *DTYPES):
+        raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
+    opened = open_source(source)
+    packed = [tensor for tensor in opened.tensors if _is_packed(tensor)]
+    if not packed:
+        raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
+    wanted = {tensor.name for tensor in packed if _is_wanted(tensor.name, options)}
+    if not wanted:
+        raise PlanError(f"{source}: --include and --exclude leave no weight to decode")
+    config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
+    groups = list(_groups(opened, still_packed, options))
+    dtype = options.dtype or dominant_dtype([job.source for group in groups for job in group])
+    plan = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
+    if config is not None and not still_packed:
+        config = plain_config(config, dtype)
+    return DequantizationPlan(
+        options=options,
+        source=opened,
+        plan=plan,
+        config=config,
+        auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
+        notes=(),
+    )
+
+
+def _is_packed(tensor: TensorInfo) -> bool:
+    return tensor.encoding is not None and tensor.encoding.method.startswith(BITSANDBYTES_4BIT)
+
+
+def _is_wanted(name: str, options: DequantizeOptions) -> bool:
+    def matches(globs: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, glob) for glob in globs)
+
+    return (not options.include or matches(options.include)) and not matches(options.exclude)
+
+
+def _new_config(
+    source: Source, packed: set[str], options: DequantizeOptions
+) -> tuple[Mapping[str, Any] | None, frozenset[str]]:
+    """The config with a skip list for what stays packed, and what does: what a loader could not tell is decoded too."""
+    if source.config is None or not packed:
+        return source.config, frozenset(packed)
+    if options.dtype is not None:
+        raise PlanError("--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits")
+    rules = select(source.tensors, source.config, SelectionOptions()).decisions
+    decisions: dict[str, Pack | Keep] = {}
+    for tensor in source.tensors:
+        rule = rules[tensor.name]
+        if tensor.name in packed:
+            rows = tensor.shape[0]
+            decisions[tensor.name] = Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), STAYS)
+        elif isinstance(rule, Pack) or _is_packed(tensor):
+            decisions[tensor.name] = Keep(KEPT, is_linear=True)
+        else:
+            decisions[tensor.name] = rule
+    selection = with_skip_list(decisions, ModuleNames.of(source.config), ())
+    config = dict(source.config)
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        config["quantization_config"] = dict(quantization) | {"llm_int8_skip_modules": list(selection.skip_modules)}
+    still = (name for name, decision in selection.decisions.items() if isinstance(decision, Pack))
+    return config, frozenset(still)
+
+
+def _groups(source: Source, still_packed: frozenset[str], options: DequantizeOptions) -> Iterator[list[CopyJob]]:
+    evidence = Evidence.gather(source.tensors, source.config or {})
+    for tensor in source.tensors:
+        if tensor.name in still_packed and tensor.encoding is not None:
+            yield [CopyJob(part, part.dtype, STAYS) for _, part in tensor.encoding.parts]
+            continue
+        decoded = tensor.encoding is not None
+        dtype = tensor.dtype
+        if options.dtype is not None and dtype in FLOAT_TAGS and not evidence.is_float32_by_design(tensor):
+            dtype = TAGS[options.dtype]
+        # decoded to what it is stored in, not by way of another dtype, which would round twice
+        yield [CopyJob(tensor._replace(dtype=dtype) if decoded else tensor, dtype, DECODED if decoded else KEPT)]
+
+
+def dequantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: DequantizeOptions | None = None,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DequantizeReport:
+    """Decode a 4-bit checkpoint, value for value as bitsandbytes' CUDA library does.
+
+    A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
+
+    Args:
+        source: a folder or a .safetensors file.
+        out: the folder to write; it must be empty, or hold an interrupted run of the same job.
+        options: what to make of the checkpoint.
+        run: how to use the machine.
+        progress: told how many more source bytes have been read, from any thread.
+
+    Raises:
+        SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
+    """
+    return execute_dequantization(plan_dequantization(source, options), out, run, progress)
+
+
+def execute_dequantization(
+    job: DequantizationPlan,
+    out: str | Path,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DequantizeReport:
+    """Carry out a plan; arguments, result and errors as `dequantize_checkpoint`."""
+    from nf4conv.encode import shard_tasks
+    from nf4conv.worker import TorchEngine
+
+    started = time.perf_counter()
+    run = run or RunOptions()
+    check_apart(job.source.folder, Path(out))
+    pipeline = make_pipeline(TorchEngine(run.device), run, progress or ignore)
+    baseline = pipeline.memory()
+    fingerprint = {"command": "dequantize", **source_fingerprint(job.source, pipeline, job.options)}
+    with Workspace(Path(out), fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
+        resumed = len(workspace.finished)
+        write_checkpoint(job, workspace, pipeline, shard_tasks)
+        return replace(
+            _report(job, workspace, pipeline, baseline),
+            seconds=time.perf_counter() - started,
+            shards_resumed=resumed,
+        )
+
+
+def _report(
+    job: DequantizationPlan, workspace: Workspace, pipeline: Pipeline[Any], baseline: MemoryUse
+) -> DequantizeReport:
+    totals, memory = job.totals(), pipeline.memory()
+    return DequantizeReport(
+        out=str(workspace.out),
+        device=pipeline.device,
+        decoded=totals["decoded"],
+        copied=totals["copied"],
+        bytes_before=totals["bytes_in"],
+        bytes_after=sum(shard.size for shard in workspace.finished.values()),
+        seconds=0.0,
+        seconds_by_activity=dict(pipeline.seconds),
+        host_baseline_bytes=baseline.host,
+        host_peak_bytes=memory.host,
+        device_peak_bytes=memory.device,
+        shards_resumed=0,
+        notes=job.notes,
+    )
