@@ -1,0 +1,222 @@
+"""The loop itself: every task once, the first error raised, nothing left running."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.codec.codebook import BLOCKSIZES
+from nf4conv.errors import PlanError
+from nf4conv.options import RunOptions
+from nf4conv.pipeline import LARGEST_PIECE, Pipeline, Worker, aligned, interleave, make_pipeline, piece_size
+
+
+class PlainEngine:
+    """Workers that compute nothing; as small as an engine gets."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.threads: set[int] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def worker(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> Iterator[Worker]:
+        with self._lock:
+            self.open += 1
+            self.threads.add(threading.get_ident())
+        try:
+            yield Worker(reader, memoryview(bytearray(piece)), advance)
+        finally:
+            with self._lock:
+                self.open -= 1
+
+    def device_memory(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Call:
+    function: Callable[[], object]
+
+    def run(self, worker: Worker) -> None:
+        with worker.timed("encode"):
+            self.function()
+
+
+def pipeline(workers: int = 4, engine: PlainEngine | None = None) -> Pipeline[Worker]:
+    return Pipeline(engine or PlainEngine(), workers=workers, buffer_size=2**20, advance=lambda _: None)
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("nf4conv")]
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_every_task_runs_once(workers, count):
+    done: list[int] = []  # append is atomic
+    engine = PlainEngine()
+    running = pipeline(workers, engine)
+    running.run(Call(lambda number=number: done.append(number)) for number in range(count))
+    assert sorted(done) == list(range(count))
+    assert (engine.open, alive()) == (0, [])
+    assert running.seconds["encode"] >= 0
+
+
+def test_workers_work_at_the_same_time():
+    together = threading.Barrier(4, timeout=30)  # breaks unless four tasks wait at once
+    pipeline(4).run([Call(together.wait) for _ in range(8)])
+
+
+def test_tasks_are_made_only_as_they_are_taken():
+    ahead = 0
+    made = taken = 0
+
+    def tasks() -> Iterator[Call]:
+        nonlocal made, ahead
+        for _ in range(500):
+            made += 1
+            ahead = max(ahead, made - taken)
+            yield Call(take)
+
+    def take() -> None:
+        nonlocal taken
+        taken += 1
+
+    pipeline(1).run(tasks())
+    assert (made, taken, ahead) == (500, 500, 1)
+
+
+@pytest.mark.parametrize("place", ["task", "list of tasks", "worker"])
+def test_the_first_error_stops_the_rest_and_is_raised(place):
+    done: list[int] = []
+    engine = PlainEngine()
+
+    def fail() -> None:
+        raise RuntimeError("first")
+
+    def work() -> None:
+        time.sleep(0.001)
+        done.append(1)
+
+    def tasks() -> Iterator[Call]:
+        for number in range(10_000):
+            if number == 20 and place == "list of tasks":
+                fail()
+            yield Call(fail if number == 20 and place == "task" else work)
+
+    if place == "worker":
+        engine.worker = lambda *_: fail()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"^first$"):
+        pipeline(4, engine).run(tasks())
+    assert len(done) < 100
+    assert (engine.open, alive()) == (0, [])
+
+
+def test_errors_that_are_no_exceptions_reach_the_caller_too():
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        pipeline(2).run([Call(leave)])
+    assert alive() == []
+
+
+def test_an_interrupt_stops_after_the_piece_in_hand():
+    started = threading.Event()
+    finished: list[bool] = []
+
+    def work() -> None:
+        if not started.is_set():
+            started.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        finished.append(True)
+
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(2).run(Call(work) for _ in range(1000))
+    assert time.monotonic() - before < 20
+    assert 1 <= len(finished) <= 6  # pieces in hand are finished, no more are begun
+    assert alive() == []  # nobody writes once the caller has been told
+
+
+def test_progress_counts_the_bytes_read(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
+    seen: list[int] = []
+
+    class Read:
+        def __init__(self, start: int) -> None:
+            self.start = start
+
+        def run(self, worker: Worker) -> None:
+            host = memoryview(bytearray(128))
+            worker.fill(host, [(tmp_path / "file", self.start, self.start + 30), (tmp_path / "file", 0, 6)], [0, 64])
+            assert host[:30] == (tmp_path / "file").read_bytes()[self.start : self.start + 30]
+            assert host[64:70] == bytes(range(6))
+
+    Pipeline(PlainEngine(), workers=3, buffer_size=2**20, advance=seen.append).run([Read(at) for at in range(50)])
+    assert sum(seen) == 50 * 36
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 64])
+@pytest.mark.parametrize("buffer_size", [1, 10**5, 10**6, 10**7, 2**27, 10**12])
+def test_pieces_end_at_block_boundaries_and_keep_to_the_buffer(buffer_size, workers):
+    piece = piece_size(buffer_size, workers)
+    for itemsize in (1, 2, 4, 8):
+        for blocksize in BLOCKSIZES:
+            assert piece % (itemsize * blocksize) == 0
+    assert 2**16 <= piece <= LARGEST_PIECE
+    assert piece == 2**16 or piece * workers <= buffer_size
+    assert aligned(piece) == piece
+
+
+def test_interleave():
+    assert list(interleave([], 3)) == []
+    assert list(interleave(["abc", "de", "fg"], 2)) == list("adbecfg")
+    assert "".join(interleave(["abc", "de"], 1)) == "abcde"
+    assert sorted(interleave((range(n) for n in range(30)), 7)) == sorted(x for n in range(30) for x in range(n))
+
+
+def test_interleave_opens_no_more_groups_than_asked_for():
+    opened: list[int] = []
+
+    def group(number: int) -> Iterator[int]:
+        opened.append(number)
+        yield from [number] * 3
+
+    for seen, _ in enumerate(interleave((group(number) for number in range(10)), 2), start=1):
+        assert len(opened) <= 2 + seen // 3
+
+
+@pytest.mark.parametrize(("nbytes", "room"), [(0, 0), (1, 64), (64, 64), (65, 128)])
+def test_room_in_a_buffer(nbytes, room):
+    assert aligned(nbytes) == room
+
+
+@pytest.mark.parametrize("run", [RunOptions(workers=-1), RunOptions(buffer_size=0), RunOptions(buffer_size=-5)])
+def test_numbers_that_make_no_sense(run):
+    with pytest.raises(PlanError, match="--workers and --buffer-size must be positive"):
+        make_pipeline(PlainEngine(), run, lambda _: None)
+
+
+def test_memory_of_this_process_is_seen_to_grow():
+    running = pipeline()
+    before = running.memory().host
+    ballast = bytearray(os.urandom(1024)) * (max(before - _resident(), 0) // 1024 + 65_536)
+    assert running.memory().host - before >= 60 * 2**20
+    assert len(ballast) >= 2**26
+
+
+def _resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
