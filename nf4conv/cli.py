@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,9 +19,18 @@ import click
 
 from nf4conv import __version__
 from nf4conv.errors import Nf4convError
-from nf4conv.options import DTYPES, NON_FINITE, PLANNERS, QUANT_TYPES, QuantizeOptions, RunOptions
+from nf4conv.options import (
+    DTYPES,
+    NON_FINITE,
+    PLANNERS,
+    QUANT_TYPES,
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+)
 
 if TYPE_CHECKING:
+    from nf4conv.dequantize import DequantizationPlan, DequantizeReport
     from nf4conv.quantize import QuantizationPlan, QuantizeReport
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -191,17 +200,68 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
 
     plan = plan_quantization(source, options)
     if dry_run:
-        _print_plan(plan, as_json)
+        totals = plan.totals()
+        _print_plan(
+            plan,
+            as_json,
+            f"{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
+            f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])} "
+            f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)",
+        )
         return
     if not quiet:
-        for note in plan.notes:
-            click.echo(f"{click.style('Note:', fg='yellow')} {_printable(note)}", err=True, color=_color())
+        _print_notes(plan.notes)
     with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
         report = execute_plan(plan, out, run, advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
         _print_report(report)
+
+
+_DEQUANTIZE_EXAMPLES = """\b
+Examples:
+  nf4conv dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again
+  nf4conv dequantize ./model-4bit ./out --dtype float16
+  nf4conv dequantize ./model-4bit ./out --include '*.layers.0.*'      the rest stays in 4 bits
+"""
+
+
+@main.command(epilog=_DEQUANTIZE_EXAMPLES)
+@click.argument("source", metavar="SRC")
+@click.argument("out", metavar="OUT")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of the result.  [default: as before it was quantized]")
+@click.option("--include", multiple=True, metavar="GLOB", help="Decode only weights that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave weights that match in 4 bits. Repeatable.")
+@click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
+@click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
+@_run_options
+def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Turn the 4-bit checkpoint SRC back into plain safetensors in the folder OUT.
+
+    SRC is any bitsandbytes 4-bit checkpoint, a folder or a .safetensors file. The result loads without bitsandbytes.
+    """
+    run, options = _split(RunOptions, chosen), _split(DequantizeOptions, chosen)
+    from nf4conv.dequantize import execute_dequantization, plan_dequantization
+
+    plan = plan_dequantization(source, options)
+    if dry_run:
+        totals = plan.totals()
+        _print_plan(
+            plan,
+            as_json,
+            f"{totals['decoded']:,} weights decoded, {totals['copied']:,} tensors copied, {totals['shards']} files: "
+            f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])}",
+        )
+        return
+    if not quiet:
+        _print_notes(plan.notes)
+    with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
+        report = execute_dequantization(plan, out, run, advance)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=2))
+    elif not quiet:
+        _print_dequantize_report(report)
 
 
 def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
@@ -219,13 +279,16 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _print_plan(plan: "QuantizationPlan", as_json: bool) -> None:
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        click.echo(f"{click.style('Note:', fg='yellow')} {_printable(note)}", err=True, color=_color())
+
+
+def _print_plan(plan: "QuantizationPlan | DequantizationPlan", as_json: bool, summary: str) -> None:
     rows = plan.rows()
-    totals = plan.totals()
     if as_json:
-        click.echo(
-            json.dumps({"tensors": rows, "totals": totals, "config": plan.config, "notes": plan.notes}, indent=2)
-        )
+        content = {"tensors": rows, "totals": plan.totals(), "config": plan.config, "notes": plan.notes}
+        click.echo(json.dumps(content, indent=2))
         return
     names = [_printable(row["name"]) for row in rows]
     width = max(map(len, names))
@@ -233,25 +296,36 @@ def _print_plan(plan: "QuantizationPlan", as_json: bool) -> None:
         shape = "x".join(map(str, row["shape"])) or "scalar"
         sizes = f"{_bytes(row['bytes_in']):>9} → {_bytes(row['bytes_out']):>9}"
         click.echo(f"{row['action']:4}  {name:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
-    click.echo(
-        f"\n{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
-        f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])} "
-        f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)"
-    )
+    click.echo(f"\n{summary}")
     for note in plan.notes:
         click.echo(f"Note: {_printable(note)}")
 
 
 def _print_report(report: "QuantizeReport") -> None:
-    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
-    resumed = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
     click.echo(
-        f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{resumed}\n"
+        f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}\n"
         f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)} "
         f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
-        f"{report.seconds:.1f} s on {report.device}, {report.bytes_before / report.seconds / 1e9:.2f} GB/s "
-        f"(all workers: {split})"
+        f"{_timing(report, report.bytes_before)}"
     )
+
+
+def _print_dequantize_report(report: "DequantizeReport") -> None:
+    click.echo(
+        f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}\n"
+        f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)}\n"
+        f"{_timing(report, report.bytes_after)}"
+    )
+
+
+def _resumed(report: "QuantizeReport | DequantizeReport") -> str:
+    return f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+
+
+def _timing(report: "QuantizeReport | DequantizeReport", size: int) -> str:
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
+    rate = size / report.seconds / 1e9
+    return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
 
 
 def _bytes(count: int) -> str:
