@@ -55,6 +55,18 @@ def test_what_an_entry_hits(entry, in_4, in_5, in_5_0, in_vllm):
         assert [path for path in LLAMA if rule([entry])(path)] == expected, rule.__name__
 
 
+@pytest.mark.parametrize(
+    "name", ["a[0", "(1", "x\\", "a{99999999999}", "*", "(" * 5000 + ")" * 5000],
+    ids=["bracket", "parenthesis", "backslash", "repetition", "star", "nested"],
+)  # fmt: skip
+def test_a_module_whose_name_transformers_5_cannot_take_is_refused_by_name(name):
+    with pytest.raises(
+        PlanError, match=r"^llm_int8_skip_modules cannot name .+: transformers 5 takes it for a"
+    ) as caught:
+        build_skip_modules(["model.layers.0.q_proj"], ["model.embed", name])
+    assert name in str(caught.value)
+
+
 def test_an_empty_list_hits_nothing():
     for rule in MATCHERS.values():
         assert not any(rule([])(path) for path in LLAMA)

@@ -4,7 +4,6 @@ A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensor
 says otherwise. Where the rule is unsure it keeps the tensor and lists its module as skipped: that always loads.
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -256,10 +255,7 @@ class _Wishes:
     def __init__(self, options: SelectionOptions, names: ModuleNames) -> None:
         self.options = options
         self._names = names
-        try:
-            self._rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
-        except re.error as error:
-            raise PlanError(f"skip_modules: {options.skip_modules}: not a regular expression: {error}") from error
+        self._rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
 
     def why_unwanted(self, name: str) -> str | None:
         if _matches(name, self.options.exclude):

@@ -42,12 +42,23 @@ def transformers_4(entries: Iterable[str]) -> Predicate:
     return is_skipped
 
 
+def _any_of(patterns: Iterable[str], end: str = "") -> re.Pattern[str]:
+    try:
+        return re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns))
+    except (re.error, OverflowError, RecursionError) as error:
+        odd = [pattern for pattern in patterns if not re.fullmatch(r"[\w.-]*", pattern)]
+        raise PlanError(
+            f"llm_int8_skip_modules cannot name {', '.join(odd[:3])}: "
+            f"transformers 5 takes it for a regular expression, which fails: {error}"
+        ) from error
+
+
 def transformers_5(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.21 or newer leaves a module alone, by its path."""
     ends = tuple(sorted(entries))
     if not ends:
         return _nothing
-    start = re.compile("|".join(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))" for entry in ends))
+    start = _any_of(ends, r"(?:(?<=\.)|(?=\.|$))")
     return lambda path: path.endswith(ends) or start.match(path) is not None
 
 
@@ -56,7 +67,7 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
     ends = tuple(sorted(entries))
     if not ends:
         return _nothing
-    start = re.compile("|".join(f"(?:{entry})" for entry in ends))
+    start = _any_of(ends)
     return lambda path: path.endswith(ends) or start.match(path) is not None
 
 
