@@ -94,7 +94,9 @@ def plan_fingerprint(plan: Plan) -> str:
 
 
 def _stamps(source: Source) -> dict[str, list[int]]:
-    """Size and time of change of each weight file, by which a changed source is noticed."""
+    """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
+    if source.fetched is not None:
+        return {str(source): []}
     try:
         return {
             str(file.relative_to(source.folder)): [(status := file.stat()).st_size, status.st_mtime_ns]

@@ -20,7 +20,7 @@ from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import DTYPES, QuantizeOptions, RunOptions
+from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output import ShardTasks, check_apart, ignore, plan_fingerprint, source_fingerprint, write_checkpoint
 from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
 from nf4conv.shards import NonFiniteError
@@ -31,7 +31,6 @@ class QuantizationPlan:
     """Everything that is known before a byte is read.
 
     Attributes:
-        path: the source as it was given.
         options: what was asked for.
         source: the checkpoint.
         plan: the output files.
@@ -41,7 +40,6 @@ class QuantizationPlan:
         notes: what the user should know.
     """
 
-    path: Path
     options: QuantizeOptions
     source: Source
     plan: Plan
@@ -127,14 +125,14 @@ class QuantizeReport:
 
 
 def plan_quantization(
-    source: str | Path, options: QuantizeOptions | None = None, *, non_finite: frozenset[str] = frozenset()
+    source: str | Path, options: QuantizeOptions | None = None, where: SourceOptions | None = None
 ) -> QuantizationPlan:
     """Decide everything about a quantization from headers and config alone; no weight is read, torch is not imported.
 
     Args:
-        source: a folder or a .safetensors file.
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
         options: what to make of it.
-        non_finite: source tensors known to hold NaN or infinity, to be kept unquantized.
+        where: revision, subfolder and the like.
 
     Raises:
         SourceError: the source cannot be read.
@@ -142,7 +140,10 @@ def plan_quantization(
     """
     options = options or QuantizeOptions()
     _check_options(options)
-    opened = open_source(Path(source))
+    return _plan(open_source(source, where), options, frozenset())
+
+
+def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) -> QuantizationPlan:
     config = opened.config or {}
     selection = _select(opened.tensors, config, options)
     if non_finite:
@@ -156,9 +157,8 @@ def plan_quantization(
         stem=opened.stem,
     )
     if not any(isinstance(job, PackJob) for job in plan.jobs):
-        raise PlanError(f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
+        raise PlanError(f"{opened}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
     return QuantizationPlan(
-        path=Path(source),
         options=options,
         source=opened,
         plan=plan,
@@ -237,22 +237,24 @@ def quantize_checkpoint(
     options: QuantizeOptions | None = None,
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
+    where: SourceOptions | None = None,
 ) -> QuantizeReport:
     """Quantize a checkpoint to 4 bits.
 
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
     Args:
-        source: a folder or a .safetensors file.
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
         out: the folder to write; it must be empty, or hold an interrupted run of the same job.
         options: what to make of the checkpoint.
         run: how to use the machine.
         progress: told how many more source bytes have been read, from any thread.
+        where: revision, subfolder and the like.
 
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    return execute_plan(plan_quantization(source, options), out, run, progress)
+    return execute_plan(plan_quantization(source, options, where), out, run, progress)
 
 
 def execute_plan(
@@ -310,7 +312,7 @@ def _without_non_finite(job: QuantizationPlan, run: RunOptions) -> QuantizationP
     found = count_non_finite([entry for entry in job.plan.jobs if isinstance(entry, PackJob)], run)
     if not found:
         return job
-    kept = plan_quantization(job.path, job.options, non_finite=frozenset(found))
+    kept = _plan(job.source, job.options, frozenset(found))
     notes = tuple(f"{name}: kept unquantized, {count:,} values are NaN or infinite" for name, count in found.items())
     return replace(kept, notes=kept.notes + notes)
 

@@ -52,6 +52,9 @@ class Source:
     notes: tuple[str, ...] = ()
     fetched: "Fetched | None" = None
 
+    def __str__(self) -> str:
+        return str(self.folder if self.fetched is None else self.fetched.origin)
+
 
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
     """Open a checkpoint: a folder with safetensors or pickled weights, sharded or not, one such file, or a Hub id.

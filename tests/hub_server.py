@@ -1,0 +1,382 @@
+"""A small server that answers as the Hugging Face Hub does, with faults on demand. For huggingface_hub's real client.
+
+It serves what tests put into `HUB.repos`, on a loopback port that is chosen when this module is imported,
+which must come before huggingface_hub is: that is when it reads HF_ENDPOINT. So no test can reach the real Hub.
+
+What is answered, and how: https://huggingface.co/docs/hub/api, huggingface_hub's hf_api.py, file_download.py and lfs.py.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LFS_THRESHOLD = 1000
+"""Bytes from which a file is kept in LFS. The real Hub's is 10 MB, or any size for names like *.safetensors."""
+
+
+@dataclass
+class Repo:
+    """A model repository.
+
+    Attributes:
+        commits: content of each commit, oldest first: path → bytes.
+        token: who may read; None for everybody.
+        gated: whether reading files takes more than a token.
+        private: as it was created.
+    """
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    token: str | None = None
+    gated: bool = False
+    private: bool = False
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Add a commit; its 40 digits."""
+        listing = sorted((name, hashlib.sha1(content).hexdigest()) for name, content in files.items())
+        sha = hashlib.sha1(repr((len(self.commits), listing)).encode()).hexdigest()
+        self.commits[sha] = dict(files)
+        return sha
+
+    @property
+    def head(self) -> str:
+        return next(reversed(self.commits))
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Of the latest commit."""
+        return self.commits[self.head]
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong, a number of times.
+
+    Attributes:
+        path: regular expression, searched in "METHOD /path".
+        times: how often it happens.
+        status: answer with this instead.
+        headers: of that answer.
+        cut: send only so many bytes of the body.
+        corrupt: flip a bit of the body.
+        seconds: wait before every 64 KiB of the body.
+        call: do this first.
+    """
+
+    path: str
+    times: int = 1
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: int | None = None
+    corrupt: bool = False
+    seconds: float = 0.0
+    call: Callable[[], None] | None = None
+
+
+@dataclass
+class Request:
+    """What was asked.
+
+    Attributes:
+        line: "METHOD /path".
+        range: the Range header.
+        token: of the Authorization header.
+        status: what was answered.
+    """
+
+    line: str
+    range: str | None
+    token: str | None
+    status: int = 0
+
+
+class Hub:
+    """The server's memory.
+
+    Attributes:
+        repos: by id.
+        faults: what is to go wrong.
+        requests: all that was asked, in order.
+        objects: LFS objects that were uploaded, by sha256.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[Request] = []
+        self.objects: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.cdn_url = self.url.replace("127.0.0.1", "localhost")  # another host to clients: no token goes there
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def clear(self) -> None:
+        for memory in (self.repos, self.faults, self.requests, self.objects):
+            memory.clear()
+
+    def count(self, pattern: str) -> int:
+        """How many requests there were like this."""
+        return sum(re.search(pattern, request.line) is not None for request in self.requests)
+
+    def fault_for(self, line: str) -> Fault | None:
+        with self.lock:
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.path, line):
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing; requests are recorded."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        self.request_record = Request(f"{self.command} {path}", self.headers.get("Range"), token)
+        HUB.requests.append(self.request_record)
+        self.fault = HUB.fault_for(self.request_record.line)
+        if self.fault is not None and self.fault.call is not None:
+            self.fault.call()
+        try:
+            if self.fault is not None and self.fault.status is not None:
+                self._send(self.fault.status, b"{}", self.fault.headers)
+            else:
+                self._route(path, token)
+        except _RefusedError as refused:
+            headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.message}
+            self._send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
+
+    def _route(self, path: str, token: str | None) -> None:
+        for pattern, method in _ROUTES:
+            match = re.fullmatch(pattern, path)
+            if match is not None:
+                self.token = token
+                method(self, **match.groupdict())
+                return
+        raise _RefusedError(404, "EntryNotFound", f"no such page: {path}")
+
+    def _repo(self, repo: str, token: str | None, *, files: bool = False) -> Repo:
+        found = HUB.repos.get(repo)
+        if found is None or (found.token is not None and found.token != token and not found.gated):
+            raise _RefusedError(401, "RepoNotFound", "Repository not found")
+        if files and found.gated and found.token != token:
+            status = 401 if token is None else 403
+            message = f"Access to model {repo} is restricted. Visit the page to ask for access."
+            raise _RefusedError(status, "GatedRepo", message)
+        return found
+
+    def _commit(self, repo: Repo, revision: str) -> str:
+        commit = repo.head if revision in ("main", repo.head) else revision
+        if commit not in repo.commits:
+            raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
+
+    def info(self, repo: str, revision: str | None = None) -> None:
+        found = self._repo(repo, self.token)
+        commit = self._commit(found, revision or "main")
+        siblings = [_sibling(name, content) for name, content in found.commits[commit].items()]
+        self._json({"id": repo, "modelId": repo, "sha": commit, "private": found.private, "siblings": siblings})
+
+    def tree(self, repo: str, revision: str, folder: str | None = None) -> None:
+        found = self._repo(repo, self.token)
+        files = found.commits[self._commit(found, revision)]
+        self._json([_tree_entry(name, content) for name, content in files.items() if name.startswith(folder or "")])
+
+    def resolve(self, repo: str, revision: str, name: str) -> None:
+        found = self._repo(repo, self.token, files=True)
+        commit = self._commit(found, revision)
+        content = found.commits[commit].get(name)
+        headers = {"X-Repo-Commit": commit}
+        if content is None:
+            raise _RefusedError(404, "EntryNotFound", "Entry not found")
+        if len(content) < LFS_THRESHOLD:
+            self._content(content, headers | {"ETag": f'"{_blob(content)}"'})
+            return
+        sha256 = hashlib.sha256(content).hexdigest()
+        HUB.objects[sha256] = content
+        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content)), "ETag": '"of-the-redirect"'}
+        self._send(302, b"", headers | {"Location": f"{HUB.cdn_url}/cdn/{sha256}/{name}"})
+
+    def cdn(self, sha256: str) -> None:
+        self._content(HUB.objects[sha256], {"ETag": '"of-the-cdn"'})
+
+    def _content(self, content: bytes, headers: dict[str, str]) -> None:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if wanted is None:
+            self._send(200, content, headers | {"Accept-Ranges": "bytes"})
+            return
+        start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        if start >= len(content):
+            self._send(416, b"", headers | {"Content-Range": f"bytes */{len(content)}"})
+            return
+        headers = headers | {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        self._send(206, content[start:stop], headers)
+
+    def create(self) -> None:
+        wanted = json.loads(self.body)
+        repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else f"me/{wanted['name']}"
+        if self.token is None:
+            raise _RefusedError(401, "", "Invalid username or password.")
+        if repo in HUB.repos:
+            self._json({"error": "You already created this model repo", "url": f"{HUB.url}/{repo}"}, 409)
+            return
+        HUB.repos[repo] = Repo(private=bool(wanted.get("private")), token=self.token)
+        HUB.repos[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
+        self._json({"url": f"{HUB.url}/{repo}", "name": repo, "id": repo})
+
+    def whoami(self) -> None:
+        if self.token is None:
+            raise _RefusedError(401, "", "Invalid username or password.")
+        self._json({"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+
+    def preupload(self, repo: str) -> None:
+        found = self._repo(repo, self.token)
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["size"] >= LFS_THRESHOLD else "regular",
+                "shouldIgnore": False,
+                "oid": _blob(found.files[file["path"]]) if file["path"] in found.files else None,
+            }
+            for file in json.loads(self.body)["files"]
+        ]
+        self._json({"files": files, "commitOid": found.head})
+
+    def batch(self, repo: str) -> None:
+        self._repo(repo, self.token)
+        objects = []
+        for wanted in json.loads(self.body)["objects"]:
+            entry = {"oid": wanted["oid"], "size": wanted["size"]}
+            if wanted["oid"] not in HUB.objects:
+                entry["actions"] = {"upload": {"href": f"{HUB.url}/upload/{wanted['oid']}", "header": {}}}
+            objects.append(entry)
+        self._json({"transfer": "basic", "objects": objects})
+
+    def upload(self, sha256: str) -> None:
+        if hashlib.sha256(self.body).hexdigest() != sha256:
+            raise _RefusedError(400, "", "not the object that was announced")
+        HUB.objects[sha256] = self.body
+        self._send(200, b"", {})
+
+    def create_commit(self, repo: str) -> None:
+        found = self._repo(repo, self.token)
+        files = dict(found.files)
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = HUB.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        sha = found.commit(files)
+        url = f"{HUB.url}/{repo}/commit/{sha}"
+        self._json({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
+
+    def _json(self, content: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.request_record.status = status
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        fault = self.fault or Fault("")
+        if fault.corrupt:
+            body = body[: len(body) // 2] + bytes([body[len(body) // 2] ^ 1]) + body[len(body) // 2 + 1 :]
+        for start in range(0, len(body[: fault.cut]), 2**16):
+            time.sleep(fault.seconds)
+            try:
+                self.wfile.write(body[: fault.cut][start : start + 2**16])
+            except OSError:
+                return  # the client has left
+        if fault.cut is not None:
+            self.close_connection = True
+
+
+_REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+_REVISION = r"(?P<revision>[\w.-]+)"
+_ROUTES: list[tuple[str, Callable[..., None]]] = [
+    (rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", _Handler.info),
+    (rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", _Handler.tree),
+    (rf"/api/models/{_REPO}/preupload/[\w.-]+", _Handler.preupload),
+    (rf"/api/models/{_REPO}/commit/[\w.-]+", _Handler.create_commit),
+    (rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
+    (rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
+    (r"/cdn/(?P<sha256>\w+)/.+", _Handler.cdn),
+    (r"/upload/(?P<sha256>\w+)", _Handler.upload),
+    (r"/api/repos/create", _Handler.create),
+    (r"/api/whoami-v2", _Handler.whoami),
+]
+
+
+def _blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _sibling(name: str, content: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": _blob(content)}
+    if len(content) >= LFS_THRESHOLD:
+        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": _blob(content)}
+    if len(content) >= LFS_THRESHOLD:
+        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return entry
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+HUB = Hub()
+_HOME = tempfile.TemporaryDirectory(prefix="nf4conv-tests-hf-")
+os.environ |= {"HF_ENDPOINT": HUB.url, "HF_HOME": _HOME.name, "HF_HUB_DISABLE_TELEMETRY": "1"}
+for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ.pop(_name, None)
