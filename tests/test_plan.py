@@ -99,6 +99,16 @@ def test_two_outputs_of_one_name_are_refused():
         make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
 
 
+@pytest.mark.parametrize("suffix", ["quant_map", "nested_absmax", "absmax", "quant_state.bitsandbytes__nf4"])
+def test_a_kept_tensor_named_as_a_component_of_a_packed_one_is_refused(suffix):
+    tensors, decisions = example()
+    name = f"module.0.weight.{suffix}"
+    tensors.append(TensorInfo(name, "F32", (4,), Path("file"), 0, 16))
+    with pytest.raises(PlanError) as caught:
+        make_plan(tensors, decisions | {name: Keep("other")}, FORMATS[2], max_shard_size=10**9)
+    assert str(caught.value) == f"file: {name}: a tensor of the packed module.0.weight would have this name"
+
+
 def test_a_plan_decided_otherwise_has_another_fingerprint():
     """So that a run is not resumed with a tensor packed in one shard and unpacked in the next."""
     tensors, decisions = example()

@@ -305,11 +305,16 @@ def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator
 
 
 def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
-    seen: set[str] = set()
+    seen: dict[str, PackJob | CopyJob] = {}
     for job in jobs:
         if job.name in seen:
             raise PlanError(f"{job.source.file}: {job.name}: two output tensors would have this name")
-        seen.add(job.name)
+        seen[job.name] = job
+    for job in jobs:
+        weight, found, suffix = job.name.rpartition(".weight.")
+        packed = seen.get(f"{weight}.weight") if found else None
+        if isinstance(packed, PackJob) and suffix in [part.suffix for part in packed.components]:
+            raise PlanError(f"{job.source.file}: {job.name}: a tensor of the packed {packed.name} would have this name")
 
 
 def _split(groups: Sequence[Sequence[PackJob | CopyJob]], max_shard_size: int) -> Iterator[list[PackJob | CopyJob]]:
