@@ -53,6 +53,19 @@ class _Size(click.ParamType[int]):
         return size
 
 
+class _Place(click.ParamType[str]):
+    """A path or a Hub id, as it was given."""
+
+    name = "place"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if (
+            not value
+        ):  # an unset variable of a shell; as a path it would be the current folder, which --overwrite clears
+            self.fail("is empty", param, ctx)
+        return str(value)
+
+
 class _Commands(click.Group):
     """Turns every error that is meant for the user into one line and an exit code."""
 
@@ -113,7 +126,7 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--device", default=default.device, show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option(
                 "--workers",
-                type=click.IntRange(min=0),
+                type=click.IntRange(0, 1024),
                 default=default.workers,
                 help="Threads; 0 chooses.  [default: 0]",
             ),
@@ -137,8 +150,8 @@ Examples:
 
 
 @main.command(epilog=_QUANTIZE_EXAMPLES)
-@click.argument("source", metavar="SRC")
-@click.argument("out", metavar="OUT")
+@click.argument("source", metavar="SRC", type=_Place())
+@click.argument("out", metavar="OUT", type=_Place())
 @click.option(
     "--quant-type",
     type=click.Choice(QUANT_TYPES),
@@ -228,8 +241,8 @@ Examples:
 
 
 @main.command(epilog=_DEQUANTIZE_EXAMPLES)
-@click.argument("source", metavar="SRC")
-@click.argument("out", metavar="OUT")
+@click.argument("source", metavar="SRC", type=_Place())
+@click.argument("out", metavar="OUT", type=_Place())
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the result.  [default: as before it was quantized]")
 @click.option("--include", multiple=True, metavar="GLOB", help="Decode only weights that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave weights that match in 4 bits. Repeatable.")

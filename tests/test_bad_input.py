@@ -327,3 +327,25 @@ def test_non_finite_weights_are_kept_on_request_and_skip_listed(tmp_path):
     name = "model.layers.4.mlp.up_proj.weight"
     assert torch.equal(written[name].view(torch.int16), original[name].view(torch.int16))
     assert f"{name}.absmax" not in written
+
+
+@pytest.mark.parametrize(("source", "out"), [("", "out"), ("source", "")], ids=["source", "out"])
+def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch, source, out):
+    """`--overwrite "$UNSET"` would otherwise clear the folder that the user stands in."""
+    write_source(tmp_path / "source")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "model.safetensors").write_text("another checkpoint")
+    monkeypatch.chdir(here)
+    result = quantize(source and tmp_path / source, out and tmp_path / out, "--overwrite")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"Error: Invalid value for '{'SRC' if out else 'OUT'}': is empty"
+    assert contents(here) == {"model.safetensors": b"another checkpoint"}
+
+
+def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
+    result = quantize(tmp_path, tmp_path / "out", "--workers", 10**8)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "Error: Invalid value for '--workers': 100000000 is not in the range"
+    )
