@@ -153,6 +153,99 @@ def test_mixed_dtypes_become_the_config_s(tmp_path):
     assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
+def write_single(folder: Path, tensors: dict[str, torch.Tensor], **config: str) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config})
+    )
+    return folder
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_a_config_without_dtype_leaves_it_to_what_most_bytes_are_stored_in(tmp_path, stored):
+    other = torch.float16 if stored == "float32" else torch.float32
+    tensors = {UP: random(256, 128).to(getattr(torch, stored)), DOWN: random(64, 64).to(other)}
+    quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", None, CPU)
+    for name, weight in tensors.items():
+        assert_is(tmp_path / "out", name, weight.to(getattr(torch, stored)), QuantizeOptions())
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == stored
+    expected = "bfloat16" if stored == "float32" else stored  # float32 is slow to compute in
+    assert config["quantization_config"]["bnb_4bit_compute_dtype"] == expected
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype, workers):
+    """Pieces of 64 KiB: 11 to 41 of each tensor, the last one partial, absmax gathered from all of them."""
+    tensors = {UP: random(1003, 333).to(stored), "model.embed_tokens.weight": random(3001, 111).to(stored)}
+    options = QuantizeOptions(dtype=dtype)
+    source = write_single(tmp_path / "source", tensors)
+    quantize_checkpoint(source, tmp_path / "out", options, RunOptions("cpu", workers, buffer_size=1))
+    assert_is(tmp_path / "out", UP, tensors[UP].to(getattr(torch, dtype)), options)
+    kept = written(tmp_path / "out")["model.embed_tokens.weight"]
+    assert kept.dtype == getattr(torch, dtype)
+    assert torch.equal(kept, tensors["model.embed_tokens.weight"].to(kept.dtype))
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_tensors_do_not_depend_on_the_source_s_files(tmp_path, parts):
+    tensors = {f"model.layers.{layer}.mlp.up_proj.weight": random(128 + layer, 192).half() for layer in range(9)}
+    tensors["model.norm.weight"] = random(64).half()
+    whole = write_single(tmp_path / "whole", tensors)
+    (tmp_path / "parts").mkdir()
+    weight_map = {}
+    for number in range(parts):
+        held = {name: tensors[name] for name in sorted(tensors, reverse=True)[number::parts]}
+        file = f"model-{number + 1:05d}-of-{parts:05d}.safetensors"
+        save_file(held, tmp_path / "parts" / file)
+        weight_map |= dict.fromkeys(held, file)
+    (tmp_path / "parts/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "parts/config.json").write_bytes((whole / "config.json").read_bytes())
+    for source in ("whole", "parts"):
+        quantize_checkpoint(tmp_path / source, tmp_path / f"{source}-out", None, CPU)
+    left, right = written(tmp_path / "whole-out"), written(tmp_path / "parts-out")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left)
+    assert (tmp_path / "whole-out/config.json").read_bytes() == (tmp_path / "parts-out/config.json").read_bytes()
+
+
+def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
+    """NaN, infinity and -0.0 included: only weights that are to be packed must be finite."""
+    kept = {
+        "ids": torch.arange(7),
+        "mask": torch.tensor([True, False, True]),
+        "bytes": torch.arange(256, dtype=torch.int64).to(torch.uint8),
+        "short": torch.tensor([-5, 300], dtype=torch.int16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(-0.0),
+        "model.layers.0.mlp.up_proj.bias": torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45, -0.0]),
+        "model.layers.0.input_layernorm.weight": torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32),
+    }
+    source = write_single(tmp_path / "source", kept | {UP: random(64, 64)})
+    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    found = written(tmp_path / "out")
+    for name, tensor in kept.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
+    tensors = {UP: torch.full((64, 64), 3e38), DOWN: random(64, 64)}
+    quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", None, CPU)
+    for name, weight in tensors.items():
+        assert_is(tmp_path / "out", name, weight, QuantizeOptions())
+
+
 def test_include_exclude_and_skip_modules(tmp_path):
     source = write_source(tmp_path / "source")
     options = QuantizeOptions(
