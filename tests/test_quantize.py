@@ -228,7 +228,7 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
         "short": torch.tensor([-5, 300], dtype=torch.int16),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(-0.0),
-        "model.layers.0.mlp.up_proj.bias": torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45, -0.0]),
+        "model.layers.0.mlp.up_proj.bias": torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45]).repeat(16),
         "model.layers.0.input_layernorm.weight": torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32),
     }
     source = write_single(tmp_path / "source", kept | {UP: random(64, 64)})
