@@ -79,7 +79,7 @@ class QuantizationPlan:
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
             "compression": bytes_in / bytes_out,
-            "bits_per_parameter": 8 * bytes_out / parameters,
+            "bits_per_parameter": 8 * bytes_out / max(parameters, 1),
         }
 
 
@@ -156,8 +156,6 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
         max_shard_size=options.max_shard_size,
         stem=opened.stem,
     )
-    if not any(isinstance(job, PackJob) for job in plan.jobs):
-        raise PlanError(f"{opened}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
     return QuantizationPlan(
         options=options,
         source=opened,
@@ -270,6 +268,7 @@ def execute_plan(
     check_apart(job.source.folder, out)
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, run)
+    _check_anything_packed(job)
     engine, shard_tasks = choose_engine(job, run)
     pipeline = make_pipeline(engine, run, progress or ignore)
     baseline = pipeline.memory()
@@ -286,6 +285,11 @@ def execute_plan(
         except NonFiniteError as error:
             raise _describe_non_finite(error.job, run) from error
         return _report(job, workspace, pipeline, resumed, started, baseline)
+
+
+def _check_anything_packed(job: QuantizationPlan) -> None:
+    if not any(isinstance(entry, PackJob) for entry in job.plan.jobs):
+        raise PlanError(f"{job.source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
 
 
 def choose_engine(job: QuantizationPlan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:

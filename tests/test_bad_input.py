@@ -349,3 +349,22 @@ def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
     assert result.stderr.splitlines()[-1].startswith(
         "Error: Invalid value for '--workers': 100000000 is not in the range"
     )
+
+
+def test_a_dry_run_shows_why_nothing_would_be_packed(tmp_path):
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    line = refused(quantize(source, out, "--include", "nothing*"))
+    assert line == f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept"
+    result = quantize(source, out, "--include", "nothing*", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "not included by the user" in result.stdout
+    assert "0 weights packed, 19 tensors kept" in result.stdout
+    assert not out.exists()
+
+
+def test_a_checkpoint_of_empty_tensors(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"a.weight": torch.zeros(0, 64)}, source / "model.safetensors")
+    assert quantize(source, tmp_path / "out", "--dry-run").exit_code == 0
+    assert "no tensor of this checkpoint would be packed" in refused(quantize(source, tmp_path / "out"))
