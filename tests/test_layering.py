@@ -33,7 +33,7 @@ def test_files_know_no_tensors(file):
     found = list(imports(file))
     assert not [name for name in found if name.split(".")[0] in ("torch", "triton", "numpy", "transformers")]
     own = {name for name in found if name.startswith("nf4conv.")}
-    allowed = ("nf4conv.checkpoint", "nf4conv.errors", *TORCH_FREE_CODEC)
+    allowed = ("nf4conv.checkpoint", "nf4conv.errors", "nf4conv.options", *TORCH_FREE_CODEC)
     assert not [name for name in own if not name.startswith(allowed)]
 
 
