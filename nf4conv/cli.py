@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +28,7 @@ from nf4conv.options import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
+    SourceOptions,
 )
 
 if TYPE_CHECKING:
@@ -118,6 +120,23 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
 
 
+def _source_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that reads a checkpoint which may be on the Hub."""
+    for decorate in reversed(
+        (
+            click.option("--revision", help="Branch, tag or commit on the Hub.  [default: main]"),
+            click.option("--token", help="To read from the Hub with.  [default: the one that is logged in]"),
+            click.option("--cache-dir", type=click.Path(path_type=Path), help="Of downloads.  [default: HF_HUB_CACHE]"),
+            click.option("--local-files-only", is_flag=True, help="Take what is cached, and do not ask the Hub."),
+            click.option("--subfolder", help="That holds the checkpoint, such as transformer."),
+            click.option("--variant", help="Of the weight files, such as fp16."),
+            click.option("--stream", is_flag=True, help="Fetch weights as they are needed, and keep no copy."),
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that every command has which moves weights."""
     default = RunOptions()
@@ -146,6 +165,7 @@ _QUANTIZE_EXAMPLES = """\b
 Examples:
   nf4conv quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4
   nf4conv quantize ./model ./out --quant-type fp4 --dry-run
+  nf4conv quantize meta-llama/Llama-3.1-70B ./out --stream      fetches and drops shard by shard
 """
 
 
@@ -205,13 +225,19 @@ Examples:
     help="Weights with NaN or infinity.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
+@_source_options
 @_run_options
 def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
-    """Quantize the checkpoint SRC, a folder or a .safetensors file, into the folder OUT."""
-    run, options = _split(RunOptions, chosen), _split(QuantizeOptions, chosen)
+    """Quantize the checkpoint SRC into the folder OUT.
+
+    SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
+    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way.
+    """
+    run, options, where = (_split(kind, chosen) for kind in (RunOptions, QuantizeOptions, SourceOptions))
     from nf4conv.quantize import execute_plan, plan_quantization
 
-    plan = plan_quantization(source, options)
+    _quieten_downloads(quiet)
+    plan = plan_quantization(source, options, where)
     if dry_run:
         totals = plan.totals()
         _print_plan(
@@ -248,16 +274,19 @@ Examples:
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave weights that match in 4 bits. Repeatable.")
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
 @click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
+@_source_options
 @_run_options
 def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Turn the 4-bit checkpoint SRC back into plain safetensors in the folder OUT.
 
-    SRC is any bitsandbytes 4-bit checkpoint, a folder or a .safetensors file. The result loads without bitsandbytes.
+    SRC is any bitsandbytes 4-bit checkpoint, a folder, a .safetensors file, or a model on the Hugging Face Hub. The
+    result loads without bitsandbytes.
     """
-    run, options = _split(RunOptions, chosen), _split(DequantizeOptions, chosen)
+    run, options, where = (_split(kind, chosen) for kind in (RunOptions, DequantizeOptions, SourceOptions))
     from nf4conv.dequantize import execute_dequantization, plan_dequantization
 
-    plan = plan_dequantization(source, options)
+    _quieten_downloads(quiet)
+    plan = plan_dequantization(source, options, where)
     if dry_run:
         totals = plan.totals()
         _print_plan(
@@ -280,6 +309,11 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
 def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
     """The chosen values that belong to one kind of options."""
     return kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind)})
+
+
+def _quieten_downloads(quiet: bool) -> None:
+    if quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # which huggingface_hub reads when it is imported
 
 
 @contextmanager

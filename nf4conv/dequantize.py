@@ -23,7 +23,7 @@ from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOpti
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import PlanError
-from nf4conv.options import DTYPES, DequantizeOptions, RunOptions
+from nf4conv.options import DTYPES, DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.output import check_apart, ignore, source_fingerprint, write_checkpoint
 from nf4conv.pipeline import MemoryUse, Pipeline, make_pipeline
 
@@ -123,12 +123,15 @@ class DequantizeReport:
     notes: tuple[str, ...]
 
 
-def plan_dequantization(source: str | Path, options: DequantizeOptions | None = None) -> DequantizationPlan:
+def plan_dequantization(
+    source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
+) -> DequantizationPlan:
     """Decide everything about a dequantization from headers, quant states and config; torch is not imported.
 
     Args:
-        source: a folder or a .safetensors file.
+        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
         options: what to make of it.
+        where: revision, subfolder and the like.
 
     Raises:
         SourceError: the source cannot be read.
@@ -137,7 +140,7 @@ def plan_dequantization(source: str | Path, options: DequantizeOptions | None = 
     options = options or DequantizeOptions()
     if options.dtype not in (None, *DTYPES):
         raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
-    opened = open_source(source)
+    opened = open_source(source, where)
     packed = [tensor for tensor in opened.tensors if _is_packed(tensor)]
     if not packed:
         raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
@@ -219,22 +222,24 @@ def dequantize_checkpoint(
     options: DequantizeOptions | None = None,
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
+    where: SourceOptions | None = None,
 ) -> DequantizeReport:
     """Decode a 4-bit checkpoint, value for value as bitsandbytes' CUDA library does.
 
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
     Args:
-        source: a folder or a .safetensors file.
+        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
         out: the folder to write; it must be empty, or hold an interrupted run of the same job.
         options: what to make of the checkpoint.
         run: how to use the machine.
         progress: told how many more source bytes have been read, from any thread.
+        where: revision, subfolder and the like.
 
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    return execute_dequantization(plan_dequantization(source, options), out, run, progress)
+    return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
 
 
 def execute_dequantization(
