@@ -283,7 +283,7 @@ def execute_plan(
         try:
             write_checkpoint(job, workspace, pipeline, shard_tasks)
         except NonFiniteError as error:
-            raise _describe_non_finite(error.job, run) from error
+            raise _describe_non_finite(error.job, job.plan.format.dtype, run) from error
         return _report(job, workspace, pipeline, resumed, started, baseline)
 
 
@@ -321,14 +321,18 @@ def _without_non_finite(job: QuantizationPlan, run: RunOptions) -> QuantizationP
     return replace(kept, notes=kept.notes + notes)
 
 
-def _describe_non_finite(job: PackJob, run: RunOptions) -> SourceError:
+def _describe_non_finite(job: PackJob, dtype: str, run: RunOptions) -> SourceError:
     from nf4conv.scan import count_non_finite
 
-    counts = count_non_finite([job], run)
-    count = counts.get(job.source.name, 0)
+    place = f"{job.source.file}: {job.source.name}"
+    count = count_non_finite([job], run).get(job.source.name, 0)
+    if not count:
+        return SourceError(
+            f"{place}: has values too large for {dtype}, to which it would be cast; give another --dtype"
+        )
     return SourceError(
-        f"{job.source.file}: {job.source.name}: {count:,} of {job.source.elements:,} values are NaN or infinite"
-        f"{'' if count else ' once cast'}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
+        f"{place}: {count:,} of {job.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
+        "such tensors unquantized: --non-finite keep"
     )
 
 
