@@ -1,0 +1,383 @@
+"""`dequantize` from a folder to a folder, on the CPU: our own checkpoints and those that others write."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from checkpoints import contents, write_source
+from four_bit import pack, write
+from safetensors.torch import load_file, save_file
+from test_memory import write_large
+from weights import special_weight
+
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.dequantize import dequantize_checkpoint, plan_dequantization
+from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.quantize import quantize_checkpoint
+
+CPU = RunOptions(device="cpu")
+SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
+NAME = "model.layers.0.mlp.up_proj.weight"
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        loaded = load_file(file)
+        assert not tensors.keys() & loaded.keys()
+        tensors |= loaded
+    return tensors
+
+
+def decoded(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What the codec makes of a stored weight."""
+    parts = {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
+    return dequantize_4bit(tensors[name], QuantState.from_components(parts), dtype=dtype)
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.view(BITS[actual.dtype]), expected.view(BITS[actual.dtype]))
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
+def test_values_are_what_the_codec_decodes(tmp_path, quant_type, blocksize, double_quant, dtype):
+    """Also those of zero, infinite, subnormal and NaN blocks, and where a weight takes several pieces."""
+    special = special_weight(dtype, blocksize, "constant")
+    weights = {
+        "model.layers.0.mlp.up_proj.weight": random(520, 260).to(dtype),
+        "model.layers.0.mlp.down_proj.weight": special[: special.numel() // 7 * 7].view(7, -1),
+        "model.layers.0.self_attn.q_proj.weight": random(33, 7).to(dtype),
+    }
+    options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
+    stored = {key: part for name, weight in weights.items() for key, part in pack(name, weight, **options).items()}
+    source = write(tmp_path / "source", stored | {"model.norm.weight": torch.ones(7, dtype=dtype)})
+    dequantize_checkpoint(source, tmp_path / "out", None, SMALL)
+    found = written(tmp_path / "out")
+    assert found.keys() == {*weights, "model.norm.weight"}
+    for name, weight in weights.items():
+        same_bits(found[name], decoded(stored, name))
+        assert found[name].dtype == weight.dtype
+    assert torch.equal(found["model.norm.weight"], torch.ones(7, dtype=dtype))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
+    weight = random(128, 256).bfloat16()
+    packed, state = bnb.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested)
+    parts = {f"{NAME}.{suffix}": part for suffix, part in state.as_dict(packed=True).items()}
+    source = write(tmp_path / "source", {NAME: packed, **parts})
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code keeps
+    assert torch.equal(written(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
+def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
+    source = write_source(tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, RunOptions("cpu", workers, buffer_size))
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_round_trip_brings_back_all_but_the_precision(tmp_path):
+    """Same tensors, dtypes and shapes, the same config and files; a second round trip changes nothing more."""
+    source = write_source(tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    before, after = written(source), written(tmp_path / "out")
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in after.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in before.items()
+    }
+    for name, tensor in before.items():
+        if "proj" not in name:
+            assert torch.equal(after[name], tensor)
+        else:
+            error = (after[name].float() - tensor.float()).norm() / tensor.float().norm()
+            assert 0.08 < error < 0.1, name
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    assert sorted(contents(tmp_path / "out")) == [
+        "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_codes_stored_as_floats(tmp_path, storage):
+    """bnb_4bit_quant_storage, as for FSDP: the same bytes under another dtype."""
+    stored = pack(NAME, random(64, 64).bfloat16())
+    plain = dict(stored)
+    stored[NAME] = stored[NAME].view(-1).view(storage).view(-1, 1)
+    dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, CPU)
+    same_bits(written(tmp_path / "out")[NAME], decoded(plain, NAME))
+
+
+@pytest.mark.parametrize("variant", ["row", "flat", "no quant_map", "low-precision map", "split over shards"])
+def test_variants_of_other_tools_and_older_releases(tmp_path, variant):
+    stored = pack(NAME, random(64, 96).half(), quant_type="fp4")
+    shards = [stored, {"model.norm.weight": torch.ones(96).half()}]
+    if variant == "row":
+        stored[NAME] = stored[NAME].view(1, -1)
+    elif variant == "flat":
+        stored[NAME] = stored[NAME].view(-1)
+    elif variant == "no quant_map":
+        del stored[f"{NAME}.quant_map"]
+    elif variant == "low-precision map":
+        stored[f"{NAME}.nested_quant_map"] = stored[f"{NAME}.nested_quant_map"].bfloat16().float()
+    expected = decoded(stored, NAME)
+    if variant == "split over shards":
+        for suffix in ("absmax", "quant_state.bitsandbytes__fp4"):
+            shards[1][f"{NAME}.{suffix}"] = stored.pop(f"{NAME}.{suffix}")
+    dequantize_checkpoint(write(tmp_path / "source", *shards), tmp_path / "out", None, CPU)
+    same_bits(written(tmp_path / "out")[NAME], expected)
+
+
+def test_stacked_parameters_without_a_module(tmp_path):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stored = pack(name, random(3, 40, 24).bfloat16(), blocksize=128)
+    dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, SMALL)
+    assert written(tmp_path / "out")[name].shape == (3, 40, 24)
+    same_bits(written(tmp_path / "out")[name], decoded(stored, name))
+
+
+def test_conv1d_weights_are_transposed_back(tmp_path):
+    """GPT-2 stores [in, out], packed [out, in]; a square weight shows that shapes do not decide."""
+    weights = {
+        f"transformer.h.0.attn.{name}.weight": random(64, width) for name, width in (("c_attn", 192), ("c_proj", 64))
+    }
+    (tmp_path / "source").mkdir()
+    save_file(weights, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    for name, weight in weights.items():
+        packed, state = quantize_4bit(weight.t().contiguous())
+        same_bits(written(tmp_path / "out")[name], dequantize_4bit(packed, state).t().contiguous())
+
+
+def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
+    """What is decoded and packed again has the same codes: the values are those of the format already."""
+    weight = random(64, 192).bfloat16()
+    (tmp_path / "source").mkdir()
+    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    options = QuantizeOptions(double_quant=False)
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", options, CPU)
+    quantize_checkpoint(tmp_path / "packed", tmp_path / "again", options, CPU)
+    assert contents(tmp_path / "again") == contents(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtype_is_rounded_to_once_and_told_by_the_config(tmp_path, dtype):
+    stored = pack(NAME, random(64, 64).half()) | {
+        "model.norm.weight": torch.ones(64).bfloat16(),
+        "model.layers.0.mlp.router.e_score_correction_bias": random(64),
+    }
+    source = write(tmp_path / "source", stored)
+    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(dtype=dtype), CPU)
+    target = getattr(torch, dtype)
+    found = written(tmp_path / "out")
+    same_bits(found[NAME], decoded(stored, NAME, target))
+    assert found["model.norm.weight"].dtype == target
+    assert found["model.layers.0.mlp.router.e_score_correction_bias"].dtype == torch.float32
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == (dtype, dtype)
+
+
+def test_leftovers_of_the_quantization_are_gone(tmp_path):
+    source = write(tmp_path / "source", pack(NAME, random(64, 64).half()))
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"] = {"quantization_config": config["quantization_config"], "hidden_size": 64}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "quantize_config.json").write_text("{}")
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert "quantization" not in (tmp_path / "out/config.json").read_text()
+    assert json.loads((tmp_path / "out/config.json").read_text())["text_config"] == {"hidden_size": 64}
+    assert not (tmp_path / "out/quantize_config.json").exists()
+
+
+@pytest.mark.parametrize("limit", [1, 30_000, 200_000])
+def test_shards_and_index(tmp_path, limit):
+    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", DequantizeOptions(max_shard_size=limit), CPU)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in sorted(shards.items()) for name in tensors}
+    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    expected = load_file(tmp_path / "whole/model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("limit", [1, 10**9])
+def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped(tmp_path, limit):
+    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
+    options = DequantizeOptions(include=("*.up_proj.*",), exclude=("*.2.*",), max_shard_size=limit)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, CPU)
+    before, after = written(tmp_path / "packed"), written(tmp_path / "out")
+    unpacked = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3, 4, 5)}
+    assert after.keys() == {key for key in before if not any(key.startswith(f"{name}.") for name in unpacked)}
+    for key, tensor in after.items():
+        expected = decoded(before, key) if key in unpacked else before[key]
+        assert torch.equal(tensor, expected), key
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        held = set(load_file(file))
+        for key in held:
+            weight = re.sub(r"(\.weight)\..*", r"\1", key)
+            assert weight in held
+    quantization = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert {f"model.layers.{layer}.mlp" for layer in (0, 1, 3, 4, 5)} <= set(quantization["llm_int8_skip_modules"])
+    assert not any("q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"])
+    whole = dequantize_checkpoint(tmp_path / "out", tmp_path / "rest", None, CPU)
+    assert whole.decoded == 7
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "at once", None, CPU)
+    at_once = written(tmp_path / "at once")
+    assert all(torch.equal(tensor, at_once[name]) for name, tensor in written(tmp_path / "rest").items())
+
+
+def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
+    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
+    out, options = tmp_path / "out", DequantizeOptions(max_shard_size=150_000)
+    pwrite = os.pwrite
+
+    def failing(descriptor: int, data: memoryview, position: int) -> int:
+        if any(out.glob("*.safetensors")):
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OutputError, match="No space left on device"):
+            dequantize_checkpoint(tmp_path / "packed", out, options, SMALL)
+    assert not (out / "config.json").exists()
+    with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
+        dequantize_checkpoint(tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL)
+    assert dequantize_checkpoint(tmp_path / "packed", out, options, SMALL).shards_resumed > 0
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", options, CPU)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    def growth(shards: int) -> float:
+        folder = tmp_path / f"{shards}"
+        quantize_checkpoint(write_large(folder, shards), tmp_path / f"{shards}-packed", None, CPU)
+        shutil.rmtree(folder)
+        options = ["--device", "cpu", "--workers", "2", "--buffer-size", "8MB", "--json", "--quiet"]
+        command = ["dequantize", str(tmp_path / f"{shards}-packed"), str(folder), *options]
+        done = subprocess.run([sys.executable, "-m", "nf4conv", *command], check=True, capture_output=True, text=True)
+        shutil.rmtree(folder)
+        report = json.loads(done.stdout)
+        return (report["host_peak_bytes"] - report["host_baseline_bytes"]) / 1e6
+
+    small, large = growth(1), growth(4)
+    print(f"{small:.0f} MB for 0.25 GB, {large:.0f} MB for 1 GB")
+    assert large < 100
+    assert large < small + 30
+
+
+def test_a_plan_tells_everything_beforehand(tmp_path):
+    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
+    plan = plan_dequantization(tmp_path / "packed")
+    report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    assert plan.totals()["bytes_out"] == report.bytes_after
+    assert (plan.totals()["decoded"], plan.totals()["copied"]) == (report.decoded, report.copied) == (12, 7)
+    assert {row["name"] for row in plan.rows()} == written(tmp_path / "out").keys()
+
+
+def test_what_is_not_in_4_bits_is_refused(tmp_path):
+    source = write_source(tmp_path / "source")
+    with pytest.raises(PlanError, match="no tensor of this checkpoint is in bitsandbytes' 4 bits"):
+        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("absmax", rf"{NAME}: U8 \[2048, 1\] does not go with {NAME}.absmax, U8 \[63\]"),
+        ("nested_absmax", rf"does not go with {NAME}.nested_absmax, F32 \[2\]"),
+        ("nested_quant_map", rf"does not go with {NAME}.nested_quant_map, F32 \[255\]"),
+        ("transposed", rf"does not go with {NAME}.absmax, BF16 \[1, 64\]"),
+        ("blocksize", "63 is not a blocksize"),
+    ],
+)
+def test_components_that_contradict_each_other_are_refused(tmp_path, damage, message):
+    stored = pack(NAME, random(64, 64).bfloat16())
+    if damage == "transposed":  # what bitsandbytes saves on some CPUs after a forward pass
+        stored = pack(NAME, random(64, 64).bfloat16(), double_quant=False)
+        stored[f"{NAME}.absmax"] = stored[f"{NAME}.absmax"].bfloat16().view(1, 64)
+    elif damage == "blocksize":
+        key = f"{NAME}.quant_state.bitsandbytes__nf4"
+        blob = bytes(stored[key].tolist()).replace(b'"blocksize": 64', b'"blocksize": 63')
+        stored[key] = torch.tensor(list(blob), dtype=torch.uint8)
+    elif damage == "nested_absmax":
+        stored[f"{NAME}.nested_absmax"] = torch.ones(2)
+    else:
+        stored[f"{NAME}.{damage}"] = stored[f"{NAME}.{damage}"][:-1]
+    with pytest.raises(SourceError, match=message):
+        dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, CPU)
+
+
+def tiny_llama(folder: Path, dtype: torch.dtype) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_path, nested):
+    """It gives what the quantized model gives when that computes in float32."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = tiny_llama(tmp_path / "source", torch.float32)
+    wish = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=wish, dtype=torch.float32, device_map="cpu"
+    )
+    quantized.save_pretrained(tmp_path / "packed")
+    report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    assert report.decoded == 14
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert {type(module) for module in plain.modules() if hasattr(module, "in_features")} == {torch.nn.Linear}
+    state = quantized.state_dict()
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+        same_bits(plain.state_dict()[name], decoded(state, name))
+    tokens = torch.arange(40).view(1, -1)
+    # with gradients, because without them bitsandbytes multiplies in bfloat16 on CPUs that can
+    expected, actual = quantized(tokens).logits, plain(tokens).logits
+    assert torch.equal(actual, expected)
