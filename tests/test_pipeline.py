@@ -150,6 +150,23 @@ def test_an_interrupt_stops_after_the_piece_in_hand():
     assert alive() == []  # nobody writes once the caller has been told
 
 
+def test_an_interrupt_while_threads_start_waits_for_those_that_have(monkeypatch):
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(4).run(Call(lambda: time.sleep(0.01)) for _ in range(1000))
+    assert len(started) == 2
+    assert alive() == []
+
+
 def test_progress_counts_the_bytes_read(tmp_path):
     (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
     seen: list[int] = []
