@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 
 def write_large(folder: Path, shards: int) -> Path:
-    """256 MB a shard: three weights of 84 MB each, and an embedding."""
+    """252 MB a shard: three weights of 84 MB each."""
     folder.mkdir()
     tile = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = tile.repeat(40).view(5120, 8192)
@@ -35,13 +35,11 @@ def growth(source: Path, out: Path, buffer_size: str) -> float:
     return (report["host_peak_bytes"] - report["host_baseline_bytes"]) / 1e6
 
 
-@pytest.mark.parametrize("buffer_size", ["8MB", "64MB"])
-def test_the_bound_is_the_option_s_and_not_the_checkpoint_s(tmp_path, buffer_size):
+# bounds on the growth: buffers, packed pieces, and the codec's scratch for each worker; measured: 87 and 240 MB
+@pytest.mark.parametrize(("buffer_size", "megabytes"), [("8MB", 150), ("64MB", 320)])
+def test_the_bound_is_the_option_s_and_not_the_checkpoint_s(tmp_path, buffer_size, megabytes):
     small = growth(write_large(tmp_path / "small", 1), tmp_path / "small-out", buffer_size)
     large = growth(write_large(tmp_path / "large", 4), tmp_path / "large-out", buffer_size)
-    limit = {"8MB": 150, "64MB": 320}[
-        buffer_size
-    ]  # the buffers, packed pieces, and the codec's scratch for each worker
     print(f"{buffer_size}: {small:.0f} MB for 0.25 GB, {large:.0f} MB for 1 GB")
-    assert large < limit
+    assert large < megabytes
     assert large < small + 40

@@ -123,7 +123,7 @@ def decoded_absmax(codes: torch.Tensor, state2_absmax: torch.Tensor, offset: tor
 def changed_scales(
     nested: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], peers: dict[str, torch.nn.Parameter]
 ) -> int:
-    """Count the absmax codes in which the peer differs from ours, having checked that ours are never the farther ones."""
+    """Count the absmax codes in which the peer differs from ours, after checking that ours are never farther off."""
     changed = 0
     for module, weight in peers.items():
         name, theirs = f"{module}.weight", weight.quant_state
