@@ -3,7 +3,7 @@
 It serves what tests put into `HUB.repos`, on a loopback port that is chosen when this module is imported,
 which must come before huggingface_hub is: that is when it reads HF_ENDPOINT. So no test can reach the real Hub.
 
-What is answered, and how: https://huggingface.co/docs/hub/api, huggingface_hub's hf_api.py, file_download.py and lfs.py.
+What is answered, and how: https://huggingface.co/docs/hub/api; huggingface_hub's hf_api.py, file_download.py, lfs.py.
 """
 
 import base64
