@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,31 @@ def test_a_run_that_died_in_its_very_last_step_is_finished(tmp_path):
         workspace(tmp_path / "out")
     assert contents(tmp_path / "out") == expected
     assert not (tmp_path / "out" / WORK_FOLDER).exists()
+
+
+def test_everything_is_durable_before_the_folder_can_pass_for_a_checkpoint(tmp_path, monkeypatch):
+    """After a power cut no config.json may stand beside shards whose names the disk has not seen yet."""
+    out = tmp_path / "out"
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def logged_fsync(descriptor: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def logged_replace(self: Path, target: Path) -> Path:
+        events.append(f"name {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(Path, "replace", logged_replace)
+    with workspace(out) as space:
+        write_shard(space, "a.safetensors")
+        space.complete({"config.json": b"{}"})
+    assert [event for event in events if not event.endswith(("run.json", "run.json.partial"))] == [
+        "sync a.safetensors.partial", "name a.safetensors", "sync out",
+        "sync .config.json.partial", "name config.json", "sync out",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("resumed", [False, True])

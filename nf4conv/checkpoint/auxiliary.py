@@ -71,6 +71,4 @@ def _module_folders(description: bytes | None) -> frozenset[str]:
         paths = [PurePosixPath(module["path"]) for module in modules]
     except (ValueError, RecursionError, TypeError, KeyError):
         return frozenset()
-    return frozenset(
-        path.parts[0] for path in paths if path.parts and ".." not in path.parts and not path.is_absolute()
-    )
+    return frozenset(path.parts[0] for path in paths if path.parts)  # only compared with names found in the folder
