@@ -226,11 +226,11 @@ def test_a_folder_that_cannot_be_made(tmp_path, place):
         workspace(tmp_path / place)
 
 
-def test_a_work_folder_with_a_foreign_folder_in_it_is_one_clear_line(tmp_path):
-    interrupted(tmp_path / "out", "a.safetensors")
-    (tmp_path / "out" / WORK_FOLDER / "mine").mkdir()
-    with pytest.raises(OutputError, match=rf"{WORK_FOLDER}/mine: "):
-        workspace(tmp_path / "out", overwrite=True)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_lock_that_cannot_be_opened_is_one_clear_line(tmp_path, overwrite):
+    (tmp_path / "out" / WORK_FOLDER / "lock").mkdir(parents=True)
+    with pytest.raises(OutputError, match=rf"{WORK_FOLDER}/lock: Is a directory"):
+        workspace(tmp_path / "out", overwrite=overwrite)
 
 
 def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
