@@ -6,6 +6,7 @@ are as large as a worker's buffer when decoded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,10 @@ class UnpackPiece:
     job: CopyJob
     start: int
     stop: int
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
 
     def run(self, worker: TorchWorker) -> None:
         encoding = self.job.source.encoding

@@ -8,6 +8,7 @@ neighbours in the shard (checkpoint/plan.py), so each kind of component of a who
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,12 +19,13 @@ from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.decode import unpack_pieces
 from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
-from nf4conv.pipeline import Task, aligned, interleave
+from nf4conv.pipeline import aligned, interleave
 from nf4conv.shards import (
     CopyPart,
     NonFiniteError,
     RawCopies,
     ShardProgress,
+    ShardTask,
     copy_groups,
     is_cast,
     json_blobs,
@@ -33,9 +35,9 @@ from nf4conv.shards import (
 from nf4conv.worker import TorchWorker
 
 
-def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
+def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
-    packs: list[Task[TorchWorker]] = []
+    packs: list[ShardTask[TorchWorker]] = []
     for group in pack_groups(progress.shard, piece):
         if group[0].source.encoding is not None:
             packs.append(PackDecoded(progress, group[0]))
@@ -45,7 +47,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
             packs += _pack_pieces(progress, group[0], piece)
         else:
             packs.append(PackBatch(progress, tuple(group)))
-    copies: list[Task[TorchWorker]] = [
+    copies: list[ShardTask[TorchWorker]] = [
         CastCopies(progress, parts) if is_cast(parts) else RawCopies(progress, parts)
         for parts in copy_groups(progress.shard, piece)
     ]
@@ -57,7 +59,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[TorchWorker]]:
     return list(interleave([packs, copies], 2))
 
 
-def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
+def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
     pieces = spans(job, piece)
     absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(pieces))
     return (PackPiece(progress, job, absmax, start, stop) for start, stop in pieces)
@@ -96,6 +98,10 @@ class PackPiece:
     start: int
     stop: int
 
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
     def run(self, worker: TorchWorker) -> None:
         blocksize = self.progress.format.blocksize
         [weight] = _read_weights(worker, self.progress.format, [self.job], self.start, self.stop)
@@ -115,6 +121,10 @@ class PackBatch:
     progress: ShardProgress
     jobs: tuple[PackJob, ...]
 
+    @property
+    def file(self) -> Path:
+        return self.jobs[0].source.file
+
     def run(self, worker: TorchWorker) -> None:
         _pack_whole(worker, self.progress, self.jobs, _read_weights(worker, self.progress.format, self.jobs))
 
@@ -125,6 +135,10 @@ class PackCutOut:
 
     progress: ShardProgress
     job: PackJob
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
 
     def run(self, worker: TorchWorker) -> None:
         matrix, source = self.job.matrix, self.job.source
@@ -147,6 +161,10 @@ class PackDecoded:
     progress: ShardProgress
     job: PackJob
 
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
     def run(self, worker: TorchWorker) -> None:
         matrix = self.job.matrix
         weight = read_decoded(worker, self.job.source, matrix.index)
@@ -166,6 +184,10 @@ class CopyDecoded:
     job: CopyJob
     index: int | None
 
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
     def run(self, worker: TorchWorker) -> None:
         tensor = read_decoded(worker, self.job.source, self.index)
         with worker.timed("encode"):
@@ -181,6 +203,10 @@ class CastCopies:
 
     progress: ShardProgress
     parts: tuple[CopyPart, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].source.file
 
     def run(self, worker: TorchWorker) -> None:
         for job, start, stop in self.parts:

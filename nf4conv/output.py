@@ -11,18 +11,22 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.plan import CopyJob, Plan, Shard
+from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.pipeline import Pipeline, Task, interleave
-from nf4conv.shards import ShardProgress
+from nf4conv.shards import ShardProgress, ShardTask
 
-ShardTasks = Callable[[ShardProgress, int], Sequence[Task[Any]]]
+if TYPE_CHECKING:
+    from nf4conv.checkpoint.stream import ShardStream
+
+ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
 """How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
 
 _SHARDS_AT_A_TIME: Final = 8
@@ -114,8 +118,8 @@ def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], sh
     """
     workspace.check_space(_space_needed(job, workspace))
     before = _stamps(job.source)
-    with ExitStack() as writers:
-        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers))
+    with _open_reader(job, workspace) as reader, ExitStack() as writers:
+        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader), reader)
     changed = [name for name, stamp in _stamps(job.source).items() if stamp != before[name]]
     if changed:
         raise SourceError(f"{job.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
@@ -129,7 +133,26 @@ def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], sh
 
 def _space_needed(job: Job, workspace: Workspace) -> int:
     shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in workspace.finished)
-    return shards + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
+    fetched = () if job.source.fetched is None else job.source.fetched.absent.values()
+    on_disk = sum(sorted(file.size for file in fetched)[-2:])  # one in use, one on its way
+    return shards + on_disk + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)
+
+
+def _open_reader(job: Job, workspace: Workspace) -> Reader:
+    """A reader of the source; of one that is streamed, it fetches what unfinished shards need."""
+    fetched = job.source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.checkpoint.stream import ShardStream  # importing huggingface_hub takes a while
+
+    shards = [shard for shard in job.plan.shards if shard.name not in workspace.finished]
+    return ShardStream(
+        fetched.repository,
+        fetched.absent,
+        order={file: number for number, file in enumerate(job.source.files)},
+        needed={entry.source.file for shard in shards for entry in shard.jobs} & fetched.absent.keys(),
+        folder=workspace.downloads,
+    )
 
 
 def _tasks(
@@ -138,10 +161,11 @@ def _tasks(
     pipeline: Pipeline[Any],
     shard_tasks: ShardTasks,
     writers: ExitStack,
+    reader: Reader,
 ) -> Iterator[Task[Any]]:
     """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
 
-    def of_shard(shard: Shard) -> Sequence[Task[Any]]:
+    def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
         writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
         finished = partial(workspace.record, shard.name)
@@ -149,7 +173,12 @@ def _tasks(
 
     kept = [shard for shard in job.plan.shards if shard.name in workspace.finished]
     pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
-    return interleave((of_shard(shard) for shard in job.plan.shards if shard not in kept), _SHARDS_AT_A_TIME)
+    shards = (of_shard(shard) for shard in job.plan.shards if shard not in kept)
+    if job.source.fetched is None or not job.source.fetched.absent:
+        return interleave(shards, _SHARDS_AT_A_TIME)
+    from nf4conv.streaming import streamed
+
+    return streamed(shards, cast("ShardStream", reader))
 
 
 def _index(plan: Plan, workspace: Workspace) -> bytes:

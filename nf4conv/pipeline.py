@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -132,13 +132,17 @@ class Pipeline(Generic[W]):
     def device(self) -> str:
         return self.engine.device
 
-    def run(self, tasks: Iterable[Task[W]]) -> None:
+    def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.
 
         An interrupt stops the workers after the piece in hand.
+
+        Args:
+            tasks: taken one by one, in this order.
+            reader: of the source, which the caller closes; None for one of local files.
         """
-        crew = _Crew(tasks)
-        with Reader() as reader:
+        with nullcontext(reader) if reader is not None else Reader() as reader:
+            crew = _Crew(tasks, reader)
             threads = [
                 threading.Thread(target=self._work, args=(crew, reader), name=f"nf4conv-{number}", daemon=True)
                 for number in range(self.workers)
@@ -177,7 +181,8 @@ class Pipeline(Generic[W]):
 class _Crew(Generic[W]):
     """What the workers share: the tasks still to do and the first error."""
 
-    def __init__(self, tasks: Iterable[Task[W]]) -> None:
+    def __init__(self, tasks: Iterable[Task[W]], reader: Reader) -> None:
+        self._reader = reader
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.started = 0.0
@@ -200,6 +205,7 @@ class _Crew(Generic[W]):
             self._stopped = True
             if self.error is None:
                 self.error = error
+        self._reader.interrupt()
 
 
 def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], None]) -> Pipeline[W]:

@@ -283,7 +283,7 @@ def execute_plan(
         try:
             write_checkpoint(job, workspace, pipeline, shard_tasks)
         except NonFiniteError as error:
-            raise _describe_non_finite(error.job, job.plan.format.dtype, run) from error
+            raise _describe_non_finite(error.job, job, run) from error
         return _report(job, workspace, pipeline, resumed, started, baseline)
 
 
@@ -313,7 +313,7 @@ def _without_non_finite(job: QuantizationPlan, run: RunOptions) -> QuantizationP
     """The plan with every weight that holds NaN or infinity kept; takes a pass over the weights to find them."""
     from nf4conv.scan import count_non_finite
 
-    found = count_non_finite([entry for entry in job.plan.jobs if isinstance(entry, PackJob)], run)
+    found = count_non_finite([entry for entry in job.plan.jobs if isinstance(entry, PackJob)], run, job.source)
     if not found:
         return job
     kept = _plan(job.source, job.options, frozenset(found))
@@ -321,17 +321,18 @@ def _without_non_finite(job: QuantizationPlan, run: RunOptions) -> QuantizationP
     return replace(kept, notes=kept.notes + notes)
 
 
-def _describe_non_finite(job: PackJob, dtype: str, run: RunOptions) -> SourceError:
+def _describe_non_finite(entry: PackJob, job: QuantizationPlan, run: RunOptions) -> SourceError:
     from nf4conv.scan import count_non_finite
 
-    place = f"{job.source.file}: {job.source.name}"
-    count = count_non_finite([job], run).get(job.source.name, 0)
+    place = f"{entry.source.file}: {entry.source.name}"
+    count = count_non_finite([entry], run, job.source).get(entry.source.name, 0)
     if not count:
         return SourceError(
-            f"{place}: has values too large for {dtype}, to which it would be cast; give another --dtype"
+            f"{place}: has values too large for {job.plan.format.dtype}, to which it would be cast; "
+            "give another --dtype"
         )
     return SourceError(
-        f"{place}: {count:,} of {job.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
+        f"{place}: {count:,} of {entry.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
         "such tensors unquantized: --non-finite keep"
     )
 

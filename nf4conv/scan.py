@@ -9,6 +9,8 @@ import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.source import Source
 from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
 from nf4conv.options import RunOptions
 from nf4conv.pipeline import Task, make_pipeline
@@ -52,12 +54,22 @@ class _CountDecoded:
             self.counts.add(self.tensor.name, values)
 
 
-def count_non_finite(jobs: Sequence[PackJob], run: RunOptions) -> Mapping[str, int]:
+def count_non_finite(jobs: Sequence[PackJob], run: RunOptions, source: Source) -> Mapping[str, int]:
     """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
     counts = _Counts()
     pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
-    pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts))
+    with _open_reader(source) as reader:
+        pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts), reader)
     return dict(sorted(counts.by_name.items()))
+
+
+def _open_reader(source: Source) -> Reader:
+    fetched = source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.checkpoint.stream import RemoteReader  # importing huggingface_hub takes a while
+
+    return RemoteReader(fetched.repository, fetched.absent)
 
 
 def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:

@@ -7,15 +7,28 @@ does not.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from nf4conv.checkpoint.header import DTYPE_BITS
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.codec.layout import quant_state_json
 from nf4conv.errors import SourceError
-from nf4conv.pipeline import Worker, aligned
+from nf4conv.pipeline import Task, W_contra, Worker, aligned
 
 _LARGEST_BATCH = 4096
+
+
+class ShardTask(Task[W_contra], Protocol[W_contra]):
+    """A task of a shard.
+
+    Attributes:
+        file: the source file that most of what it reads is in.
+    """
+
+    @property
+    def file(self) -> Path: ...
 
 
 class NonFiniteError(SourceError):
@@ -85,14 +98,18 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
 
 
 def pack_groups(shard: Shard, piece: int) -> Iterator[list[PackJob]]:
-    """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out."""
+    """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out.
+
+    No group is of several source files.
+    """
     group: list[PackJob] = []
     room = piece
     for job in shard.jobs:
         if not isinstance(job, PackJob):
             continue
         size = aligned(job.source_bytes)
-        if group and (size > room or job.is_cut_out or len(group) == _LARGEST_BATCH):
+        is_elsewhere = bool(group) and group[0].source.file != job.source.file
+        if group and (size > room or job.is_cut_out or is_elsewhere or len(group) == _LARGEST_BATCH):
             yield group
             group, room = [], piece
         group.append(job)
@@ -117,7 +134,7 @@ CopyPart = tuple[CopyJob, int, int]
 def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
     """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart.
 
-    Those that must be decoded are left out.
+    No group is of several source files. Those that must be decoded are left out.
     """
     for cast in (False, True):
         group: list[CopyPart] = []
@@ -127,7 +144,7 @@ def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
                 continue
             for start in range(0, max(job.source_bytes, 1), piece):
                 stop = min(start + piece, job.source_bytes)
-                if group and stop - start > room:
+                if group and (stop - start > room or group[0][0].source.file != job.source.file):
                     yield tuple(group)
                     group, room = [], piece
                 group.append((job, start, stop))
@@ -147,6 +164,10 @@ class RawCopies:
 
     progress: ShardProgress
     parts: tuple[CopyPart, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].source.file
 
     def run(self, worker: Worker) -> None:
         for job, start, stop in self.parts:

@@ -33,6 +33,16 @@ class Reader:
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror or error}") from error
 
+    def forget(self, path: Path) -> None:
+        """Close a file that is not read any more."""
+        with self._lock:
+            descriptor = self._descriptors.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def interrupt(self) -> None:
+        """Let whoever waits for data give up; local files keep nobody waiting."""
+
     def _descriptor(self, path: Path) -> int:
         with self._lock:
             if path not in self._descriptors:

@@ -3,6 +3,7 @@
     OUT/.nf4conv/lock       held for as long as a process works here
     OUT/.nf4conv/run.json   the fingerprint of the run, and the shards that are finished
     OUT/.nf4conv/*.partial  shards being written
+    OUT/.nf4conv/source     source files being streamed
     OUT/*.safetensors       finished shards
     OUT/config.json         last of all: without it no loader takes the folder for a model
 
@@ -134,7 +135,9 @@ class Workspace:
 
     def _remove_leftovers(self, keep: tuple[str, ...] = (_RECORD,)) -> None:
         for leftover in self._work.iterdir():
-            if leftover.name not in keep:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.name not in keep:
                 leftover.unlink()
 
     def _remove_work_folder(self) -> None:
@@ -151,6 +154,11 @@ class Workspace:
         """The shards that are complete, by name."""
         return self._finished
 
+    @property
+    def downloads(self) -> Path:
+        """A folder for source files that are fetched while the run needs them."""
+        return self._work / "source"
+
     def check_space(self, needed: int) -> None:
         """Refuse before the first byte what cannot end well.
 
@@ -160,7 +168,8 @@ class Workspace:
         Raises:
             OutputError: the disk has less room.
         """
-        reusable = sum(partial.stat().st_blocks * 512 for partial in self._work.glob("*.partial"))
+        leftovers = (*self._work.glob("*.partial"), *self.downloads.rglob("*"))
+        reusable = sum(leftover.stat().st_blocks * 512 for leftover in leftovers)
         free = shutil.disk_usage(self.out).free + reusable
         if needed > free:
             raise OutputError(f"{self.out}: the result takes {needed:,} bytes but the disk has only {free:,} free")

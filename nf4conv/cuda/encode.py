@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Final, Literal
 
 from nf4conv.checkpoint.header import DTYPE_BITS
@@ -23,11 +24,12 @@ from nf4conv.codec.layout import DTYPE_NAMES, block_count
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.cuda.driver import DeviceMemory
 from nf4conv.cuda.engine import CudaEngine, CudaWorker
-from nf4conv.pipeline import Task, aligned, interleave
+from nf4conv.pipeline import aligned, interleave
 from nf4conv.shards import (
     NonFiniteError,
     RawCopies,
     ShardProgress,
+    ShardTask,
     copy_groups,
     json_blobs,
     pack_groups,
@@ -56,9 +58,9 @@ def is_plain(plan: Plan) -> bool:
     )
 
 
-def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[CudaWorker]]:
+def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
-    packs: list[Task[CudaWorker]] = []
+    packs: list[ShardTask[CudaWorker]] = []
     for group in pack_groups(progress.shard, piece):
         if aligned(group[0].source_bytes) > piece:
             pieces = spans(group[0], piece)
@@ -66,7 +68,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[Task[CudaWorker]]:
             packs += [PackPiece(progress, group[0], absmax, start, stop) for start, stop in pieces]
         else:
             packs.append(PackBatch(progress, tuple(group)))
-    copies: list[Task[CudaWorker]] = [RawCopies(progress, parts) for parts in copy_groups(progress.shard, piece)]
+    copies: list[ShardTask[CudaWorker]] = [RawCopies(progress, parts) for parts in copy_groups(progress.shard, piece)]
     progress.expect(len(packs) + len(copies))
     return list(interleave([packs, copies], 2))
 
@@ -162,6 +164,10 @@ class PackBatch:
     progress: ShardProgress
     jobs: tuple[PackJob, ...]
 
+    @property
+    def file(self) -> Path:
+        return self.jobs[0].source.file
+
     def run(self, worker: CudaWorker) -> None:
         format = self.progress.format
         positions = _read(worker, [(job, *job.source_range) for job in self.jobs])
@@ -194,6 +200,10 @@ class PackPiece:
     absmax: GatheredAbsmax
     start: int
     stop: int
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
 
     def run(self, worker: CudaWorker) -> None:
         blocksize = self.progress.format.blocksize

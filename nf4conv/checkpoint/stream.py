@@ -1,0 +1,237 @@
+"""Weight files of a repository that are fetched one ahead of their use, checked, and dropped after it.
+
+Whoever reads announces in order which file each piece of work needs, waits for it, and says when it is done:
+
+    expect(file) ▸ wait_for(file) ▸ read_into(file, …) ▸ done(file)
+
+A file is dropped when the next one has been expected and all its own work is done. At most two are on disk, the one
+being fetched included. What is not there when it is read, such as a scale in another file than its weight, is asked for
+by range.
+"""
+
+import errno
+import hashlib
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, cast
+
+from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, one_line
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.errors import OutputError, SourceError
+
+FILES_ON_DISK: Final = 2
+
+_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between tries, after those of huggingface_hub itself."""
+_PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RemoteReader(Reader):
+    """Reads files that are local from where they are, and files that are absent by ranges from the hub.
+
+    Args:
+        repository: that holds the absent files.
+        absent: their names there, by the path they would have.
+    """
+
+    def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:
+        super().__init__()
+        self._repository = repository
+        self._absent = absent
+
+    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
+        if path in self._absent and len(buffer):
+            buffer[:] = self._repository.read(self._absent[path], start, start + len(buffer))
+        elif path not in self._absent:
+            super().read_into(path, start, buffer)
+
+
+class ShardStream(RemoteReader):
+    """Fetches absent files in the order of their use; use it as a context manager.
+
+    Args:
+        repository: that holds them.
+        absent: their names there, by the path they would have.
+        order: of all files, absent or not; they are expected in this order.
+        needed: those of the absent ones that will be expected.
+        folder: where to put them; what an earlier run left there is used. It is removed when all went well.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        absent: Mapping[Path, RemoteFile],
+        *,
+        order: Mapping[Path, int],
+        needed: Collection[Path],
+        folder: Path,
+    ) -> None:
+        super().__init__(repository, absent)
+        self.order = order
+        self._needed = sorted(needed, key=order.__getitem__)
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._on_disk: set[Path] = set()
+        self._ready: dict[Path, Path] = {}
+        self._in_work: Counter[Path] = Counter()
+        self._past: set[Path] = set()
+        self._error: Exception | None = None
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> "ShardStream":
+        _remove_others(self._folder, [self._absent[path] for path in self._needed[:FILES_ON_DISK]])
+        threading.Thread(target=self._fetch_all, name="nf4conv-fetch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.interrupt()
+        super().__exit__(kind, error, trace)
+        if error is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def expect(self, path: Path | None) -> None:
+        """Announce work that needs a file; files before it in the order get no more. None: neither does any other."""
+        with self._changed:
+            if path is not None:
+                self._in_work[path] += 1
+            for earlier in self._needed:
+                if path is None or self.order[earlier] < self.order[path]:
+                    self._past.add(earlier)
+                    self._drop_if_done(earlier)
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until a file can be read.
+
+        Raises:
+            SourceError, OutputError: it could not be fetched.
+        """
+        with self._changed:
+            while path in self._absent and path not in self._ready:
+                if self._error is not None:
+                    raise self._error
+                if self._stopped.is_set():
+                    raise SourceError(f"{path.name}: no longer wanted")
+                self._changed.wait()
+
+    def done(self, path: Path) -> None:
+        """Say that a piece of work that was expected is finished."""
+        with self._changed:
+            self._in_work[path] -= 1
+            self._drop_if_done(path)
+
+    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
+        with self._changed:
+            local = self._ready.get(path)
+        if local is None:
+            super().read_into(path, start, buffer)
+        else:
+            Reader.read_into(self, local, start, buffer)
+
+    def interrupt(self) -> None:
+        """Let whoever waits give up."""
+        with self._changed:
+            self._stopped.set()
+            self._changed.notify_all()
+
+    def _drop_if_done(self, path: Path) -> None:
+        if path in self._past and self._in_work[path] == 0 and path in self._ready:
+            local = self._ready.pop(path)
+            self.forget(local)
+            local.unlink(missing_ok=True)
+            self._on_disk.discard(path)
+            self._changed.notify_all()
+
+    def _fetch_all(self) -> None:
+        try:
+            for path in self._needed:
+                with self._changed:
+                    while len(self._on_disk) >= FILES_ON_DISK and not self._stopped.is_set():
+                        self._changed.wait()
+                    if self._stopped.is_set():
+                        return
+                    self._on_disk.add(path)
+                local = self._fetch(self._absent[path])
+                with self._changed:
+                    self._ready[path] = local
+                    self._drop_if_done(path)
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _fetch(self, file: RemoteFile) -> Path:
+        """Get a file that is what the hub says it is; one that is not is fetched again, once."""
+        problem = None
+        for again in (False, True):
+            local = self._download(file, again=again)
+            problem = check_content(local, file)
+            if problem is None:
+                return local
+        raise SourceError(f"{self._repository.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged")
+
+    def _download(self, file: RemoteFile, *, again: bool) -> Path:
+        for wait in _WAITS:
+            local = self._try_download(file, again=again, is_last=False)
+            if local is not None:
+                return local
+            if self._stopped.wait(wait):
+                raise SourceError(f"{file.name}: no longer wanted")
+        return cast("Path", self._try_download(file, again=again, is_last=True))
+
+    def _try_download(self, file: RemoteFile, *, again: bool, is_last: bool) -> Path | None:
+        """None when another try may help."""
+        where = f"{self._repository.repo}/{file.name}"
+        try:
+            return self._repository.download(file, self._folder, again=again)
+        except HUB_ERRORS as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise OutputError(f"{self._folder}: no room for {where}, {file.size:,} bytes") from error
+            if is_last or not _may_pass(error):
+                raise SourceError(f"{where}: {one_line(error)}") from error
+        return None
+
+
+def check_content(path: Path, file: RemoteFile) -> str | None:
+    """What is wrong with a downloaded file; None when it is what the hub describes."""
+    size = path.stat().st_size
+    if size != file.size:
+        return f"has {size:,} bytes, not the {file.size:,} that the hub says"
+    if file.sha256 is not None:
+        digest, expected = hashlib.sha256(), file.sha256
+    elif file.blob is not None:
+        digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob
+    else:
+        return None
+    with path.open("rb") as content:
+        while chunk := content.read(2**22):
+            digest.update(chunk)
+    return None if digest.hexdigest() == expected else f"its hash is not {expected}, which the hub says"
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether trying again may help: the server is busy, or the connection failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return status in _PASSING_STATUSES
+        cause = cause.__cause__
+    return not isinstance(error, OSError) or error.errno is None
+
+
+def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
+    """Delete what an earlier run left that will not be needed first, whole or in parts."""
+    wanted = {folder / file.name for file in files}
+    hashes = {digest for file in files for digest in (file.sha256, file.blob) if digest is not None}
+    for path in folder.rglob("*"):
+        is_part = path.suffix == ".incomplete" and any(digest in path.name for digest in hashes)
+        if path.is_file() and path not in wanted and not is_part and path.suffix not in (".metadata", ".lock"):
+            path.unlink()
