@@ -61,9 +61,8 @@ class _Place(click.ParamType[str]):
     name = "place"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if (
-            not value
-        ):  # an unset variable of a shell; as a path it would be the current folder, which --overwrite clears
+        # what an unset variable of a shell leaves; as a path it would be the current folder, which --overwrite clears
+        if not value:
             self.fail("is empty", param, ctx)
         return str(value)
 
