@@ -42,4 +42,4 @@ def test_the_bound_is_the_option_s_and_not_the_checkpoint_s(tmp_path, buffer_siz
     large = growth(write_large(tmp_path / "large", 4), tmp_path / "large-out", buffer_size)
     print(f"{buffer_size}: {small:.0f} MB for 0.25 GB, {large:.0f} MB for 1 GB")
     assert large < megabytes
-    assert large < small + 40
+    assert large < small + 100  # of 750 MB more weights; how much the allocator keeps varies by some 50 MB
