@@ -85,7 +85,11 @@ class GatheredAbsmax:
         """Count a piece as packed; after the last one [blocks] float32, else None."""
         with self._lock:
             self._left -= 1
-            return self._absmax if self._left == 0 else None
+            if self._left:
+                return None
+            # tasks live as long as their shard does: kept here, memory would grow with what has been packed
+            whole, self._absmax = self._absmax, None
+            return whole
 
 
 @dataclass(frozen=True)
