@@ -104,6 +104,18 @@ def test_malformed(table, message):
         parse_header(raw, Path("file.safetensors"), 8 + len(raw) + 5)
 
 
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_bytes_of_two_tensors_are_refused(start):
+    """One byte is enough, and where a tensor is inside another the file's size may still be right."""
+    table = {
+        "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [5 - start], "data_offsets": [start, 5]},
+    }
+    raw = json.dumps(table).encode()
+    with pytest.raises(SourceError, match=r"^file: b: its bytes overlap those of a$"):
+        parse_header(raw, Path("file"), 8 + len(raw) + 5)
+
+
 def test_a_name_given_twice_is_found_out():
     raw = b'{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}'
     with pytest.raises(SourceError, match="w: 2 unused bytes before it"):

@@ -119,6 +119,7 @@ def test_a_plan_decided_otherwise_has_another_fingerprint():
     expected = fingerprint({})
     assert fingerprint({"module.2.weight": Keep("for another reason")}) == expected
     assert fingerprint({"module.1.weight": Keep("demoted")}) != expected
+    assert fingerprint({"module.1.weight": Keep("demoted")}, limit=10**9) != fingerprint({}, limit=10**9)
     assert fingerprint({"module.1.weight": Pack((PackedMatrix("other.weight", (64, 64)),), "renamed")}) != expected
     assert fingerprint({}, limit=40_000) != expected
 
