@@ -106,3 +106,17 @@ class DequantizeOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_shard_size: int = 10**9
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What `verify` requires of a checkpoint that is compared with its source.
+
+    Attributes:
+        tolerance: the largest relative Frobenius error of a packed weight; None for that of its data type and
+            blocksize, see tolerance.py.
+        exact: require the bytes that quantizing the source gives.
+    """
+
+    tolerance: float | None = None
+    exact: bool = False

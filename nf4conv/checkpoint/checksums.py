@@ -1,0 +1,48 @@
+"""SHA256SUMS held against the files it lists."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from nf4conv.checkpoint.reader import read_chunks
+from nf4conv.checkpoint.structure import Structure
+from nf4conv.errors import SourceError
+
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+
+
+def check_checksums(structure: Structure, workers: int) -> bool:
+    """Note every file that is not what the manifest says; False if there is no manifest."""
+    manifest = structure.folder / "SHA256SUMS"
+    if not manifest.is_file():
+        return False
+    listed = list(_entries(structure, manifest))
+    with ThreadPoolExecutor(workers) as pool:
+        sums = pool.map(_sha256, [manifest.parent / name for name, _ in listed])
+        for (name, expected), found in zip(listed, sums, strict=True):
+            if found != expected:
+                structure.note("checksums", name, "", found if len(found) != 64 else "is not the file that was listed")
+    return True
+
+
+def _entries(structure: Structure, manifest: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(manifest.read_text(errors="replace").splitlines(), start=1):
+        match = _LINE.fullmatch(line)
+        path = PurePosixPath(match[2]) if match else None
+        if match is None or path is None or path.is_absolute() or ".." in path.parts:
+            structure.note("checksums", manifest, "", f"line {number} is not a checksum and a name in this folder")
+        else:
+            yield match[2], match[1].lower()
+
+
+def _sha256(path: Path) -> str:
+    """The checksum of a file, or why it has none."""
+    digest = hashlib.sha256()
+    try:
+        for chunk in read_chunks(path):
+            digest.update(chunk)
+    except SourceError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return digest.hexdigest()

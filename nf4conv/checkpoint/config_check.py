@@ -1,0 +1,181 @@
+"""What a loader would make of config.json, held against what is stored: the quantization named, and the skip list."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
+from nf4conv.checkpoint.config import LEFTOVERS, checkpoint_dtype
+from nf4conv.checkpoint.evidence import Evidence
+from nf4conv.checkpoint.families import families_of, is_transposed
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, select
+from nf4conv.checkpoint.skip_list import HEADS, MATCHERS, Predicate
+from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
+from nf4conv.codec.layout import DTYPE_NAMES
+from nf4conv.errors import PlanError
+
+_TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
+_SURELY_LINEAR: Final = ("an output head", "fewer than")
+"""How reasons begin for which a module that loaders do hold in an `nn.Linear` is kept."""
+
+_MOST_LINES: Final = 20
+
+
+def check_config(structure: Structure) -> Mapping[str, Any]:
+    """Note everything in which config.json and the stored tensors disagree; its content, empty if there is none."""
+    path = structure.folder / "config.json"
+    if not path.is_file():
+        structure.note("config", path, "", "is missing; only programs that need none can load this", is_fault=False)
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        structure.note("config", path, "", f"not JSON: {error}")
+        return {}
+    if not isinstance(config, dict):
+        structure.note("config", path, "", "not a JSON object")
+        return {}
+    for name in sorted(QUANTIZATION_LEFTOVERS):
+        if (structure.folder / name).is_file():
+            structure.note("config", name, "", "names another quantization, which loaders would believe")
+    quantization = config.get("quantization_config")
+    for where in _leftovers(config):
+        structure.note("config", path, "", f"{where} names a quantization; loaders look at quantization_config only")
+    if not isinstance(quantization, Mapping):
+        structure.note("config", path, "", "has no quantization_config, though weights are packed")
+        return config
+    for text in _quantization_faults(quantization, structure):
+        structure.note("config", path, "", text)
+    for text in _quantization_oddities(quantization):
+        structure.note("config", path, "", text, is_fault=False)
+    _check_dtypes(structure, config)
+    _check_skip_list(structure, config, quantization)
+    return config
+
+
+def _leftovers(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if key in LEFTOVERS and isinstance(value, Mapping) and path + key != "quantization_config":
+            yield path + key
+        elif isinstance(value, Mapping) and key not in LEFTOVERS:
+            yield from _leftovers(value, f"{path}{key}.")
+
+
+def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) -> Iterator[str]:
+    expected = {"quant_method": ("bitsandbytes",), "load_in_4bit": (True,), "load_in_8bit": (False, None)}
+    for key, allowed in expected.items():
+        if quantization.get(key) not in allowed:
+            yield f"{key} is {quantization.get(key)!r}, expected {allowed[0]!r}"
+    for key, default, stored in _described(structure):
+        found = quantization.get(key, default)
+        if found != stored:
+            example = next(iter(structure.weights))
+            yield f"{key} is {found!r}, but {example} and others are stored as {stored!r}"
+    threshold = quantization.get("llm_int8_threshold", 6.0)
+    if not isinstance(threshold, float):
+        yield f"llm_int8_threshold is {threshold!r}; transformers takes only a float: 6.0"
+
+
+def _described(structure: Structure) -> Iterator[tuple[str, object, object]]:
+    """(key, what transformers assumes without it, what is stored)."""
+    weight = next(iter(structure.weights.values()), None)
+    if weight is not None:
+        yield "bnb_4bit_quant_type", "fp4", weight.state.quant_type
+        yield "bnb_4bit_use_double_quant", False, weight.is_nested
+        yield "bnb_4bit_quant_storage", "uint8", STORAGE_DTYPES[weight.values.dtype]
+
+
+def _quantization_oddities(quantization: Mapping[str, Any]) -> Iterator[str]:
+    if quantization.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+        yield "bnb_4bit_quant_storage is not uint8: for FSDP only; vLLM, SGLang and diffusers refuse it"
+    if quantization.get("bnb_4bit_compute_dtype", "float32") == "float32":
+        yield "bnb_4bit_compute_dtype is float32, or missing, which means the same: slow"
+    if quantization.get("llm_int8_skip_modules") is None:
+        yield "llm_int8_skip_modules is null: transformers 4 and 5 then guess different lists"
+
+
+def _check_dtypes(structure: Structure, config: Mapping[str, Any]) -> None:
+    """From 5.21 on, transformers does not cast the unpacked weights of a packed checkpoint, but their biases."""
+    dtype = checkpoint_dtype(config)
+    if dtype not in _TAGS:
+        return
+    evidence = Evidence.gather(tuple(structure.plain.values()), config)
+    for tensor in structure.plain.values():
+        if tensor.dtype in DTYPE_NAMES and tensor.dtype != _TAGS[dtype] and not evidence.is_float32_by_design(tensor):
+            text = f"is {DTYPE_NAMES[tensor.dtype]}, but config.json says {dtype}"
+            structure.note("config", tensor.file, tensor.name, text, is_fault=False)
+            return  # one says it: a checkpoint may have thousands
+
+
+def _check_skip_list(structure: Structure, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
+    listed = quantization.get("llm_int8_skip_modules")
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(entry, str) for entry in listed)):
+        structure.note("skip list", "config.json", "", "llm_int8_skip_modules is not a list of names")
+        return
+    try:
+        matchers = {loader: match(HEADS if listed is None else listed) for loader, match in MATCHERS.items()}
+    except re.error as error:
+        structure.note("skip list", "config.json", "", f"llm_int8_skip_modules: not a regular expression: {error}")
+        return
+    names = ModuleNames.of(config)
+    faults = list(_mistaken(structure, names, matchers))
+    faults += _forgotten(list(_linear(structure, config)), names, matchers, listed is not None)
+    for tensor, text, is_fault in faults[:_MOST_LINES]:
+        structure.note("skip list", tensor.file, tensor.name, text, is_fault=is_fault)
+    if len(faults) > _MOST_LINES:
+        text = f"and {len(faults) - _MOST_LINES:,} more"
+        structure.note("skip list", "config.json", "", text, is_fault=any(fault for _, _, fault in faults))
+
+
+def _mistaken(
+    structure: Structure, names: ModuleNames, matchers: Mapping[str, Predicate]
+) -> Iterator[tuple[TensorInfo, str, bool]]:
+    """Packed modules that a loader would skip; surely only if it would under every name it may know it by."""
+    for weight in structure.weights.values():
+        for loader, is_skipped in matchers.items():
+            hits = [is_skipped(path) for path in names.spellings(_module(weight.name))]
+            if any(hits):
+                yield weight.values, f"is packed, but {loader} would skip it", all(hits)
+
+
+def _forgotten(
+    linear: Sequence[tuple[TensorInfo, str, bool]],
+    names: ModuleNames,
+    matchers: Mapping[str, Predicate],
+    is_explicit: bool,
+) -> Iterator[tuple[TensorInfo, str, bool]]:
+    """Modules that are not packed, and that a loader would not skip."""
+    for tensor, module, is_sure in linear:
+        for loader, is_skipped in matchers.items():
+            hits = [is_skipped(path) for path in names.spellings(module)]
+            if not all(hits):
+                fault = is_sure and is_explicit and not any(hits)
+                yield tensor, f"is not packed, but {loader} would not skip {module}", fault
+
+
+def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, str, bool]]:
+    """(tensor, module, whether it surely is one) of everything unpacked that loaders may hold in an `nn.Linear`."""
+    families = families_of(config)
+    logical = list(structure.plain.values())
+    for weight in structure.weights.values():
+        transposed = len(weight.state.shape) == 2 and is_transposed(_module(weight.name), families)
+        shape = weight.state.shape[::-1] if transposed else weight.state.shape
+        logical.append(weight.values._replace(shape=shape, dtype=_TAGS[weight.state.dtype]))
+    try:
+        decisions = select(logical, config, SelectionOptions(quantize_towers=True, moe="per-expert")).decisions
+    except PlanError as error:
+        structure.note("skip list", "config.json", "", f"could not be checked: {error}", is_fault=False)
+        return
+    for name, tensor in structure.plain.items():
+        decision = decisions[name]
+        if isinstance(decision, Pack):
+            yield from ((tensor, _module(matrix.name), True) for matrix in decision.matrices)
+        elif isinstance(decision, Keep) and decision.is_linear:
+            yield tensor, _module(name), decision.reason.startswith(_SURELY_LINEAR)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")

@@ -1,0 +1,49 @@
+"""What verification looks at, and what it finds: one line each, naming file and tensor."""
+
+from dataclasses import dataclass
+from typing import Final
+
+CHECKS: Final = {
+    "files": "every weight file is a whole safetensors file, and no other lies beside them",
+    "index": "the index and the headers name the same tensors in the same files",
+    "checksums": "the files are those that SHA256SUMS lists",
+    "components": "every packed weight has all its tensors, and none is left over",
+    "quant state": "every quant state is what bitsandbytes reads",
+    "layout": "dtypes and shapes of the tensors of a weight agree",
+    "one shard": "the tensors of a weight are in one file",
+    "code maps": "the stored code values are those of the data type",
+    "uniform": "one data type and one nesting for the whole checkpoint",
+    "config": "config.json describes what is stored",
+    "skip list": "every loader would make those modules 4-bit that are packed, and no others",
+    "scales": "every absmax is finite and not negative; with a source, it is that of the source",
+    "names": "the tensors are those of the source",
+    "copies": "tensors that are not packed equal the source's",
+    "codes": "every code is the nearest to its value in the source",
+    "bound": "every value is within the format's worst-case error",
+    "tolerance": "the relative error of every weight is within the tolerance",
+    "exact": "the bytes are those that quantizing the source gives",
+}
+"""Every check by its name, in the order in which they are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or worth knowing.
+
+    Attributes:
+        check: which of CHECKS found it.
+        file: name of the file, relative to the checkpoint.
+        tensor: name of the tensor; empty if it concerns the file.
+        text: what was found, what was expected.
+        is_fault: whether verification fails for it.
+    """
+
+    check: str
+    file: str
+    tensor: str
+    text: str
+    is_fault: bool = True
+
+    def line(self) -> str:
+        """The finding as one line."""
+        return ": ".join(part for part in (self.file, self.tensor, self.text) if part)

@@ -1,0 +1,102 @@
+"""Which tensor of the source each tensor of a 4-bit checkpoint was made from."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from nf4conv.checkpoint.families import families_of, is_transposed
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.plan import FLOAT_TAGS, Format, PackJob, footprint
+from nf4conv.checkpoint.selection import PackedMatrix, split_experts
+from nf4conv.checkpoint.skip_list import HEADS
+from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.structure import StoredWeight, Structure
+
+_BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+"""Computed at load time; transformers leaves them out of what it saves."""
+
+
+@dataclass
+class Pairs:
+    """What is to be compared with what.
+
+    Attributes:
+        weights: each packed weight with how to read what it was made from.
+        copies: (stored tensor, tensor of the source) of each that is not packed.
+    """
+
+    weights: list[tuple[StoredWeight, PackJob]] = field(default_factory=list)
+    copies: list[tuple[TensorInfo, TensorInfo]] = field(default_factory=list)
+
+
+def pair(structure: Structure, source: Source) -> Pairs:
+    """Find the counterpart of every tensor, and note those that have none."""
+    by_name = {tensor.name: tensor for tensor in source.tensors}
+    experts = {matrix.name: (tensor, matrix) for tensor in source.tensors for matrix in split_experts(tensor)}
+    config = source.config or {}
+    used: set[str] = set()
+    pairs = Pairs()
+    for weight in structure.weights.values():
+        found = by_name.get(weight.name)
+        origin = experts.get(weight.name) if found is None else _matrix(weight, found, config)
+        if origin is None and found is None:
+            structure.note("names", weight.values.file, weight.name, "is not in the source")
+        elif origin is None or math.prod(origin[1].shape) != weight.elements:
+            text = f"was packed from {list(weight.state.shape)}, but the source has "
+            text += str(list(origin[1].shape)) if found is None else f"{found.dtype} {list(found.shape)}"
+            structure.note("names", weight.values.file, weight.name, text)
+        else:
+            pairs.weights.append((weight, _job(weight, *origin)))
+            used.add(origin[0].name)
+        used.add(weight.name)
+    for tensor in structure.plain.values():
+        found = by_name.get(tensor.name)
+        used.add(tensor.name)
+        if found is None:
+            structure.note("names", tensor.file, tensor.name, "is not in the source")
+        elif found.shape != tensor.shape or not _is_castable(found.dtype, tensor.dtype):
+            text = f"is {tensor.dtype} {list(tensor.shape)}, but the source has {found.dtype} {list(found.shape)}"
+            structure.note("copies", tensor.file, tensor.name, text)
+        else:
+            pairs.copies.append((tensor, found))
+    for tensor, is_fault in _lost(source, used, config):
+        structure.note("names", tensor.file, tensor.name, "is in the source but not here", is_fault=is_fault)
+    return pairs
+
+
+def _matrix(
+    weight: StoredWeight, source: TensorInfo, config: Mapping[str, Any]
+) -> tuple[TensorInfo, PackedMatrix] | None:
+    shape = weight.state.shape
+    if source.dtype not in FLOAT_TAGS:
+        return None
+    if len(shape) == 2 and is_transposed(weight.name.removesuffix(".weight"), families_of(config)):
+        rows, columns = shape
+        return (source, PackedMatrix(weight.name, (rows, columns), True)) if source.shape == (columns, rows) else None
+    if source.shape != shape:
+        return None
+    if len(shape) != 2 and source.encoding is None:  # blocks run over the flat order, whatever the shape
+        source = source._replace(shape=(1, source.elements))
+    return source, PackedMatrix(weight.name, (1, source.elements))
+
+
+def _job(weight: StoredWeight, source: TensorInfo, matrix: PackedMatrix) -> PackJob:
+    state = weight.state
+    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype)
+    return PackJob(source, matrix, "stored in 4 bits", footprint(format, matrix.shape))
+
+
+def _is_castable(source: str, stored: str) -> bool:
+    return source == stored or (source in FLOAT_TAGS and stored in FLOAT_TAGS)
+
+
+def _lost(source: Source, used: set[str], config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, bool]]:
+    """Tensors of the source without a counterpart, and whether that is a fault."""
+    for tensor in source.tensors:
+        if tensor.name in used:
+            continue
+        module = tensor.name.removesuffix(".weight")
+        is_tied = bool(config.get("tie_word_embeddings", True)) and module in HEADS
+        yield tensor, not (is_tied or _BUFFERS.search(tensor.name))

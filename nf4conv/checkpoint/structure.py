@@ -1,0 +1,440 @@
+"""What a 4-bit checkpoint's headers and small tensors say about it: every fault is noted, none ends the search.
+
+Written against the format (docs/format.md), not against the code that writes it: no plan, no writer, no decoder is used
+here. Faults that other tools are known to make are recognised and named.
+"""
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.checkpoint.findings import Finding
+from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.weight_files import find_weights
+from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
+from nf4conv.errors import SourceError
+
+STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""What packed codes may be stored as, and how config.json calls it."""
+
+_JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
+_NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
+_CLOSE: Final = 2**-8
+"""Relative: how far a code map that was made in bfloat16 may be from the standard one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantStateFields:
+    """The content of a JSON blob.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        dtype: "float32", "float16" or "bfloat16": of the weight before it was quantized.
+        shape: of that weight.
+        nested_offset: added to the decoded absmax; None without double quantization.
+    """
+
+    quant_type: str
+    blocksize: int
+    dtype: str
+    shape: tuple[int, ...]
+    nested_offset: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A packed weight whose tensors fit together.
+
+    Attributes:
+        values: the packed codes.
+        components: the tensors beside them, by suffix.
+        state: what the JSON blob says.
+    """
+
+    values: TensorInfo
+    components: Mapping[str, TensorInfo]
+    state: QuantStateFields
+
+    @property
+    def name(self) -> str:
+        return self.values.name
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.state.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + sum(part.nbytes for part in self.components.values())
+
+    @property
+    def is_nested(self) -> bool:
+        return "nested_absmax" in self.components
+
+    def parts(self) -> dict[str, TensorInfo]:
+        """All its tensors by role: "values", and the suffixes of the components."""
+        return {"values": self.values, **self.components}
+
+
+@dataclass
+class Structure:
+    """A checkpoint as it lies on disk.
+
+    Attributes:
+        folder: where its files are.
+        files: its weight files that could be read.
+        tensors: all tensors of these, by name.
+        weights: the packed weights that can be decoded, by name.
+        plain: the tensors that belong to no packed weight, by name.
+        findings: what is wrong so far.
+    """
+
+    folder: Path
+    files: tuple[Path, ...] = ()
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    plain: dict[str, TensorInfo] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def note(self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True) -> None:
+        name = file if isinstance(file, str) else file.name
+        self.findings.append(Finding(check, name, tensor, text, is_fault))
+
+
+def read_structure(path: Path) -> Structure:
+    """Look at a checkpoint's headers and at what describes its packed weights.
+
+    Args:
+        path: a folder or a .safetensors file.
+
+    Raises:
+        SourceError: there are no safetensors weights at all.
+    """
+    listed: tuple[Path, ...] = (path,)
+    weight_map: Mapping[str, Any] | None = None
+    if path.is_file():
+        structure = Structure(path.parent)
+    elif path.is_dir():
+        structure = Structure(path)
+        listed, weight_map = _find_files(structure)
+    else:
+        raise SourceError(f"{path}: no such file or folder")
+    readable = _read_headers(structure, listed)
+    structure.files = readable
+    if weight_map is not None:
+        _check_index(structure, weight_map, readable)
+    _group(structure)
+    _check_uniform(structure)
+    return structure
+
+
+def _find_files(structure: Structure) -> tuple[tuple[Path, ...], Mapping[str, Any] | None]:
+    folder = structure.folder
+    present = {file.name for file in folder.iterdir() if file.is_file()}
+    weights = find_weights({name for name in present if not name.endswith(".bin")}, None, folder)
+    if not weights.is_index:
+        names, weight_map = {weights.name}, None
+    else:
+        weight_map = _read_weight_map(structure, folder / weights.name)
+        named = {name for name in weight_map.values() if isinstance(name, str) and "/" not in name}
+        names = named or {name for name in present if name.endswith(".safetensors")}
+    for name in sorted(names - present):
+        structure.note("files", name, "", "the shard is missing; the download is incomplete")
+    for name in sorted(present - names):
+        if name.endswith(".safetensors"):
+            structure.note("files", name, "", "belongs to no index; some loaders read every safetensors file they find")
+    return tuple(folder / name for name in sorted(names & present)), weight_map
+
+
+def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
+    try:
+        table = json.loads(index.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        structure.note("index", index, "", f"not JSON: {error}")
+        return {}
+    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weight_map, dict):
+        structure.note("index", index, "", "has no weight_map")
+        return {}
+    if not isinstance(table.get("metadata"), dict):
+        structure.note("index", index, "", "has no metadata, without which transformers fails: KeyError")
+    return weight_map
+
+
+def _read_headers(structure: Structure, files: Sequence[Path]) -> tuple[Path, ...]:
+    readable = []
+    for file in files:
+        try:
+            header = read_header(file)
+        except SourceError as error:
+            structure.note("files", file, "", str(error).removeprefix(f"{file}: "))
+            continue
+        readable.append(file)
+        for tensor in header:
+            other = structure.tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                structure.note("files", file, tensor.name, f"also in {other.file.name}")
+    return tuple(readable)
+
+
+def _check_index(structure: Structure, weight_map: Mapping[str, Any], readable: Sequence[Path]) -> None:
+    names = {file.name for file in readable}
+    for tensor, file in weight_map.items():
+        found = structure.tensors.get(tensor)
+        if file in names and found is None:
+            structure.note("index", str(file), tensor, "the index places this tensor here, but the file lacks it")
+        elif found is not None and found.file.name != file:
+            structure.note("index", found.file, tensor, f"the index places this tensor in {file}")
+    for tensor, found in structure.tensors.items():
+        if weight_map and tensor not in weight_map:
+            structure.note("index", found.file, tensor, "is not in the index, so loaders do not see it")
+
+
+def _group(structure: Structure) -> None:
+    """Sort the tensors into packed weights and others, and check each packed weight."""
+    owners: dict[str, dict[str, TensorInfo]] = {}
+    for name, tensor in structure.tensors.items():
+        owner, suffix = split_component(name)
+        if suffix:
+            owners.setdefault(owner, {})[suffix] = tensor
+    for name, tensor in structure.tensors.items():
+        if name not in owners and not split_component(name)[1]:
+            structure.plain[name] = tensor
+            if tensor.dtype == "U8" and name.endswith(".weight"):
+                structure.note("components", tensor.file, name, "packed codes, but none of the tensors beside them")
+    for owner, components in owners.items():
+        weight = _check_weight(structure, owner, components)
+        if weight is not None:
+            structure.weights[owner] = weight
+
+
+def split_component(name: str) -> tuple[str, str]:
+    """The weight that a tensor belongs to and the suffix it has there; an empty suffix for one that is no component."""
+    for suffix in COMPONENT_SUFFIXES:
+        if name.endswith(f".{suffix}"):
+            return name[: -len(suffix) - 1], suffix
+    head, found, tail = name.partition(f".{QUANT_STATE_PREFIX}")
+    return (head, f"{QUANT_STATE_PREFIX}{tail}") if found else (name, "")
+
+
+def _check_weight(structure: Structure, owner: str, components: Mapping[str, TensorInfo]) -> StoredWeight | None:
+    """Note the faults of one packed weight; the weight if it can be decoded nevertheless."""
+    values = structure.tensors.get(owner)
+    if values is None:
+        for part in components.values():
+            structure.note("components", part.file, part.name, f"belongs to {owner}, which is missing")
+        return None
+    for part in components.values():
+        if part.file != values.file:
+            text = f"is apart from its weight in {values.file.name}; transformers 4.53 … 4.56 and diffusers then fail"
+            structure.note("one shard", part.file, part.name, text)
+    missing = list(_missing(components))
+    for suffix, consequence in missing:
+        structure.note("components", values.file, owner, f"{suffix} is missing{consequence}")
+    states = [suffix for suffix in components if suffix.startswith(QUANT_STATE_PREFIX)]
+    if len(states) > 1:
+        structure.note("components", values.file, owner, f"has {len(states)} quant states: {', '.join(states)}")
+    if len(states) != 1 or any(suffix != "quant_map" for suffix, _ in missing):
+        return None
+    state = _read_state(structure, components[states[0]], states[0], "nested_absmax" in components)
+    if state is None:
+        return None
+    weight = StoredWeight(values, components, state)
+    _check_maps(structure, weight)
+    return weight if _check_layout(structure, weight) else None
+
+
+def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+    """(suffix, consequence) of what a weight lacks."""
+    if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
+        yield "quant_state", ""
+    if "absmax" not in components:
+        yield "absmax", ""
+    if "quant_map" not in components:
+        yield "quant_map", ", as in saves of some other tools; bitsandbytes then fails: KeyError"
+    is_nested = "nested_absmax" in components or "nested_quant_map" in components
+    absmax = components.get("absmax")
+    if is_nested or (absmax is not None and absmax.dtype == "U8"):
+        for suffix in ("nested_absmax", "nested_quant_map"):
+            if suffix not in components:
+                yield suffix, ""
+
+
+def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> QuantStateFields | None:
+    try:
+        fields = json.loads(read_bytes(blob))
+    except (ValueError, RecursionError) as error:
+        structure.note("quant state", blob.file, blob.name, f"not JSON: {error}")
+        return None
+    faults = list(_state_faults(fields, is_nested)) if isinstance(fields, dict) else ["not a JSON object"]
+    for text in faults:
+        structure.note("quant state", blob.file, blob.name, text)
+    if faults:
+        return None
+    if suffix != f"{QUANT_STATE_PREFIX}{fields['quant_type']}":
+        structure.note("quant state", blob.file, blob.name, f"says {fields['quant_type']} inside")
+    offset = fields.get("nested_offset")
+    return QuantStateFields(
+        fields["quant_type"],
+        fields["blocksize"],
+        fields["dtype"],
+        tuple(fields["shape"]),
+        None if offset is None else float(offset),
+    )
+
+
+def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
+    keys = (*_JSON_KEYS, *_NESTED_JSON_KEYS) if is_nested else _JSON_KEYS
+    for key in keys:
+        if key not in fields:
+            yield f"lacks {key}"
+    for key in fields:
+        if key not in keys:
+            yield (
+                f"has the key {key!r}, at which bitsandbytes fails"
+                if key not in _NESTED_JSON_KEYS
+                else (f"has {key}, but there is no nested_absmax")
+            )
+    for key, allowed in (
+        ("quant_type", tuple(CODEBOOKS)),
+        ("blocksize", BLOCKSIZES),
+        ("dtype", tuple(DTYPE_NAMES.values())),
+        ("nested_blocksize", (NESTED_BLOCKSIZE,)),
+    ):
+        if key in fields and (type(fields[key]) not in (str, int) or fields[key] not in allowed):
+            yield f"{key} is {fields[key]!r}, expected {' or '.join(map(str, allowed))}"
+    shape = fields.get("shape")
+    if "shape" in fields and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
+        yield f"{shape!r} is not a shape"
+    if fields.get("nested_dtype", "float32") != "float32":
+        yield (
+            f"nested_dtype is {fields['nested_dtype']!r}: bitsandbytes on a CPU, saved after a forward pass, which "
+            "quantizes the absmax again; give it the original"
+        )
+    offset = fields.get("nested_offset", 0.0)
+    if type(offset) not in (int, float) or not 0 <= offset <= 3.4028235e38:
+        yield f"nested_offset is {offset!r}, expected a finite number, not negative"
+
+
+def _check_layout(structure: Structure, weight: StoredWeight) -> bool:
+    """Whether the tensors of a weight can be decoded together."""
+    values, state, name = weight.values, weight.state, weight.name
+    elements = weight.elements
+    faults = list(_component_faults(weight, block_count(elements, state.blocksize)))
+    if values.dtype not in STORAGE_DTYPES:
+        faults.append(("", f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"))
+    elif values.nbytes != -(-elements // 2):
+        expected = f"{-(-elements // 2):,} for {list(state.shape)}"
+        faults.append(("", f"{values.nbytes:,} bytes of codes, expected {expected}"))
+    elif len(values.shape) != 2 or values.shape[1] != 1:
+        text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
+        structure.note("layout", values.file, name, text, is_fault=False)
+    for suffix, text in faults:
+        part = weight.components[suffix] if suffix else values
+        structure.note("layout", part.file, part.name, text)
+    return not any(suffix != "quant_map" for suffix, _ in faults)
+
+
+def _component_faults(weight: StoredWeight, blocks: int) -> Iterator[tuple[str, str]]:
+    expected = {"absmax": ("F32", blocks), "quant_map": ("F32", 16)}
+    if weight.is_nested:
+        expected["absmax"] = ("U8", blocks)
+        expected["nested_absmax"] = ("F32", block_count(blocks, NESTED_BLOCKSIZE))
+        expected["nested_quant_map"] = ("F32", len(DYNAMIC_MAP))
+    for suffix, (dtype, elements) in expected.items():
+        part = weight.components.get(suffix)
+        if part is None or (part.dtype == dtype and part.shape == (elements,)):
+            continue
+        if suffix == "absmax" and part.dtype == "BF16" and part.elements == blocks:
+            yield (
+                suffix,
+                f"bfloat16 and transposed {list(part.shape)}: bitsandbytes on a CPU, saved after a forward pass; a GPU "
+                f"misreads it. Expected {dtype} [{elements}]; quantize the original again",
+            )
+        else:
+            yield suffix, f"{part.dtype} {list(part.shape)}, expected {dtype} [{elements}]"
+
+
+def _check_maps(structure: Structure, weight: StoredWeight) -> None:
+    quant_type = weight.state.quant_type
+    for suffix, values, of in (
+        ("quant_map", CODEBOOKS[quant_type].values, quant_type),
+        ("nested_quant_map", DYNAMIC_MAP, "the dynamic map"),
+    ):
+        part = weight.components.get(suffix)
+        if part is None or part.dtype != "F32" or part.elements != len(values):
+            continue
+        stored = struct.unpack(f"<{len(values)}f", read_bytes(part))
+        if stored == tuple(values):
+            continue
+        wrong, far = _distance(stored, values)
+        if suffix == "nested_quant_map" and far <= 2**-21:
+            continue  # made on a machine without fused multiply-add (docs/format.md)
+        if far <= _CLOSE and _is_rising(stored, values):
+            text = f"{of} in low precision, as bitsandbytes before 0.45.3 made it under another default dtype"
+            structure.note("code maps", part.file, part.name, text, is_fault=suffix == "quant_map")
+            continue
+        other = next((name for name, book in CODEBOOKS.items() if stored == tuple(book.values)), None)
+        text = f"the values are those of {other}, not {of}" if other else f"value {wrong} is not that of {of}"
+        structure.note("code maps", part.file, part.name, text)
+
+
+def _distance(stored: Sequence[float], expected: Sequence[float]) -> tuple[int, float]:
+    """Which value is the first to differ, and the largest relative difference of any; NaN is infinitely far."""
+    far = [
+        0.0 if found == value else abs(found - value) / abs(value) if value and found == found else float("inf")
+        for found, value in zip(stored, expected, strict=True)
+    ]
+    return next(index for index, distance in enumerate(far) if distance), max(far)
+
+
+def _is_rising(stored: Sequence[float], expected: Sequence[float]) -> bool:
+    """Whether all values have lost precision: one that stands out was damaged instead."""
+    changed = sum(found != value for found, value in zip(stored, expected, strict=True))
+    return changed >= len(expected) // 4
+
+
+def _check_uniform(structure: Structure) -> None:
+    """Transformers 4.57 finds the tensors of a weight by the config's data type and counts them by its nesting."""
+    for what, kinds, is_fault in (
+        ("data types", Counter(weight.state.quant_type for weight in structure.weights.values()), True),
+        ("nestings", Counter(_nesting(weight) for weight in structure.weights.values()), True),
+        ("block sizes", Counter(weight.state.blocksize for weight in structure.weights.values()), False),
+        ("storage dtypes", Counter(weight.values.dtype for weight in structure.weights.values()), True),
+    ):
+        common = [str(kind) for kind, _ in kinds.most_common()]
+        if len(common) < 2:
+            continue
+        rare = kinds.most_common()[-1][0]
+        weight = next(weight for weight in structure.weights.values() if rare in _kinds(weight))
+        text = f"{rare}, while others are {common[0]}: {len(common)} {what} in one checkpoint"
+        structure.note("uniform", weight.values.file, weight.name, text, is_fault=is_fault)
+
+
+def _nesting(weight: StoredWeight) -> str:
+    return "double quantization" if weight.is_nested else "no double quantization"
+
+
+def _kinds(weight: StoredWeight) -> tuple[object, ...]:
+    return weight.state.quant_type, _nesting(weight), weight.state.blocksize, weight.values.dtype
+
+
+def read_bytes(tensor: TensorInfo) -> bytes:
+    """The bytes of a small tensor.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            return file.read(tensor.nbytes)
+    except OSError as error:
+        raise SourceError(f"{tensor.file}: {error.strerror or error}") from error
