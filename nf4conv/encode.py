@@ -19,6 +19,7 @@ from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.decode import unpack_pieces
 from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
+from nf4conv.matrices import read_matrix
 from nf4conv.pipeline import aligned, interleave
 from nf4conv.shards import (
     CopyPart,
@@ -39,10 +40,8 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
     packs: list[ShardTask[TorchWorker]] = []
     for group in pack_groups(progress.shard, piece):
-        if group[0].source.encoding is not None:
-            packs.append(PackDecoded(progress, group[0]))
-        elif group[0].is_cut_out:
-            packs.append(PackCutOut(progress, group[0]))
+        if group[0].is_cut_out:
+            packs.append(PackMatrix(progress, group[0]))
         elif aligned(group[0].source_bytes) > piece:
             packs += _pack_pieces(progress, group[0], piece)
         else:
@@ -134,8 +133,8 @@ class PackBatch:
 
 
 @dataclass(frozen=True)
-class PackCutOut:
-    """A weight that is stored transposed or as some columns of a larger matrix: it is taken whole."""
+class PackMatrix:
+    """A weight that is stored transposed, encoded, or as a part of a larger tensor: it is taken whole."""
 
     progress: ShardProgress
     job: PackJob
@@ -145,38 +144,7 @@ class PackCutOut:
         return self.job.source.file
 
     def run(self, worker: TorchWorker) -> None:
-        matrix, source = self.job.matrix, self.job.source
-        start, stop = self.job.source_range
-        [raw] = worker.read([(source.file, start, stop)])
-        with worker.timed("encode"):
-            weight = raw.view(TORCH_DTYPES[source.dtype]).view(-1, source.shape[-1])
-            if matrix.columns is not None:
-                weight = weight[:, slice(*matrix.columns)]
-            if matrix.transpose:
-                weight = weight.t()
-            weight = weight.to(DTYPES[self.progress.format.dtype]).contiguous().view(-1)
-        _pack_whole(worker, self.progress, [self.job], [weight])
-
-
-@dataclass(frozen=True)
-class PackDecoded:
-    """A weight, or a matrix of a stack of them, that the source holds encoded: it is taken whole."""
-
-    progress: ShardProgress
-    job: PackJob
-
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
-
-    def run(self, worker: TorchWorker) -> None:
-        matrix = self.job.matrix
-        weight = read_decoded(worker, self.job.source, matrix.index)
-        with worker.timed("encode"):
-            weight = weight[slice(*matrix.rows or (None,)), slice(*matrix.columns or (None,))]
-            if matrix.transpose:
-                weight = weight.t()
-            weight = weight.to(DTYPES[self.progress.format.dtype]).contiguous().view(-1)
+        weight = read_matrix(worker, self.job, DTYPES[self.progress.format.dtype])
         _pack_whole(worker, self.progress, [self.job], [weight])
 
 

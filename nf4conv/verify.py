@@ -193,7 +193,7 @@ def execute_verification(
         if copy.differing:
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
             plan.structure.note("copies", copy.tensor.file, copy.tensor.name, text)
-    return _report(plan, results, copies, with_checksums, pipeline.device, time.perf_counter() - started)
+    return _report(plan, results, with_checksums, pipeline.device, time.perf_counter() - started)
 
 
 def _weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
@@ -204,10 +204,7 @@ def _weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tup
     if errors is None or scales is None:
         return
     if scales.wrong:
-        text = (
-            f"{scales.wrong:,} scales do not follow from the source, the first of them that of block {scales.first:,}"
-        )
-        yield "scales", text
+        yield "scales", f"{scales.wrong:,} scales do not follow from the source; the first is of block {scales.first:,}"
     if scales.wrong_nested:
         yield "scales", f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
     if errors.not_nearest:
@@ -231,7 +228,6 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
 def _report(
     plan: VerificationPlan,
     results: Mapping[str, WeightResult],
-    copies: Mapping[str, CopyResult],
     with_checksums: bool,
     device: str,
     seconds: float,

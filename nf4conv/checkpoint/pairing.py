@@ -34,26 +34,38 @@ class Pairs:
 def pair(structure: Structure, source: Source) -> Pairs:
     """Find the counterpart of every tensor, and note those that have none."""
     by_name = {tensor.name: tensor for tensor in source.tensors}
-    experts = {matrix.name: (tensor, matrix) for tensor in source.tensors for matrix in split_experts(tensor)}
-    config = source.config or {}
-    used: set[str] = set()
     pairs = Pairs()
+    used = {*structure.weights, *structure.plain}
+    used.update(job.source.name for job in _pair_weights(structure, source, by_name, pairs))
+    _pair_copies(structure, by_name, pairs)
+    for tensor, is_fault in _lost(source, used, source.config or {}):
+        structure.note("names", tensor.file, tensor.name, "is in the source but not here", is_fault=is_fault)
+    return pairs
+
+
+def _pair_weights(
+    structure: Structure, source: Source, by_name: Mapping[str, TensorInfo], pairs: Pairs
+) -> Iterator[PackJob]:
+    experts = {matrix.name: (tensor, matrix) for tensor in source.tensors for matrix in split_experts(tensor)}
     for weight in structure.weights.values():
         found = by_name.get(weight.name)
-        origin = experts.get(weight.name) if found is None else _matrix(weight, found, config)
-        if origin is None and found is None:
-            structure.note("names", weight.values.file, weight.name, "is not in the source")
-        elif origin is None or math.prod(origin[1].shape) != weight.elements:
-            text = f"was packed from {list(weight.state.shape)}, but the source has "
-            text += str(list(origin[1].shape)) if found is None else f"{found.dtype} {list(found.shape)}"
+        origin = experts.get(weight.name) if found is None else _matrix(weight, found, source.config or {})
+        if origin is not None and math.prod(origin[1].shape) != weight.elements:
+            found, origin = origin[0], None
+        if origin is None:
+            text = "is not in the source"
+            if found is not None:
+                text = f"was packed from {list(weight.state.shape)}; the source has {found.dtype} {list(found.shape)}"
             structure.note("names", weight.values.file, weight.name, text)
-        else:
-            pairs.weights.append((weight, _job(weight, *origin)))
-            used.add(origin[0].name)
-        used.add(weight.name)
+            continue
+        job = _job(weight, *origin)
+        pairs.weights.append((weight, job))
+        yield job
+
+
+def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo], pairs: Pairs) -> None:
     for tensor in structure.plain.values():
         found = by_name.get(tensor.name)
-        used.add(tensor.name)
         if found is None:
             structure.note("names", tensor.file, tensor.name, "is not in the source")
         elif found.shape != tensor.shape or not _is_castable(found.dtype, tensor.dtype):
@@ -61,9 +73,6 @@ def pair(structure: Structure, source: Source) -> Pairs:
             structure.note("copies", tensor.file, tensor.name, text)
         else:
             pairs.copies.append((tensor, found))
-    for tensor, is_fault in _lost(source, used, config):
-        structure.note("names", tensor.file, tensor.name, "is in the source but not here", is_fault=is_fault)
-    return pairs
 
 
 def _matrix(
