@@ -66,6 +66,11 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
     Raises:
         SourceError: it is missing, empty, truncated, or contradicts itself; the message names file and tensor.
     """
+    return _decoded(open_stored(source, where))
+
+
+def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:
+    """Open a checkpoint and take its tensors as they are stored, encoded or not; otherwise as `open_source`."""
     where = where or SourceOptions()
     path = Path(source)
     try:
@@ -100,34 +105,34 @@ def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = 
     stored = _read_headers(files, fetched)
     if weight_map is not None:
         _check_index(folder, weight_map, stored)
-    return _decoded(folder, files, stored, weights.stem, fetched)
+    return Source(folder, files, stored, _read_config(folder), weights.stem)
 
 
-def _decoded(
-    folder: Path,
-    files: tuple[Path, ...],
-    stored: tuple[TensorInfo, ...],
-    stem: str,
-    fetched: "Fetched | None" = None,
-) -> Source:
+def _decoded(source: Source) -> Source:
     """A source whose encoded tensors are presented as what they are decoded to."""
-    config = _read_config(folder)
+    folder, config = source.folder, source.config or {}
     exported = folder / "hf_quant_config.json"
-    dtype = "F16" if checkpoint_dtype(config or {}) == "float16" else "BF16"
+    dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
     try:
         tensors, notes = decoded_tensors(
-            stored,
-            config or {},
+            source.tensors,
+            config,
             read_json(exported) if exported.is_file() else {},
             dtype,
-            partial(_read_tensor, fetched),
+            partial(read_tensor, source),
         )
     except SourceError as error:
         raise SourceError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
-    return Source(folder, files, tensors, config, stem, notes)
+    return replace(source, tensors=tensors, notes=notes)
 
 
-def _read_tensor(fetched: "Fetched | None", tensor: TensorInfo) -> bytes:
+def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
+    """The bytes of a small tensor.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    fetched = source.fetched
     if fetched is not None and tensor.file in fetched.absent and fetched.repository is not None:
         return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
     try:
@@ -145,7 +150,7 @@ def _open_file(path: Path) -> Source:
     for index in sorted(folder.glob("*.index.json")):
         if path.name in _read_weight_map(index, ()).values():
             raise SourceError(f"{path}: one shard of those that {index.name} lists; give the folder")
-    return _decoded(folder, (path,), _read_headers((path,)), STEMS[0])
+    return Source(folder, (path,), _read_headers((path,)), _read_config(folder), STEMS[0])
 
 
 def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]:
