@@ -29,7 +29,9 @@ from nf4conv.options import (
     QuantizeOptions,
     RunOptions,
     SourceOptions,
+    VerifyOptions,
 )
+from nf4conv.text import inspection_lines, printable, size, verification_lines
 
 if TYPE_CHECKING:
     from nf4conv.dequantize import DequantizationPlan, DequantizeReport
@@ -96,13 +98,8 @@ def _raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"{click.style('Error:', fg='red')} {_printable(message)}", err=True, color=_color())
+    click.echo(f"{click.style('Error:', fg='red')} {printable(message)}", err=True, color=_color())
     sys.exit(code)
-
-
-def _printable(text: str) -> str:
-    """Without line breaks and terminal codes, which names inside a file may hold."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _color() -> bool | None:
@@ -119,44 +116,53 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
 
 
-def _source_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command that reads a checkpoint which may be on the Hub."""
-    for decorate in reversed(
-        (
-            click.option("--revision", help="Branch, tag or commit on the Hub.  [default: main]"),
-            click.option("--token", help="To read from the Hub with.  [default: the one that is logged in]"),
-            click.option("--cache-dir", type=click.Path(path_type=Path), help="Of downloads.  [default: HF_HUB_CACHE]"),
-            click.option("--local-files-only", is_flag=True, help="Take what is cached, and do not ask the Hub."),
-            click.option("--subfolder", help="That holds the checkpoint, such as transformer."),
-            click.option("--variant", help="Of the weight files, such as fp16."),
-            click.option("--stream", is_flag=True, help="Fetch weights as they are needed, and keep no copy."),
-        )
-    ):
-        command = decorate(command)
-    return command
+def _options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
+    """Several options as one decorator, in the order in which --help shows them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
 
 
-def _run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that every command has which moves weights."""
-    default = RunOptions()
-    for decorate in reversed(
-        (
-            click.option("--device", default=default.device, show_default=True, help="auto, cpu, cuda or cuda:N."),
-            click.option(
-                "--workers",
-                type=click.IntRange(0, 1024),
-                default=default.workers,
-                help="Threads; 0 chooses.  [default: 0]",
-            ),
-            click.option("--buffer-size", type=_Size(), default="64MB", show_default=True, help="Memory for reading."),
-            click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
-            click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
-            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress, no summary."),
-        )
-    ):
-        command = decorate(command)
-    return command
+_repository_options = _options(
+    click.option("--revision", help="Branch, tag or commit on the Hub.  [default: main]"),
+    click.option("--token", help="To read from the Hub with.  [default: the one that is logged in]"),
+    click.option("--cache-dir", type=click.Path(path_type=Path), help="Of downloads.  [default: HF_HUB_CACHE]"),
+    click.option("--local-files-only", is_flag=True, help="Take what is cached, and do not ask the Hub."),
+    click.option("--subfolder", help="That holds the checkpoint, such as transformer."),
+    click.option("--variant", help="Of the weight files, such as fp16."),
+)
+"""Of every command that reads a checkpoint which may be on the Hub."""
+
+_source_options = _options(
+    _repository_options,
+    click.option("--stream", is_flag=True, help="Fetch weights as they are needed, and keep no copy."),
+)
+"""The same of commands that read all weights once."""
+
+_machine_options = _options(
+    click.option("--device", default=RunOptions().device, show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option(
+        "--workers",
+        type=click.IntRange(0, 1024),
+        default=RunOptions().workers,
+        help="Threads; 0 chooses.  [default: 0]",
+    ),
+    click.option("--buffer-size", type=_Size(), default="64MB", show_default=True, help="Memory for reading."),
+)
+"""Of every command that reads weights."""
+
+_run_options = _options(
+    _machine_options,
+    click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
+    click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress, no summary."),
+)
+"""Of every command that writes a checkpoint."""
 
 
 _DEFAULT = QuantizeOptions()
@@ -243,7 +249,7 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
             plan,
             as_json,
             f"{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
-            f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])} "
+            f"{size(totals['bytes_in'])} → {size(totals['bytes_out'])} "
             f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)",
         )
         return
@@ -292,7 +298,7 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
             plan,
             as_json,
             f"{totals['decoded']:,} weights decoded, {totals['copied']:,} tensors copied, {totals['shards']} files: "
-            f"{_bytes(totals['bytes_in'])} → {_bytes(totals['bytes_out'])}",
+            f"{size(totals['bytes_in'])} → {size(totals['bytes_out'])}",
         )
         return
     if not quiet:
@@ -305,9 +311,75 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
         _print_dequantize_report(report)
 
 
+_VERIFY_EXAMPLES = """\b
+Examples:
+  nf4conv verify ./Llama-3.1-8B-nf4
+  nf4conv verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report report.html
+"""
+
+
+@main.command(epilog=_VERIFY_EXAMPLES)
+@click.argument("path", metavar="PATH")
+@click.option("--source", metavar="SRC", help="What it was made from: every value is compared with it.")
+@click.option("--tolerance", type=float, help="Largest relative error of a weight.  [default: docs/verify.md]")
+@click.option("--exact", is_flag=True, help="Require the bytes that quantizing SRC gives.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a page to look at to this file.")
+@_machine_options
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no tables: the exit code tells.")
+@_repository_options
+def verify(
+    path: str, source: str | None, json_file: Path | None, report: Path | None, quiet: bool, **chosen: Any
+) -> None:
+    """Verify the 4-bit checkpoint PATH: a folder or a .safetensors file, made by any tool.
+
+    Exit codes: 0 everything is right, 1 something is not, 2 it could not be verified.
+    """
+    run, options, where = (_split(kind, chosen) for kind in (RunOptions, VerifyOptions, SourceOptions))
+    from nf4conv.report import write_json, write_page
+    from nf4conv.verify import execute_verification, plan_verification
+
+    _quieten_downloads(quiet)
+    plan = plan_verification(path, source, options, where)
+    with _progress(plan.bytes_to_read, quiet) as advance:
+        found = execute_verification(plan, run, advance)
+    for file, write in ((json_file, write_json), (report, write_page)):
+        if file is not None:
+            write(found, file)
+    if not quiet:
+        click.echo("\n".join(verification_lines(found)))
+    sys.exit(0 if found.passed else 1)
+
+
+_INSPECT_EXAMPLES = """\b
+Examples:
+  nf4conv inspect ./Llama-3.1-8B-nf4
+  nf4conv inspect unsloth/Llama-3.2-1B-bnb-4bit          reads headers only
+"""
+
+
+@main.command(epilog=_INSPECT_EXAMPLES)
+@click.argument("path", metavar="PATH|REPO")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_repository_options
+def inspect(path: str, as_json: bool, **chosen: Any) -> None:
+    """Show what is in a checkpoint, by its headers: tensors, formats, sizes, bits per parameter.
+
+    PATH is a folder or a weight file; REPO a model on the Hugging Face Hub, of which no weight is fetched.
+    """
+    from nf4conv.inspect import inspect_checkpoint
+
+    _quieten_downloads(True)
+    found = inspect_checkpoint(path, SourceOptions(**chosen))
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        click.echo("\n".join(inspection_lines(found)))
+
+
 def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
-    """The chosen values that belong to one kind of options."""
-    return kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind)})
+    """The chosen values that belong to one kind of options; a command need not have all of them."""
+    return kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind) if field.name in chosen})
 
 
 def _quieten_downloads(quiet: bool) -> None:
@@ -327,7 +399,7 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        click.echo(f"{click.style('Note:', fg='yellow')} {_printable(note)}", err=True, color=_color())
+        click.echo(f"{click.style('Note:', fg='yellow')} {printable(note)}", err=True, color=_color())
 
 
 def _print_plan(plan: "QuantizationPlan | DequantizationPlan", as_json: bool, summary: str) -> None:
@@ -336,21 +408,21 @@ def _print_plan(plan: "QuantizationPlan | DequantizationPlan", as_json: bool, su
         content = {"tensors": rows, "totals": plan.totals(), "config": plan.config, "notes": plan.notes}
         click.echo(json.dumps(content, indent=2))
         return
-    names = [_printable(row["name"]) for row in rows]
+    names = [printable(row["name"]) for row in rows]
     width = max(map(len, names))
     for name, row in zip(names, rows, strict=True):
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        sizes = f"{_bytes(row['bytes_in']):>9} → {_bytes(row['bytes_out']):>9}"
+        sizes = f"{size(row['bytes_in']):>9} → {size(row['bytes_out']):>9}"
         click.echo(f"{row['action']:4}  {name:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
     click.echo(f"\n{summary}")
     for note in plan.notes:
-        click.echo(f"Note: {_printable(note)}")
+        click.echo(f"Note: {printable(note)}")
 
 
 def _print_report(report: "QuantizeReport") -> None:
     click.echo(
         f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}\n"
-        f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)} "
+        f"{size(report.bytes_before)} → {size(report.bytes_after)} "
         f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
         f"{_timing(report, report.bytes_before)}"
     )
@@ -359,7 +431,7 @@ def _print_report(report: "QuantizeReport") -> None:
 def _print_dequantize_report(report: "DequantizeReport") -> None:
     click.echo(
         f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}\n"
-        f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)}\n"
+        f"{size(report.bytes_before)} → {size(report.bytes_after)}\n"
         f"{_timing(report, report.bytes_after)}"
     )
 
@@ -372,10 +444,3 @@ def _timing(report: "QuantizeReport | DequantizeReport", size: int) -> str:
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
     rate = size / report.seconds / 1e9
     return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"

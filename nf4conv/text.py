@@ -1,0 +1,128 @@
+"""Results as lines for a terminal."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from nf4conv.inspect import Inspection
+    from nf4conv.verify import VerifyReport
+
+_MOST_FINDINGS: Final = 50
+_MOST_WEIGHTS: Final = 10
+
+
+def printable(text: str) -> str:
+    """Without line breaks and terminal codes, which names inside a file may hold."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def size(count: float) -> str:
+    """A number of bytes in decimal units."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def verification_lines(report: "VerifyReport") -> Iterator[str]:
+    """Checks, findings, worst weights, kinds of modules, and the verdict last."""
+    for name, check in report.checks.items():
+        yield f"{'ok  ' if check['passed'] else 'FAIL'}  {name:12} {check['meaning']}"
+    if report.findings:
+        yield ""
+    for finding in report.findings[:_MOST_FINDINGS]:
+        yield f"{'FAIL' if finding.is_fault else 'note'}  {finding.check:12} {printable(finding.line())}"
+    if len(report.findings) > _MOST_FINDINGS:
+        yield f"… and {len(report.findings) - _MOST_FINDINGS:,} more; --json FILE lists them all"
+    compared = [row for row in report.weights if row["relative_error"] is not None]
+    if compared:
+        worst = sorted(compared, key=lambda row: -row["relative_error"])[:_MOST_WEIGHTS]
+        yield ""
+        yield from table(
+            ("largest errors", "relative", "SNR dB", "max/absmax", "outside"),
+            [
+                (
+                    printable(row["name"]),
+                    f"{row['relative_error']:.4f}",
+                    f"{row['snr_db']:.2f}",
+                    f"{row['max_error_of_absmax']:.3f}",
+                    f"{row['outside']:,}",
+                )
+                for row in worst
+            ],
+        )
+    if report.kinds:
+        yield ""
+        yield from table(
+            ("kind of module", "weights", "parameters", "size", "relative", "worst"),
+            [
+                (
+                    printable(kind_name(kind)),
+                    f"{kind['weights']:,}",
+                    f"{kind['elements']:,}",
+                    size(kind["bytes"]),
+                    _error(kind["relative_error"]),
+                    _error(kind["worst"]),
+                )
+                for kind in report.kinds
+            ],
+        )
+    yield ""
+    yield report.verdict
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def kind_name(row: Mapping[str, Any]) -> str:
+    """The modules of one kind, with a star for the layer."""
+    return f"{row['stack']}.*.{row['kind']}" if row["stack"] else str(row["kind"])
+
+
+def inspection_lines(inspection: "Inspection") -> Iterator[str]:
+    """Every tensor, the kinds of modules, and the totals last."""
+    yield from table(
+        ("tensor", "format", "shape", "size", "bits"),
+        [
+            (
+                printable(row["name"]),
+                printable(row["format"]),
+                "x".join(map(str, row["shape"])) or "scalar",
+                size(row["bytes"]),
+                f"{row['bits_per_parameter']:.2f}",
+            )
+            for row in inspection.tensors
+        ],
+    )
+    yield ""
+    yield from table(
+        ("kind of module", "tensors", "formats", "parameters", "size", "bits"),
+        [
+            (
+                printable(kind_name(row)),
+                f"{row['tensors']:,}",
+                printable(" ".join(row["formats"])),
+                f"{row['parameters']:,}",
+                size(row["bytes"]),
+                f"{row['bits_per_parameter']:.2f}",
+            )
+            for row in inspection.kinds
+        ],
+    )
+    totals = inspection.totals
+    yield ""
+    if inspection.config is not None:
+        yield f"config.json: {printable(', '.join(f'{key}={value!r}' for key, value in inspection.config.items()))}"
+    yield (
+        f"{totals['tensors']:,} tensors, {totals['packed']:,} of them in 4 bits, in {len(inspection.files):,} files: "
+        f"{totals['parameters']:,} parameters, {size(totals['bytes'])}, {totals['bits_per_parameter']:.2f} bits each"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows in columns, the first aligned to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        first, *others = (f"{cell:{'<' if not index else '>'}{widths[index]}}" for index, cell in enumerate(row))
+        yield "  ".join((first, *others)).rstrip()
