@@ -170,7 +170,7 @@ def execute_verification(
     plan: VerificationPlan, run: RunOptions | None = None, progress: Callable[[int], None] | None = None
 ) -> VerifyReport:
     """Carry out a plan; arguments and result as `verify_checkpoint`."""
-    from nf4conv.compare import copy_tasks, scale_tasks, weight_tasks
+    from nf4conv.check import copy_tasks, scale_tasks, weight_tasks
     from nf4conv.worker import TorchEngine
 
     started = time.perf_counter()
