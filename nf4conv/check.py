@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
@@ -23,9 +24,9 @@ from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.codec.reference import decode_absmax, decoded_values
 from nf4conv.decode import cut_parts, packed_piece, packed_spans
-from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
+from nf4conv.decoding import TORCH_DTYPES, read_decoded
 from nf4conv.encode import GatheredAbsmax
-from nf4conv.matrices import read_matrix
+from nf4conv.matrices import matrix_pieces, read_matrix
 from nf4conv.pipeline import Task
 from nf4conv.results import CopyResult, PieceErrors, ScaleErrors, WeightResult
 from nf4conv.worker import TorchWorker
@@ -53,11 +54,13 @@ def weight_tasks(pairs: Pairs, results: dict[str, WeightResult], piece: int) -> 
         blocksize = weight.state.blocksize
         # a code and its share of the scales take less than a byte
         spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
+        pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
         if job.is_cut_out:
-            spans = [(0, weight.elements)]
+            spans = [(part.start, part.start + part.tensor.elements) for part in pieces] or [(0, weight.elements)]
         absmax = GatheredAbsmax(block_count(weight.elements, blocksize), len(spans))
-        for start, stop in spans:
-            yield CompareWeight(results[weight.name], job, absmax, start, stop)
+        for number, (start, stop) in enumerate(spans):
+            encoded = pieces[number].tensor if len(pieces) > 1 else None
+            yield CompareWeight(results[weight.name], job, absmax, start, stop, encoded)
 
 
 def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -65,7 +68,7 @@ def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iter
     for stored, source in pairs.copies:
         result = results[stored.name]
         if source.encoding is not None:
-            yield from (CompareDecoded(result, source, index) for index in slices(source))
+            yield from (CompareDecoded(result, part) for part in encoded_pieces(source, piece // 4))
             continue
         step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
         for start in range(0, max(stored.elements, 1), step):
@@ -96,13 +99,14 @@ class CheckScales:
 
 @dataclass(frozen=True)
 class CompareWeight:
-    """Elements start … stop of a packed weight and of its source."""
+    """Elements start … stop of a packed weight and of its source; `encoded` holds the latter if they are encoded."""
 
     result: WeightResult
     job: PackJob
     absmax: GatheredAbsmax
     start: int
     stop: int
+    encoded: TensorInfo | None = None
 
     def run(self, worker: TorchWorker) -> None:
         weight, packed, state = self._read(worker)
@@ -121,6 +125,9 @@ class CompareWeight:
         dtype = DTYPES[stored.state.dtype]
         parts = cut_parts(stored.parts(), stored.state.blocksize, self.start, self.stop)
         ranges = [(part.file, part.start, part.stop) for part in parts.values()]
+        if self.encoded is not None:
+            weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
+            return weight, *packed_piece(parts, worker.read(ranges))
         if job.is_cut_out:
             weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
             return weight, *packed_piece(parts, worker.read(ranges))
@@ -243,16 +250,14 @@ class CompareCopy:
 
 @dataclass(frozen=True)
 class CompareDecoded:
-    """A tensor that is not packed, or one slice of it, whose source is encoded."""
+    """A tensor that is not packed, or a piece of it, whose source is encoded."""
 
     result: CopyResult
-    source: TensorInfo
-    index: int | None
+    source: EncodedPiece
 
     def run(self, worker: TorchWorker) -> None:
-        stored = self.result.tensor
-        original = read_decoded(worker, self.source, self.index).to(TORCH_DTYPES[stored.dtype]).clone()
-        start = (self.index or 0) * original.numel()
+        stored, start = self.result.tensor, self.source.start
+        original = read_decoded(worker, self.source.tensor).to(TORCH_DTYPES[stored.dtype]).clone()
         [found] = worker.read([_range(stored, start, start + original.numel())])
         with worker.timed("encode"):
             self.result.add(_count_differing(found, original.view(-1).view(torch.uint8), stored))

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import torch
 
-from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
 from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.decode import unpack_pieces
-from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
-from nf4conv.matrices import read_matrix
+from nf4conv.decoding import TORCH_DTYPES, read_decoded
+from nf4conv.matrices import matrix_pieces, read_matrix
 from nf4conv.pipeline import aligned, interleave
 from nf4conv.shards import (
     CopyPart,
@@ -41,7 +42,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     packs: list[ShardTask[TorchWorker]] = []
     for group in pack_groups(progress.shard, piece):
         if group[0].is_cut_out:
-            packs.append(PackMatrix(progress, group[0]))
+            packs += _pack_matrix(progress, group[0], piece)
         elif aligned(group[0].source_bytes) > piece:
             packs += _pack_pieces(progress, group[0], piece)
         else:
@@ -53,7 +54,9 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
             pieces = unpack_pieces(progress, job, piece)
-            copies += pieces or [CopyDecoded(progress, job, index) for index in slices(job.source)]
+            copies += pieces or [
+                CopyDecoded(progress, job, part) for part in encoded_pieces(job.source, _decoded(piece))
+            ]
     progress.expect(len(packs) + len(copies))
     return list(interleave([packs, copies], 2))
 
@@ -62,6 +65,22 @@ def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[
     pieces = spans(job, piece)
     absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(pieces))
     return (PackPiece(progress, job, absmax, start, stop) for start, stop in pieces)
+
+
+def _pack_matrix(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
+    """Tasks of a weight that is cut out of its source: piece by piece if it is encoded by rows, or else whole."""
+    pieces = matrix_pieces(job, _decoded(piece), progress.format.blocksize)
+    if len(pieces) < 2:
+        yield PackMatrix(progress, job)
+        return
+    absmax = GatheredAbsmax(block_count(job.elements, progress.format.blocksize), len(pieces))
+    for tensor, start in pieces:
+        yield PackPiece(progress, job, absmax, start, start + tensor.elements, tensor)
+
+
+def _decoded(piece: int) -> int:
+    """Elements that are decoded at a time: as many as a piece holds in 16 bits."""
+    return piece // 2
 
 
 class GatheredAbsmax:
@@ -93,13 +112,14 @@ class GatheredAbsmax:
 
 @dataclass(frozen=True)
 class PackPiece:
-    """Elements start … stop of a large weight."""
+    """Elements start … stop of a large weight; `encoded` holds them if the weight is encoded."""
 
     progress: ShardProgress
     job: PackJob
     absmax: GatheredAbsmax
     start: int
     stop: int
+    encoded: TensorInfo | None = None
 
     @property
     def file(self) -> Path:
@@ -107,7 +127,7 @@ class PackPiece:
 
     def run(self, worker: TorchWorker) -> None:
         blocksize = self.progress.format.blocksize
-        [weight] = _read_weights(worker, self.progress.format, [self.job], self.start, self.stop)
+        weight = self._read(worker)
         with worker.timed("encode"):
             absmax = self.absmax.part(self.start // blocksize, block_count(self.stop, blocksize), worker.device)
             packed = _pack(self.progress.format, weight, absmax)
@@ -115,6 +135,14 @@ class PackPiece:
         _check_finite([self.job], [weight])
         whole = self.absmax.done()
         self.progress.done(None if whole is None else _write_states(worker, self.progress, [self.job], [whole]))
+
+    def _read(self, worker: TorchWorker) -> torch.Tensor:
+        """[stop - start] in the format's dtype."""
+        format = self.progress.format
+        if self.encoded is not None:
+            return read_decoded(worker, self.encoded).to(DTYPES[format.dtype]).view(-1)
+        [weight] = _read_weights(worker, format, [self.job], self.start, self.stop)
+        return weight
 
 
 @dataclass(frozen=True)
@@ -150,21 +178,21 @@ class PackMatrix:
 
 @dataclass(frozen=True)
 class CopyDecoded:
-    """A kept tensor, or one slice of it, that the source holds encoded."""
+    """A kept tensor, or a piece of it, that the source holds encoded."""
 
     progress: ShardProgress
     job: CopyJob
-    index: int | None
+    piece: EncodedPiece
 
     @property
     def file(self) -> Path:
         return self.job.source.file
 
     def run(self, worker: TorchWorker) -> None:
-        tensor = read_decoded(worker, self.job.source, self.index)
+        tensor = read_decoded(worker, self.piece.tensor)
         with worker.timed("encode"):
             tensor = tensor.to(TORCH_DTYPES[self.job.dtype])
-        offset = self.job.offset + (self.index or 0) * tensor.numel() * tensor.element_size()
+        offset = self.job.offset + self.piece.start * tensor.element_size()
         worker.write([(self.progress.writer, offset, tensor)])
         self.progress.done()
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nf4conv.checkpoint.encoded_pieces import encoded_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
-from nf4conv.decoding import TORCH_DTYPES, read_decoded, slices
+from nf4conv.decoding import TORCH_DTYPES, read_decoded
 from nf4conv.options import RunOptions
 from nf4conv.pipeline import Task, make_pipeline
 from nf4conv.worker import TorchEngine, TorchWorker
@@ -45,11 +46,10 @@ class _CountPiece:
 @dataclass(frozen=True)
 class _CountDecoded:
     tensor: TensorInfo
-    index: int | None
     counts: _Counts
 
     def run(self, worker: TorchWorker) -> None:
-        values = read_decoded(worker, self.tensor, self.index)
+        values = read_decoded(worker, self.tensor)
         with worker.timed("encode"):
             self.counts.add(self.tensor.name, values)
 
@@ -75,7 +75,7 @@ def _open_reader(source: Source) -> Reader:
 def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
     for tensor in tensors.values():
         if tensor.encoding is not None:
-            yield from (_CountDecoded(tensor, index, counts) for index in slices(tensor))
+            yield from (_CountDecoded(part.tensor, counts) for part in encoded_pieces(tensor, piece // 2))
             continue
         step = piece - piece % (DTYPE_BITS[tensor.dtype] // 8)
         for start in range(tensor.start, tensor.stop, step):

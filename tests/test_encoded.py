@@ -12,6 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nf4conv import QuantizeOptions, RunOptions, dequantize_4bit, plan_quantization, quantize_4bit, quantize_checkpoint
 from nf4conv.errors import SourceError
+from nf4conv.options import VerifyOptions
+from nf4conv.verify import verify_checkpoint
 
 BF16 = torch.bfloat16
 Q, UP, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
@@ -220,7 +222,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], description: dict[str,
 
 def quantized(source: Path, **options: Any) -> dict[str, torch.Tensor]:
     out = source.with_name(f"{source.name}-out")
-    run = RunOptions(device="cpu", workers=2, overwrite=out.exists())
+    run = RunOptions(device="cpu", workers=2, buffer_size=1, overwrite=out.exists())
     quantize_checkpoint(source, out, QuantizeOptions(**options), run)
     return load_file(out / "model.safetensors")
 
@@ -243,6 +245,17 @@ def test_a_quantized_source_gives_what_its_decoded_form_gives(tmp_path: Path, en
     assert config == json.loads((tmp_path / "plain-out/config.json").read_text())
     blobs = [name for name in load_file(tmp_path / "encoded-out/model.safetensors") if "quant_state" in name]
     assert blobs, "nothing was packed"
+
+
+@pytest.mark.parametrize("encode", ENCODINGS, ids=lambda encode: encode.__name__)
+def test_what_was_packed_from_a_quantized_source_verifies_against_it(tmp_path: Path, encode: Callable[[], Encoded]):
+    encoded = encode()
+    source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
+    quantized(source, exclude=("*up_proj.weight",))
+    run = RunOptions(device="cpu", buffer_size=1)
+    report = verify_checkpoint(tmp_path / "encoded-out", source, VerifyOptions(exact=True), run)
+    assert report.passed, [finding.line() for finding in report.findings]
+    assert report.identical
 
 
 @pytest.mark.parametrize("encode", [fp8_blocks, nvfp4_modelopt], ids=lambda encode: encode.__name__)

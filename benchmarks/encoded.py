@@ -1,0 +1,148 @@
+"""What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same model in bfloat16.
+
+Every run is a fresh process on files in memory or a warm page cache. Random bytes are as good as weights: nothing here
+depends on their values but that they are finite.
+
+Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ENCODING ...]
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.end_to_end import machine, run
+from benchmarks.synthetic import SHAPES, Llama
+from nf4conv import quantize_4bit
+
+Tensors = dict[str, torch.Tensor]
+FLOAT8 = torch.float8_e4m3fn
+
+
+def random_bytes(*shape: int, high: int = 120) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8)
+
+
+def bfloat16(name: str, rows: int, columns: int) -> Tensors:
+    return {name: torch.randn(rows, columns, dtype=torch.bfloat16)}
+
+
+def fp8_blocks(name: str, rows: int, columns: int) -> Tensors:
+    scale = torch.rand(-(-rows // 128), -(-columns // 128))
+    return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale_inv": scale}
+
+
+def fp8_channels(name: str, rows: int, columns: int) -> Tensors:
+    return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale": torch.rand(rows, 1)}
+
+
+def mxfp4(name: str, rows: int, columns: int) -> Tensors:
+    scale = random_bytes(rows, columns // 32, high=8) + 124
+    return {f"{name}_packed": random_bytes(rows, columns // 2, high=256), f"{name}_scale": scale}
+
+
+def nvfp4(name: str, rows: int, columns: int) -> Tensors:
+    return {
+        f"{name}_packed": random_bytes(rows, columns // 2, high=256),
+        f"{name}_scale": random_bytes(rows, columns // 16).view(FLOAT8),
+        f"{name}_global_scale": torch.tensor([17.0]),
+    }
+
+
+def bitsandbytes_8bit(name: str, rows: int, columns: int) -> Tensors:
+    values = random_bytes(rows, columns, high=256).view(torch.int8)
+    return {name: values, f"{name.removesuffix('weight')}SCB": torch.rand(rows)}
+
+
+def bitsandbytes_4bit(name: str, rows: int, columns: int) -> Tensors:
+    packed, state = quantize_4bit(torch.randn(rows, columns, dtype=torch.bfloat16))
+    return {name: packed, **{f"{name}.{suffix}": part for suffix, part in state.components().items()}}
+
+
+ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | None]] = {
+    "bfloat16": (bfloat16, None),
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "fp8 channels": (fp8_channels, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "mxfp4": (mxfp4, {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}),
+    "nvfp4": (nvfp4, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "bitsandbytes 8-bit": (bitsandbytes_8bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes 4-bit": (
+        bitsandbytes_4bit,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+}
+
+
+def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
+    """A file for each layer."""
+    encode, description = ENCODINGS[encoding]
+    folder.mkdir(parents=True)
+    files: dict[str, Tensors] = {}
+    for name, dimensions in shape.tensors():
+        layer = name.split(".")[2] if ".layers." in name else "rest"
+        is_linear = len(dimensions) == 2 and layer != "rest"
+        tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
+        files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = shape.config() | ({} if description is None else {"quantization_config": description})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measure(encoding: str, source: Path, out: Path, runs: int) -> dict[str, Any]:
+    options = ["--blocksize", "128"] if encoding == "bitsandbytes 4-bit" else []
+    command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--json", "--quiet", *options]
+    results = []
+    for _ in range(runs + 1):
+        shutil.rmtree(out, ignore_errors=True)
+        results.append(run(command))
+    results = results[1:]  # the first one warms caches and compiles kernels
+    medians = {
+        key: statistics.median(result[key] for result in results)
+        for key in ("wall_seconds", "pipeline_seconds", "host_peak_bytes", "host_baseline_bytes", "device_peak_bytes")
+    }
+    moved = results[0]["bytes_before"] + results[0]["bytes_after"]
+    return {
+        "encoding": encoding,
+        "source_bytes": results[0]["bytes_before"],
+        "bytes_after": results[0]["bytes_after"],
+        **medians,
+        "host_growth_bytes": medians["host_peak_bytes"] - medians["host_baseline_bytes"],
+        "moved_gb_per_second": moved / medians["pipeline_seconds"] / 1e9,
+        "seconds_by_activity": results[-1]["seconds_by_activity"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("encodings", nargs="*", default=list(ENCODINGS))
+    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b"))
+    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="file for the result")
+    chosen = parser.parse_args()
+    shape = SHAPES[chosen.shape]
+    assert isinstance(shape, Llama)
+    rows = []
+    for encoding in chosen.encodings:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
+            write_checkpoint(shape, encoding, Path(scratch) / "source")
+            rows.append(measure(encoding, Path(scratch) / "source", Path(scratch) / "out", chosen.runs))
+            print(json.dumps(rows[-1]), flush=True)
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Encoded tensors taken apart: some rows of a matrix, or a matrix of a stack, as encoded tensors of their own.
+
+What is decoded at a time decides how much memory a conversion takes. Only encodings whose parts lie row by row can be
+cut; the others are taken whole.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from nf4conv.checkpoint.header import Encoding, TensorInfo
+
+_BY_ROWS: Final = ("scaled", "int8 rows", "fp4")
+_BY_MATRICES: Final = ("scaled", "stacked mxfp4")
+
+
+class EncodedPiece(NamedTuple):
+    """A run of an encoded tensor's elements.
+
+    Attributes:
+        tensor: that run, encoded.
+        start: elements of the whole tensor before it.
+    """
+
+    tensor: TensorInfo
+    start: int
+
+
+def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
+    """A tensor in pieces that are decoded one by one.
+
+    Args:
+        tensor: has an encoding.
+        most: elements of a piece, unless its rows are longer.
+        unit: every piece begins at a multiple of so many elements, and only the last one ends elsewhere.
+
+    Returns:
+        The pieces in order; the whole tensor if it cannot be cut so.
+    """
+    size = math.prod(tensor.shape[1:])
+    if len(tensor.shape) == 3 and _encoding(tensor).method in _BY_MATRICES and size % unit == 0:
+        matrices = (matrix_of(tensor, index) for index in range(tensor.shape[0]))
+        return [
+            EncodedPiece(piece.tensor, index * size + piece.start)
+            for index, matrix in enumerate(matrices)
+            for piece in encoded_pieces(matrix, most, unit)
+        ]
+    return [EncodedPiece(rows_of(tensor, *span), span[0] * size) for span in _row_spans(tensor, most, unit)]
+
+
+def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
+    """A matrix of a stack [matrices, rows, columns] whose method is one of those that can be cut so."""
+    encoding = _encoding(tensor)
+    cut = [
+        (role, _cut(part, index, index + 1) if len(part.shape) > 1 and part.shape[0] == tensor.shape[0] else part)
+        for role, part in encoding.parts
+    ]
+    if encoding.method != "stacked mxfp4":  # whose decoder takes stacks only
+        cut = [(role, part._replace(shape=part.shape[1:]) if len(part.shape) == 3 else part) for role, part in cut]
+    return tensor._replace(shape=tensor.shape[1:], encoding=encoding._replace(parts=tuple(cut)))
+
+
+def is_stack_of_matrices(tensor: TensorInfo) -> bool:
+    """Whether `matrix_of` can be asked."""
+    return len(tensor.shape) == 3 and _encoding(tensor).method in _BY_MATRICES
+
+
+def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Rows start … stop of a matrix; start is a multiple of the rows that share a scale."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    if (start, stop) == (0, rows):
+        return tensor
+    encoding = _encoding(tensor)
+    height = _height(encoding)
+    cut = []
+    for role, part in encoding.parts:
+        if role == "scale" and encoding.block:
+            part = _cut(part, start // height, -(-stop // height))
+        elif role == "values" or (role == "scale" and part.elements > 1 and part.shape[0] == rows):
+            part = _cut(part, start, stop)
+        cut.append((role, part))
+    return tensor._replace(shape=(stop - start, *tensor.shape[1:]), encoding=encoding._replace(parts=tuple(cut)))
+
+
+def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
+    """Whether `rows_of` can be asked for rows from `start` on."""
+    encoding = _encoding(tensor)
+    return len(tensor.shape) == 2 and encoding.method in _BY_ROWS and start % _height(encoding) == 0
+
+
+def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
+    rows = tensor.shape[0] if tensor.shape else 1
+    if not can_cut_rows(tensor, 0):
+        yield 0, rows
+        return
+    columns = max(tensor.shape[1], 1)
+    together = math.lcm(_height(_encoding(tensor)), unit // math.gcd(unit, columns))
+    step = max(most // (columns * together), 1) * together
+    for start in range(0, max(rows, 1), step):
+        yield start, min(start + step, rows)
+
+
+def _height(encoding: Encoding) -> int:
+    """Rows that share a scale."""
+    return encoding.block[0] if encoding.block else 1
+
+
+def _encoding(tensor: TensorInfo) -> Encoding:
+    assert tensor.encoding is not None
+    return tensor.encoding
+
+
+def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    size = part.nbytes // part.shape[0]
+    shape = (last - first, *part.shape[1:])
+    return part._replace(shape=shape, start=part.start + first * size, stop=part.start + last * size)

@@ -1,0 +1,82 @@
+"""Encoded tensors taken apart: the pieces, decoded one by one, are the whole."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import encoded_pieces
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.decoding import TORCH_DTYPES, read_decoded
+from nf4conv.worker import TorchEngine
+
+F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
+CASES = {
+    "one scale for all": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}, ()),
+    "a scale for each row": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300,))}, ()),
+    "a column of scales": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300, 1))}, ()),
+    "a scale for each column": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (1, 64))}, ()),
+    "blocks, the last ones partial": (
+        "scaled", (300, 72), {"values": (F8, (300, 72)), "scale": (F32, (10, 2))}, (32, 64),
+    ),
+    "rows of one block": ("scaled", (20, 640), {"values": (F8, (20, 640)), "scale": (F32, (1, 10))}, (32, 64)),
+    "a stack in blocks": (
+        "scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))}, (32, 32),
+    ),
+    "a stack with a scale for each column": (
+        "scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))}, (),
+    ),
+    "a stack with one scale": ("scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, ())}, ()),
+    "8-bit rows": ("int8 rows", (300, 64), {"values": (I8, (300, 64)), "scale": (F32, (300,))}, ()),
+    "FP4 with a divisor": (
+        "fp4", (300, 64), {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))}, (),
+    ),
+    "experts of gpt-oss": (
+        "stacked mxfp4", (3, 64, 90), {"values": (U8, (3, 90, 2, 16)), "scale": (U8, (3, 90, 2))}, (),
+    ),
+    "a vector": ("scaled", (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
+}  # fmt: skip
+
+
+def write_encoded(folder: Path, case: str) -> TensorInfo:
+    """A tensor whose parts lie one after the other in a file."""
+    method, shape, layout, block = CASES[case]
+    file, content, parts = folder / "parts", bytearray(), []
+    generator = torch.Generator().manual_seed(0)
+    for role, (dtype, part_shape) in layout.items():
+        tensor = torch.rand(part_shape, generator=generator) + 1
+        if dtype != F32:
+            tensor = torch.randint(0, 120, part_shape, dtype=torch.uint8, generator=generator)
+        raw = tensor.numpy().tobytes()
+        assert len(raw) == math.prod(part_shape) * DTYPE_BITS[dtype] // 8
+        parts.append((role, TensorInfo(role, dtype, part_shape, file, len(content), len(content) + len(raw))))
+        content += raw
+    file.write_bytes(content)
+    return TensorInfo("w", "BF16", shape, file, 0, len(content), Encoding(method, tuple(parts), block))
+
+
+@pytest.mark.parametrize("unit", [1, 32, 512])
+@pytest.mark.parametrize("most", [1, 5000, 10**6])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: int):
+    tensor = write_encoded(tmp_path, case)
+    pieces = encoded_pieces(tensor, most, unit)
+    starts = [piece.start for piece in pieces] + [tensor.elements]
+    assert starts[0] == 0
+    assert all(start % unit == 0 for start in starts[:-1])
+    assert [right - left for left, right in pairwise(starts)] == [piece.tensor.elements for piece in pieces]
+    with Reader() as reader, TorchEngine("cpu").worker(reader, 2**16, lambda _: None) as worker:
+        whole = read_decoded(worker, tensor)
+        again = torch.cat([read_decoded(worker, piece.tensor).view(-1) for piece in pieces])
+    assert whole.shape == tensor.shape
+    assert whole.dtype == TORCH_DTYPES[tensor.dtype]
+    assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("rows of one block", "a vector")])
+def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
+    tensor = write_encoded(tmp_path, case)
+    assert len(encoded_pieces(tensor, 2000)) > 1
