@@ -25,13 +25,14 @@ from nf4conv.options import (
     NON_FINITE,
     PLANNERS,
     QUANT_TYPES,
+    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     SourceOptions,
     VerifyOptions,
 )
-from nf4conv.text import inspection_lines, printable, size, verification_lines
+from nf4conv.text import comparison_lines, inspection_lines, printable, size, verification_lines
 
 if TYPE_CHECKING:
     from nf4conv.dequantize import DequantizationPlan, DequantizeReport
@@ -348,6 +349,43 @@ def verify(
             write(found, file)
     if not quiet:
         click.echo("\n".join(verification_lines(found)))
+    sys.exit(0 if found.passed else 1)
+
+
+_COMPARE_EXAMPLES = """\b
+Examples:
+  nf4conv compare ./ours-nf4 ./theirs-nf4                            every byte
+  nf4conv compare ./model-nf4 ./model-dequantized --tolerance 0      every value, in whatever format
+"""
+
+
+@main.command(epilog=_COMPARE_EXAMPLES)
+@click.argument("a", metavar="A", type=_Place())
+@click.argument("b", metavar="B", type=_Place())
+@click.option("--tolerance", type=float, help="Largest relative error of a tensor.  [default: equal bytes]")
+@click.option("--include", multiple=True, metavar="GLOB", help="Compare only tensors that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors that match. Repeatable.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file.")
+@_machine_options
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no tables: the exit code tells.")
+@_repository_options
+def compare(a: str, b: str, json_file: Path | None, quiet: bool, **chosen: Any) -> None:
+    """Compare the tensors of the checkpoints A and B: folders, weight files, or models on the Hub, in any format.
+
+    Exit codes: 0 every byte is equal, or no tensor is farther off than the tolerance; 1 otherwise; 2 bad input.
+    """
+    run, options, where = (_split(kind, chosen) for kind in (RunOptions, CompareOptions, SourceOptions))
+    from nf4conv.compare import execute_comparison, plan_comparison
+    from nf4conv.report import write_json
+
+    _quieten_downloads(quiet)
+    plan = plan_comparison(a, b, options, where)
+    with _progress(plan.bytes_to_read, quiet) as advance:
+        found = execute_comparison(plan, run, advance)
+    if json_file is not None:
+        write_json(found, json_file)
+    if not quiet:
+        click.echo("\n".join(comparison_lines(found)))
     sys.exit(0 if found.passed else 1)
 
 

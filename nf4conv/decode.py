@@ -39,13 +39,9 @@ class UnpackPiece:
         encoding = self.job.source.encoding
         assert encoding is not None
         parts = cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
-        packed, state = packed_piece(
-            parts, worker.read([(part.file, part.start, part.stop) for part in parts.values()])
-        )
+        raws = worker.read([(part.file, part.start, part.stop) for part in parts.values()])
         with worker.timed("encode"):
-            values = torch.empty(self.stop - self.start, dtype=TORCH_DTYPES[self.job.dtype], device=worker.device)
-            scales = state.absmax, state.state2, state.offset
-            backend(worker.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)
+            values = decode_piece(parts, raws, self.stop - self.start, TORCH_DTYPES[self.job.dtype])
         offset = self.job.offset + self.start * DTYPE_BITS[self.job.dtype] // 8
         worker.write([(self.progress.writer, offset, values)])
         self.progress.done()
@@ -92,6 +88,24 @@ def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop:
 def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     size = DTYPE_BITS[part.dtype] // 8
     return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
+
+
+def decode_piece(
+    parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor], elements: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[elements]: the values of a piece.
+
+    Args:
+        parts: from `cut_parts`.
+        raws: their bytes, in the same order.
+        elements: of the piece.
+        dtype: to decode to: float32, float16 or bfloat16.
+    """
+    packed, state = packed_piece(parts, raws)
+    values = torch.empty(elements, dtype=dtype, device=packed.device)
+    scales = state.absmax, state.state2, state.offset
+    backend(packed.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)
+    return values
 
 
 def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:

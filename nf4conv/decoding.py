@@ -4,16 +4,24 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.codec.decode import decode
 from nf4conv.worker import TorchWorker
 
 TORCH_DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8, "I8": torch.int8,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-"""By safetensors' tag: what is computed with, and what encoded tensors consist of."""
+"""By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
+
+
+def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Elements start … stop of a tensor that is stored as it is, flat."""
+    bits = DTYPE_BITS[tensor.dtype]
+    begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
+    return tensor._replace(shape=(stop - start,), start=begin, stop=end)
 
 
 def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:

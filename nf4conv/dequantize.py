@@ -6,9 +6,8 @@ copied as they are, all their tensors into one shard.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +18,7 @@ from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select, with_skip_list
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import PlanError
@@ -144,7 +143,7 @@ def plan_dequantization(
     packed = [tensor for tensor in opened.tensors if _is_packed(tensor)]
     if not packed:
         raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
-    wanted = {tensor.name for tensor in packed if _is_wanted(tensor.name, options)}
+    wanted = {tensor.name for tensor in packed if is_wanted(tensor.name, options.include, options.exclude)}
     if not wanted:
         raise PlanError(f"{source}: --include and --exclude leave no weight to decode")
     config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
@@ -165,13 +164,6 @@ def plan_dequantization(
 
 def _is_packed(tensor: TensorInfo) -> bool:
     return tensor.encoding is not None and tensor.encoding.method.startswith(BITSANDBYTES_4BIT)
-
-
-def _is_wanted(name: str, options: DequantizeOptions) -> bool:
-    def matches(globs: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, glob) for glob in globs)
-
-    return (not options.include or matches(options.include)) and not matches(options.exclude)
 
 
 def _new_config(

@@ -109,6 +109,22 @@ class DequantizeOptions:
 
 
 @dataclass(frozen=True)
+class CompareOptions:
+    """What `compare` looks at, and what it lets pass.
+
+    Attributes:
+        tolerance: the largest relative Frobenius error of a tensor, 0 asking for equal values however they are
+            stored; None asks for equal bytes.
+        include: glob patterns; only tensors that match one are compared. Empty: all.
+        exclude: glob patterns of tensors to leave out.
+    """
+
+    tolerance: float | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class VerifyOptions:
     """What `verify` requires of a checkpoint that is compared with its source.
 

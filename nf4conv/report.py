@@ -12,6 +12,7 @@ from string import Template
 from typing import Any, Final
 
 from nf4conv.checkpoint.writer import write_file
+from nf4conv.compare import ComparisonReport
 from nf4conv.text import kind_name, printable, size
 from nf4conv.verify import VerifyReport
 
@@ -28,7 +29,7 @@ _MOST_WEIGHTS: Final = 20
 Row = Mapping[str, Any]
 
 
-def write_json(report: VerifyReport, path: Path) -> None:
+def write_json(report: VerifyReport | ComparisonReport, path: Path) -> None:
     """Write everything that was found. Numbers that JSON cannot spell become the strings "nan", "inf" and "-inf".
 
     Raises:

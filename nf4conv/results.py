@@ -1,4 +1,4 @@
-"""What verification measures of each tensor, gathered from the pieces that several workers look at."""
+"""What verification and comparison measure of each tensor, gathered from the pieces that several workers look at."""
 
 import math
 import re
@@ -34,6 +34,20 @@ def place_of(name: str) -> ModulePlace:
         return ModulePlace("", None, module)
     kind = _NUMBER.sub("", module[match.end() :]).strip(".")
     return ModulePlace(module[: match.start()], int(match[2]), kind or module[: match.start()])
+
+
+def relative_error(squared_error: float, squared_weight: float) -> float:
+    """‖W - Ŵ‖ / ‖W‖ from the squares of both; 0 for two weights of zeros, infinite if only W is one."""
+    if squared_weight == 0:
+        return 0.0 if squared_error == 0 else math.inf
+    return math.sqrt(squared_error / squared_weight)
+
+
+def decibels(error: float) -> float:
+    """A relative error as the ratio of signal to noise: infinite for 0, and -infinite for an infinite error."""
+    if math.isnan(error):
+        return error
+    return math.inf if error == 0 else -math.inf if math.isinf(error) else -20 * math.log10(error)
 
 
 class PieceErrors(NamedTuple):
@@ -116,21 +130,15 @@ class WeightResult:
 
     @property
     def relative_error(self) -> float | None:
-        """‖W - Ŵ‖ / ‖W‖; 0 for two weights of zeros, infinite if only W is one."""
+        """‖W - Ŵ‖ / ‖W‖; None without a source."""
         errors = self.errors
-        if errors is None:
-            return None
-        if errors.squared_weight == 0:
-            return 0.0 if errors.squared_error == 0 else math.inf
-        return math.sqrt(errors.squared_error / errors.squared_weight)
+        return None if errors is None else relative_error(errors.squared_error, errors.squared_weight)
 
     @property
     def snr_db(self) -> float | None:
         """Signal to noise, 10 · log10(‖W‖² / ‖W - Ŵ‖²), in decibels."""
         error = self.relative_error
-        if error is None or math.isnan(error):
-            return error
-        return math.inf if error == 0 else -math.inf if math.isinf(error) else -20 * math.log10(error)
+        return None if error is None else decibels(error)
 
 
 @dataclass
@@ -149,3 +157,48 @@ class CopyResult:
     def add(self, differing: int) -> None:
         with self._lock:
             self.differing += differing
+
+
+class PieceDifference(NamedTuple):
+    """What one piece of a tensor adds to its comparison with another; sums in float64.
+
+    Attributes:
+        squared_difference: Σ (a - b)².
+        squared_values: Σ a², of the values that are finite.
+        largest: the largest |a - b|; infinite where one of the two is NaN, or infinite, and the other is not.
+        differing: values that are not equal; NaN equals NaN.
+    """
+
+    squared_difference: float
+    squared_values: float
+    largest: float
+    differing: int
+
+
+@dataclass
+class TensorDifference:
+    """The tensors of one name in two checkpoints.
+
+    Attributes:
+        a: in the one, as what it is decoded to.
+        b: in the other.
+        is_identical: whether all bytes are equal; None where the two are not stored alike, or not compared yet.
+    """
+
+    a: TensorInfo
+    b: TensorInfo
+    is_identical: bool | None = None
+    _pieces: dict[int, PieceDifference] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add_piece(self, start: int, difference: PieceDifference) -> None:
+        with self._lock:
+            self._pieces[start] = difference
+
+    @property
+    def difference(self) -> PieceDifference | None:
+        """Of the values of the whole tensor; None if they were not compared."""
+        if not self._pieces:
+            return None
+        columns = list(zip(*(self._pieces[start] for start in sorted(self._pieces)), strict=True))
+        return PieceDifference(math.fsum(columns[0]), math.fsum(columns[1]), max(columns[2]), sum(columns[3]))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from nf4conv.compare import ComparisonReport
     from nf4conv.inspect import Inspection
     from nf4conv.verify import VerifyReport
 
@@ -69,6 +70,67 @@ def verification_lines(report: "VerifyReport") -> Iterator[str]:
         )
     yield ""
     yield report.verdict
+
+
+def comparison_lines(report: "ComparisonReport") -> Iterator[str]:
+    """What only one of the two has, the largest differences, kinds of modules, and the verdict last."""
+    unpaired = [row for row in report.tensors if row["shape_a"] != row["shape_b"]]
+    for row in unpaired[:_MOST_FINDINGS]:
+        yield f"{row['status']:14} {printable(row['name'])}  {_shapes(row)}"
+    if len(unpaired) > _MOST_FINDINGS:
+        yield f"… and {len(unpaired) - _MOST_FINDINGS:,} more; --json FILE lists them all"
+    if unpaired:
+        yield ""
+    yield from _differences([row for row in report.tensors if row["differing"]])
+    yield from table(
+        ("kind of module", "tensors", "identical", "parameters", "differing", "relative", "worst"),
+        [
+            (
+                printable(kind_name(kind)),
+                f"{kind['tensors']:,}",
+                f"{kind['identical']:,}",
+                f"{kind['elements']:,}",
+                f"{kind['differing']:,}",
+                _figure(kind["relative_error"]),
+                _figure(kind["worst"]),
+            )
+            for kind in report.kinds
+        ],
+    )
+    yield ""
+    yield report.verdict
+
+
+def _shapes(row: Mapping[str, Any]) -> str:
+    shapes = [shape for shape in (row["shape_a"], row["shape_b"]) if shape is not None]
+    return " → ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def _differences(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not rows:
+        return
+    worst = sorted(rows, key=lambda row: -row["relative_error"])[:_MOST_WEIGHTS]
+    yield from table(
+        ("largest differences", "A", "B", "relative", "SNR dB", "max |A-B|", "values"),
+        [
+            (
+                printable(row["name"]),
+                printable(row["format_a"]),
+                printable(row["format_b"]),
+                _figure(row["relative_error"]),
+                f"{row['snr_db']:.2f}",
+                _figure(row["largest"]),
+                f"{row['differing']:,}",
+            )
+            for row in worst
+        ],
+    )
+    yield ""
+
+
+def _figure(value: float | None) -> str:
+    """A number of any magnitude in four digits."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def _error(value: float | None) -> str:

@@ -270,5 +270,10 @@ class _Wishes:
         return any(is_skipped(path) for path in self._names.spellings(module) for is_skipped in self._rules)
 
 
-def _matches(name: str, globs: tuple[str, ...]) -> bool:
+def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name matches one of the globs to include, of which none means all, and none to exclude."""
+    return (not include or _matches(name, include)) and not _matches(name, exclude)
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)

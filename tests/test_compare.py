@@ -1,0 +1,339 @@
+"""`nf4conv compare`: equal bytes, equal values, and how far the rest is apart, for checkpoints in any formats."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from four_bit import pack, write
+from safetensors.torch import load_file, save_file
+
+from nf4conv.cli import main
+from nf4conv.compare import ComparisonReport, compare_checkpoints
+from nf4conv.dequantize import dequantize_checkpoint
+from nf4conv.errors import PlanError, SourceError
+from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.quantize import quantize_checkpoint
+
+CPU = RunOptions(device="cpu", workers=2)
+TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
+UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)  # pieces of 384 blocks of 128 values
+
+UP = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        UP: torch.randn(300, 512, generator=generator).bfloat16(),
+        NORM: torch.randn(64, generator=generator).bfloat16(),
+        "model.position_ids": torch.arange(100),
+        "model.empty": torch.zeros(0, 4).bfloat16(),
+    }
+
+
+def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    folder.mkdir()
+    save_file(content or tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    return folder
+
+
+def compare(a: Path, b: Path, tolerance: float | None = None, run: RunOptions = CPU) -> ComparisonReport:
+    return compare_checkpoints(a, b, CompareOptions(tolerance), run)
+
+
+def row(report: ComparisonReport, name: str) -> dict[str, Any]:
+    [found] = [row for row in report.tensors if row["name"] == name]
+    return dict(found)
+
+
+def statuses(report: ComparisonReport) -> dict[str, str]:
+    return {row["name"]: row["status"] for row in report.tensors}
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["compare", *map(str, arguments), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+def test_a_copy_is_identical(tmp_path, run):
+    report = compare(plain(tmp_path / "a"), plain(tmp_path / "b"), run=run)
+    assert report.passed
+    assert set(statuses(report).values()) == {"identical"}
+    assert report.verdict == "identical: 4 tensors, every byte"
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@pytest.mark.parametrize("position", [0, 153_599])
+def test_one_value(tmp_path, run, position):
+    changed = tensors()
+    changed[UP].view(-1)[position] += 1
+    report = compare(plain(tmp_path / "a"), plain(tmp_path / "b", changed), run=run)
+    assert not report.passed
+    assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
+    found = row(report, UP)
+    step = float(changed[UP].view(-1)[position]) - float(tensors()[UP].view(-1)[position])
+    assert (found["differing"], found["largest"]) == (1, abs(step))
+    assert found["relative_error"] == pytest.approx(abs(step) / float(tensors()[UP].double().norm()))
+    assert found["snr_db"] == pytest.approx(-20 * math.log10(found["relative_error"]))
+
+
+def test_a_cast_that_loses_nothing_has_equal_values(tmp_path):
+    a = plain(tmp_path / "a")
+    b = plain(tmp_path / "b", {name: x.float() if x.is_floating_point() else x.int() for name, x in tensors().items()})
+    report = compare(a, b)
+    assert not report.passed
+    assert report.verdict == "DIFFERENT: 4 equal in value; largest relative error 0 (--tolerance 0 lets these pass)"
+    assert compare(a, b, tolerance=0).passed
+
+
+def test_a_cast_that_rounds(tmp_path):
+    exact = {name: torch.randn(300, 512, generator=torch.Generator().manual_seed(1)) for name in (UP, "b.weight")}
+    rounded = {name: x.half() for name, x in exact.items()}
+    report = compare(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), run=TINY)
+    error = (exact[UP] - rounded[UP].float()).double()
+    found = row(report, UP)
+    assert found["differing"] == int((error != 0).sum())
+    assert found["largest"] == float(error.abs().max())
+    assert found["relative_error"] == pytest.approx(float(error.norm() / exact[UP].double().norm()), rel=1e-12)
+    assert found["format_a"], found["format_b"] == ("float32", "float16")
+
+
+def test_nan_equals_nan_and_infinity_itself(tmp_path):
+    a = {"x": torch.tensor([math.nan, math.inf, -math.inf, 1.0, 0.0])}
+    same = {"x": a["x"].double()}
+    other = {"x": torch.tensor([math.nan, math.inf, -math.inf, 1.0, math.nan])}
+    changed = {"x": torch.tensor([math.nan, math.inf, math.inf, 1.5, -0.0])}
+    paths = [plain(tmp_path / str(number), content) for number, content in enumerate((a, a, same, other, changed))]
+    assert statuses(compare(paths[0], paths[1])) == {"x": "identical"}
+    assert statuses(compare(paths[0], paths[2])) == {"x": "equal in value"}
+    assert row(compare(paths[0], paths[3]), "x")["differing"] == 1
+    assert row(compare(paths[0], paths[3]), "x")["largest"] == math.inf
+    assert row(compare(paths[0], paths[4]), "x")["differing"] == 2  # minus zero equals zero
+    assert row(compare(paths[0], paths[4]), "x")["squared_values"] == 1.0  # infinities do not drown the error
+    assert not compare(paths[0], paths[4], tolerance=1e9).passed
+
+
+def test_integers_are_compared_exactly(tmp_path):
+    large = torch.tensor([2**62, 2**62 + 1])
+    report = compare(plain(tmp_path / "a", {"x": large}), plain(tmp_path / "b", {"x": large.flip(0)}))
+    assert row(report, "x")["differing"] == 2
+
+
+def test_a_tensor_in_only_one_and_another_shape(tmp_path):
+    mine, theirs = tensors(), tensors()
+    del mine[NORM]
+    del theirs["model.position_ids"]
+    theirs[UP] = theirs[UP].t().contiguous()
+    report = compare(plain(tmp_path / "a", mine), plain(tmp_path / "b", theirs), tolerance=1e9)
+    assert not report.passed
+    assert statuses(report) == {
+        UP: "another shape",
+        NORM: "only in B",
+        "model.position_ids": "only in A",
+        "model.empty": "identical",
+    }
+    printed = command(tmp_path / "a", tmp_path / "b").stdout
+    assert f"another shape  {UP}  300x512 → 512x300" in printed
+    assert f"only in B      {NORM}  64" in printed
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint, packed in several ways, and decoded again."""
+    root = tmp_path_factory.mktemp("packed")
+    paths = {"source": plain(root / "source")}
+    for name, options in {
+        "nf4": QuantizeOptions(),
+        "again": QuantizeOptions(),
+        "plain-scales": QuantizeOptions(double_quant=False),
+        "wide": QuantizeOptions(blocksize=128),
+        "fp4": QuantizeOptions(quant_type="fp4"),
+    }.items():
+        quantize_checkpoint(paths["source"], root / name, options, CPU)
+        paths[name] = root / name
+    for dtype in ("bfloat16", "float16", "float32"):
+        dequantize_checkpoint(paths["nf4"], root / dtype, DequantizeOptions(dtype), CPU)
+        paths[dtype] = root / dtype
+    return paths
+
+
+def test_two_runs_are_identical(packed):
+    report = compare(packed["nf4"], packed["again"])
+    assert report.passed
+    assert row(report, UP)["format_a"] == "nf4+/64"
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@pytest.mark.parametrize("component", ["", ".absmax", ".nested_absmax"])
+def test_one_byte_of_a_packed_weight(packed, tmp_path, run, component):
+    content = load_file(packed["nf4"] / "model.safetensors")
+    content[UP + component].view(-1).view(torch.uint8)[-1] ^= 0x11
+    changed = write(tmp_path / "changed", content)
+    report = compare(packed["nf4"], changed, run=run)
+    assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
+    assert row(report, UP)["status"] == "different"
+    assert row(report, UP)["differing"] > 0
+
+
+@pytest.mark.parametrize("component", ["quant_map", "quant_state.bitsandbytes__nf4"])
+def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
+    content = load_file(packed["nf4"] / "model.safetensors")
+    part = content[f"{UP}.{component}"]
+    # decoding takes the standard table, and JSON may end in spaces
+    content[f"{UP}.{component}"] = part * 2 if component == "quant_map" else torch.cat([part, part.new_tensor([32])])
+    report = compare(packed["nf4"], write(tmp_path / "changed", content))
+    assert row(report, UP)["status"] == "equal in value"
+    assert not report.passed
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_packed_weight_has_the_values_of_its_decoded_form(packed, dtype, run):
+    for sides in ((packed["nf4"], packed[dtype]), (packed[dtype], packed["nf4"])):
+        report = compare(*sides, tolerance=0, run=run)
+        assert report.passed, report.verdict
+        assert row(report, UP)["status"] == "equal in value"
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+def test_a_packed_weight_and_its_source(packed, run):
+    report = compare(packed["source"], packed["nf4"], run=run)
+    weight = load_file(packed["source"] / "model.safetensors")[UP].double()
+    error = weight - load_file(packed["bfloat16"] / "model.safetensors")[UP].double()
+    found = row(report, UP)
+    assert found["relative_error"] == pytest.approx(float(error.norm() / weight.norm()), rel=1e-12)
+    assert found["largest"] == float(error.abs().max())
+    assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
+    assert compare(packed["source"], packed["nf4"], tolerance=0.12, run=run).passed
+    assert not compare(packed["source"], packed["nf4"], tolerance=0.05, run=run).passed
+
+
+@pytest.mark.parametrize("other", ["plain-scales", "wide", "fp4"])
+@pytest.mark.parametrize("run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"])
+def test_two_formats(packed, tmp_path, other, run):
+    decoded = dequantize_checkpoint(packed[other], tmp_path / "decoded", None, CPU).out
+    a, b = (load_file(Path(folder) / "model.safetensors")[UP].double() for folder in (packed["bfloat16"], decoded))
+    report = compare(packed["nf4"], packed[other], run=run)
+    found = row(report, UP)
+    assert found["differing"] == int((a != b).sum()) > 0
+    assert found["relative_error"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-12)
+
+
+def test_codes_in_another_storage_have_equal_values(packed, tmp_path):
+    content = load_file(packed["nf4"] / "model.safetensors")
+    content[UP] = content[UP].view(-1).view(torch.bfloat16)
+    report = compare(packed["nf4"], write(tmp_path / "b", content), tolerance=0)
+    assert row(report, UP)["status"] == "equal in value"
+    assert report.passed
+
+
+def test_components_in_other_shards_and_another_order_are_identical(packed, tmp_path):
+    content = load_file(packed["nf4"] / "model.safetensors")
+    names = sorted(content, reverse=True)
+    shards = [{name: content[name] for name in names[start::2]} for start in range(2)]
+    assert compare(packed["nf4"], write(tmp_path / "b", *shards)).passed
+
+
+def test_weights_that_a_family_stores_transposed(tmp_path):
+    name = "h.0.attn.c_attn.weight"
+    source = plain(tmp_path / "source", {name: torch.randn(64, 192).bfloat16()}, model_type="gpt2")
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    assert load_file(tmp_path / "packed" / "model.safetensors")[f"{name}.absmax"].numel() > 0
+    found = row(compare(source, tmp_path / "packed"), name)
+    assert found["status"] == "different"
+    assert found["relative_error"] < 0.12
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
+    assert compare(tmp_path / "packed", tmp_path / "decoded", tolerance=0).passed
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@pytest.mark.parametrize("rows", [128, 1], ids=["blocks", "rows"])
+def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
+    scale = torch.rand(-(-300 // rows), 4 if rows > 1 else 1) + 0.5
+    values = tensors()[UP].to(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(rows, 0)[:300]
+    wide = wide.repeat_interleave(128, 1) if rows > 1 else wide
+    decoded = (values.float() * wide).bfloat16()
+    method = {"quant_method": "fp8" if rows > 1 else "compressed-tensors", "weight_block_size": [128, 128]}
+    name = "model.layers.0.mlp.up_proj.weight_scale" + ("_inv" if rows > 1 else "")
+    encoded = plain(tmp_path / "fp8", {UP: values, name: scale}, quantization_config=method, dtype="bfloat16")
+    assert compare(encoded, plain(tmp_path / "plain", {UP: decoded}), tolerance=0, run=run).passed
+    assert compare(encoded, encoded, run=run).verdict == "identical: 1 tensors, every byte"
+    packed = write(tmp_path / "packed", pack(UP, decoded, blocksize=128))
+    found = row(compare(encoded, packed, run=run), UP)
+    assert 0.05 < found["relative_error"] < 0.2
+    again = row(compare(packed, encoded, run=run), UP)
+    assert again["differing"] == found["differing"]
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+def test_two_encodings_that_cannot_be_cut_at_the_same_places(tmp_path, run):
+    values, name = tensors()[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv"
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    blocks = {UP: values, name: torch.full((3, 4), 0.5)}
+    rows = {UP: values, name: torch.full((300, 1), 0.25)}
+    a = plain(tmp_path / "a", blocks, quantization_config=method)
+    b = plain(tmp_path / "b", rows, quantization_config=method)
+    assert row(compare(a, b, run=run), UP)["relative_error"] == 0.5
+
+
+def test_a_pickle(tmp_path):
+    (tmp_path / "pickle").mkdir()
+    content = tensors() | {"turned.weight": torch.arange(12.0).view(3, 4).t()}
+    torch.save(content, tmp_path / "pickle" / "pytorch_model.bin")
+    same = {name: tensor.contiguous() for name, tensor in content.items()}
+    report = compare(tmp_path / "pickle", plain(tmp_path / "safetensors", same), tolerance=0)
+    assert report.passed
+    assert row(report, "turned.weight")["status"] == "equal in value"
+
+
+def test_exit_codes_and_what_is_printed(packed, tmp_path):
+    same = command(packed["nf4"], packed["again"])
+    assert (same.exit_code, same.stdout.splitlines()[-1]) == (0, "identical: 4 tensors, every byte")
+    out = tmp_path / "report.json"
+    differs = command(packed["source"], packed["nf4"], "--json", out)
+    assert differs.exit_code == 1
+    assert f"\n{UP} " in differs.stdout
+    assert differs.stdout.splitlines()[-1].startswith(
+        "DIFFERENT: 1 different, 3 identical; largest relative error 0.09"
+    )
+    content = json.loads(out.read_text())
+    assert content["counts"] == {"different": 1, "identical": 3}
+    assert {kind["kind"]: kind["identical"] for kind in content["kinds"]}["mlp.up_proj"] == 0
+    within = command(packed["source"], packed["nf4"], "--tolerance", 0.12)
+    assert within.exit_code == 0
+    assert within.stdout.splitlines()[-1].startswith("within tolerance: ")
+    quiet = command(packed["source"], packed["nf4"], "--quiet")
+    assert (quiet.exit_code, quiet.output) == (1, "")
+    chosen = command(packed["source"], packed["nf4"], "--exclude", "*up_proj*")
+    assert (chosen.exit_code, chosen.stdout.splitlines()[-1]) == (0, "identical: 3 tensors, every byte")
+    missing = command(packed["nf4"], tmp_path / "missing")
+    assert (missing.exit_code, missing.stderr) == (2, f"Error: {tmp_path / 'missing'}: no such file or folder\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (CompareOptions(tolerance=-1.0), "--tolerance -1.0: expected a relative error such as 0.1"),
+        (CompareOptions(tolerance=math.nan), "--tolerance nan"),
+        (CompareOptions(include=("nothing*",)), "--include and --exclude leave no tensor to compare"),
+    ],
+    ids=["negative", "nan", "nothing"],
+)
+def test_requests_that_make_no_sense(packed, options, message):
+    with pytest.raises(PlanError, match=message):
+        compare_checkpoints(packed["nf4"], packed["nf4"], options, CPU)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(packed, tmp_path):
+    source = plain(tmp_path / "a")
+    raw = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(raw[:-1])
+    with pytest.raises(SourceError, match=r"model\.safetensors"):
+        compare(source, packed["source"])
