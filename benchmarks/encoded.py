@@ -24,15 +24,16 @@ from benchmarks.synthetic import SHAPES, Llama
 from nf4conv import quantize_4bit
 
 Tensors = dict[str, torch.Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT8 = torch.float8_e4m3fn
 
 
 def random_bytes(*shape: int, high: int = 120) -> torch.Tensor:
-    return torch.randint(0, high, shape, dtype=torch.uint8)
+    return torch.randint(0, high, shape, dtype=torch.uint8, device=DEVICE)
 
 
 def bfloat16(name: str, rows: int, columns: int) -> Tensors:
-    return {name: torch.randn(rows, columns, dtype=torch.bfloat16)}
+    return {name: torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE)}
 
 
 def fp8_blocks(name: str, rows: int, columns: int) -> Tensors:
@@ -63,7 +64,7 @@ def bitsandbytes_8bit(name: str, rows: int, columns: int) -> Tensors:
 
 
 def bitsandbytes_4bit(name: str, rows: int, columns: int) -> Tensors:
-    packed, state = quantize_4bit(torch.randn(rows, columns, dtype=torch.bfloat16))
+    packed, state = quantize_4bit(torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE))
     return {name: packed, **{f"{name}.{suffix}": part for suffix, part in state.components().items()}}
 
 
@@ -92,7 +93,7 @@ def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
         tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
         files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
     for file, tensors in files.items():
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = shape.config() | ({} if description is None else {"quantization_config": description})

@@ -320,3 +320,8 @@ def backend(device: torch.device) -> ModuleType:
     from nf4conv.codec import kernels
 
     return kernels
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether it is Triton that computes there."""
+    return backend(device).__name__ == "nf4conv.codec.kernels"

@@ -1,4 +1,4 @@
-"""Tensors that another quantization encoded → floats. Plain torch, any device; nothing larger than a chunk in float32.
+"""Tensors that another quantization encoded → floats: by Triton on a GPU, by torch elsewhere, in chunks.
 
 scaled.py         8-bit values times scales: FP8 in its flavours, MXFP8, INT8, bitsandbytes 8-bit
 fp4.py            E2M1 pairs times scales: MXFP4 and NVFP4 (4-bit bitsandbytes is codec/ops.py's)

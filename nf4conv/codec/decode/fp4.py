@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from nf4conv.codec.decode.scaled import chunks, scale_values
+from nf4conv.codec.ops import has_kernels
 from nf4conv.errors import CodecError
 
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -48,12 +49,17 @@ def decode_fp4(
             f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, expected one for each "
             "16 or 32 values of a row"
         )
+    out = torch.empty((rows, 2 * pairs), dtype=dtype, device=values.device)
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels import fp4
+
+        fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, out)
+        return out
     scale = scale_values(scale)
     if divisor is not None:
         scale = scale / divisor.reshape(()).to(torch.float32)
     if multiplier is not None:
         scale = scale * multiplier.reshape(()).to(torch.float32)
-    out = torch.empty((rows, 2 * pairs), dtype=dtype, device=values.device)
     for part in chunks(values, 2 * pairs):
         decoded = pair_values(values[part]).view(-1, groups, 2 * pairs // groups)
         out[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nf4conv.codec.ops import has_kernels
 from nf4conv.errors import CodecError
 
 _CPU_CHUNK = 2**18
@@ -40,11 +41,18 @@ def decode_scaled(
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
-    scale = scale_values(scale)
-    if block and scale.numel() > 1:
+    if not block or scale.numel() == 1:
+        block = ()
+        scale = _broadcastable(values, scale)
+    else:
         _check_grid(values, scale, block)
-        return torch.stack([_decode_grid(*pair, block, dtype) for pair in _matrices(values, scale)]).view(values.shape)
-    return _decode_broadcast(values, _broadcastable(values, scale), dtype)
+    if has_kernels(values.device) and values.dim() > 1:
+        return _decode_on_gpu(values, scale, block, dtype)
+    scale = scale_values(scale)
+    if block:
+        pairs = zip(_matrices(values), _matrices(scale), strict=True)
+        return torch.stack([_decode_grid(*pair, block, dtype) for pair in pairs]).view(values.shape)
+    return _decode_broadcast(values, scale, dtype)
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -61,6 +69,11 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels import scaled
+
+        scaled.decode_scaled(values.contiguous(), scale.contiguous().view(-1, 1), (1, 1), out, by_127=True)
+        return out
     for rows in chunks(values, values.shape[1]):
         out[rows] = values[rows] * scale.view(-1, 1)[rows] * (1 / 127)
     return out
@@ -88,6 +101,20 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+def _decode_on_gpu(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode a matrix, or a stack of them; scales as a grid of blocks, or of single rows, columns or all."""
+    from nf4conv.codec.kernels import scaled
+
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    height, width = block or (1, 1)
+    spread = scale if block else scale.expand(*values.shape[:-2], *scale.shape[-2:])
+    for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
+        scaled.decode_scaled(matrix.contiguous(), scales.contiguous(), (height, width), decoded)
+    return out
+
+
 def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]) -> None:
     height, width = block
     *stacked, rows, columns = values.shape
@@ -99,10 +126,8 @@ def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...
         )
 
 
-def _matrices(values: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(
-        values.reshape(-1, *values.shape[-2:]).unbind(), scale.reshape(-1, *scale.shape[-2:]).unbind(), strict=True
-    )
+def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return stack.reshape(-1, *stack.shape[-2:]).unbind()
 
 
 def _decode_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

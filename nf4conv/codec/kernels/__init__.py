@@ -9,6 +9,9 @@
     nested.py       absmax → 8-bit codes
     batch.py        the same for many tensors in a fixed number of launches
     error.py        weight, packed codes → error sums, nothing materialised
+    eight_bit.py    a byte of FP8, INT8 or E8M0 → float32
+    scaled.py       8-bit values, scales → weight
+    fp4.py          MXFP4 and NVFP4 → weight
 
 Functions write into the tensors they are given, launch on the calling thread's current stream and validate nothing.
 Each kernel has a constexpr `PTX`: where it is false, every step in inline assembly is replaced by plain Triton, which

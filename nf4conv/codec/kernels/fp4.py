@@ -1,0 +1,101 @@
+"""E2M1 pairs times scales → weight: one pass, one launch. The arithmetic is that of codec/decode/fp4.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.eight_bit import kind_of, stored, to_float
+from nf4conv.codec.kernels.launch import Launcher
+
+_TILE_ROWS = 4
+_TILE_PAIRS = 256
+_NUM_WARPS = 4
+
+
+def decode_fp4(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    divisor: torch.Tensor | None,
+    multiplier: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Decode a matrix.
+
+    Args:
+        values: [rows, columns / 2] uint8 or int8, two values each, the low nibble first; contiguous.
+        scale: [rows, groups] E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn; contiguous.
+        divisor: one float32 that the scales are divided by, or None.
+        multiplier: one float32 that the scales are multiplied with, or None.
+        out: [rows, columns] float32, float16 or bfloat16, contiguous, written.
+    """
+    rows, pairs = values.shape
+    if values.numel() == 0:
+        return
+    pair_tiles = -(-pairs // _TILE_PAIRS)
+    is_aligned = pairs % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    factors = [scale if factor is None else factor for factor in (divisor, multiplier)]
+    _launch(
+        -(-rows // _TILE_ROWS) * pair_tiles,
+        (values.view(torch.uint8), stored(scale), *map(stored, factors), out, rows, pairs, pair_tiles, scale.shape[1]),
+        (
+            *(pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None),
+            *(is_aligned, _TILE_ROWS, _TILE_PAIRS),
+        ),
+        (out.dtype, *(factor.dtype for factor in factors)),
+        _NUM_WARPS,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["rows", "pairs", "pair_tiles", "groups"],
+    do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "divisor_ptr", "multiplier_ptr", "out_ptr"],
+)
+def _fp4_kernel(
+    values_ptr,
+    scale_ptr,
+    divisor_ptr,
+    multiplier_ptr,
+    out_ptr,
+    rows: tl.int64,
+    pairs: tl.int64,
+    pair_tiles: tl.int64,
+    groups: tl.int64,
+    GROUP_PAIRS: tl.constexpr,
+    SCALE: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    first = program % pair_tiles * TILE_PAIRS
+    pair = first + tl.arange(0, TILE_PAIRS)[None, :]
+    inside = (row < rows) & (pair < pairs)
+    if ALIGNED:
+        pairs = tl.multiple_of(pairs, 16)
+        values_ptr = tl.multiple_of(values_ptr, 16)
+        out_ptr = tl.multiple_of(out_ptr, 16)
+    codes = tl.load(values_ptr + row * pairs + pair, mask=inside, other=0).to(tl.int32)
+    scale = to_float(tl.load(scale_ptr + row * groups + pair // GROUP_PAIRS, mask=inside, other=0), SCALE)
+    if DIVIDE:
+        scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + tl.load(divisor_ptr).to(tl.float32))
+    if MULTIPLY:
+        scale = scale * tl.load(multiplier_ptr).to(tl.float32)
+    values = tl.interleave(_e2m1(codes & 15) * scale, _e2m1(codes >> 4) * scale)
+    column = first * 2 + tl.arange(0, 2 * TILE_PAIRS)[None, :]
+    out_index = row * pairs * 2 + column
+    tl.store(out_ptr + out_index, values.to(out_ptr.dtype.element_ty), mask=(row < rows) & (column < pairs * 2))
+
+
+_launch = Launcher(_fp4_kernel)
+
+
+@triton.jit
+def _e2m1(code):
+    """The value of a 4-bit code: a sign, two bits of exponent, one of mantissa; -0.0 keeps its sign."""
+    magnitude = code & 7
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    return tl.where(code >= 8, -value, value)

@@ -1,0 +1,83 @@
+"""8-bit values times scales → weight: one pass, one launch. The arithmetic is that of codec/decode/scaled.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.eight_bit import kind_of, stored, to_float
+from nf4conv.codec.kernels.launch import Launcher
+
+_TILE_ROWS = 4
+_TILE_COLUMNS = 512
+_NUM_WARPS = 4
+
+
+def decode_scaled(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor, *, by_127: bool = False
+) -> None:
+    """Decode a matrix.
+
+    Args:
+        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8, contiguous.
+        scale: [ceil(rows / height) or 1, ceil(columns / width) or 1], one for each block; float32, float16, bfloat16,
+            or E8M0 as float8_e8m0fnu or uint8; contiguous.
+        block: (height, width) of what shares a scale.
+        out: [rows, columns] float32, float16 or bfloat16, contiguous, written.
+        by_127: whether the product is multiplied with 1/127 too.
+    """
+    rows, columns = values.shape
+    if values.numel() == 0:
+        return
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
+    column_tiles = -(-columns // _TILE_COLUMNS)
+    is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    _launch(
+        -(-rows // _TILE_ROWS) * column_tiles,
+        (stored(values), stored(scale), out, rows, columns, column_tiles, *strides),
+        (*block, kind_of(values), kind_of(scale), by_127, is_aligned, _TILE_ROWS, _TILE_COLUMNS),
+        (scale.dtype, out.dtype),
+        _NUM_WARPS,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns", "column_tiles", "row_stride", "column_stride"],
+    do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "out_ptr"],
+)
+def _scaled_kernel(
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    rows: tl.int64,
+    columns: tl.int64,
+    column_tiles: tl.int64,
+    row_stride: tl.int64,
+    column_stride: tl.int64,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BY_127: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program // column_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = program % column_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    if ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+        values_ptr = tl.multiple_of(values_ptr, 16)
+        out_ptr = tl.multiple_of(out_ptr, 16)
+    index = row * columns + column
+    value = to_float(tl.load(values_ptr + index, mask=inside, other=0), VALUES)
+    place = (row // HEIGHT) * row_stride + (column // WIDTH) * column_stride
+    scale = to_float(tl.load(scale_ptr + place, mask=inside, other=0), SCALE)
+    value = value * scale
+    if BY_127:
+        value = value * 0.007874015748031496
+    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_launch = Launcher(_scaled_kernel)

@@ -1,0 +1,113 @@
+"""The Triton decoders of other quantizations against the torch ones, bit for bit: every value with every scale."""
+
+import math
+
+import pytest
+import torch
+
+from nf4conv.codec.decode import decode
+from nf4conv.codec.kernels import fp4, scaled
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# the interpreter truncates where the GPU rounds to nearest
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+VALUES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+SCALES = [*DTYPES, torch.float8_e8m0fnu, torch.uint8]
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def random_scale(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Of all magnitudes: for bytes all of them; 0, subnormal and infinite ones among floats."""
+    if dtype in (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn):
+        return random_bytes(*shape).view(dtype)
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-149, 128, shape, generator=generator)
+    scale = (torch.rand(shape, generator=generator) + 1).ldexp(exponents)
+    scale.view(-1)[: min(3, scale.numel())] = torch.tensor([0.0, math.inf, math.nan])[: scale.numel()]
+    return scale.to(dtype)
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    actual = actual.cpu()
+    nans = torch.isnan(expected)
+    assert torch.equal(torch.isnan(actual), nans)
+    kind = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    assert torch.equal(actual.view(kind)[~nans], expected.view(kind)[~nans])
+
+
+LAYOUTS = {
+    "one": ((40, 96), (1, 1), (1, 1)),
+    "rows": ((40, 96), (40, 1), (1, 1)),
+    "columns": ((40, 96), (1, 96), (1, 1)),
+    "blocks": ((40, 96), (2, 3), (32, 32)),
+    "blocks of 32 in a row": ((40, 96), (40, 3), (1, 32)),
+    "partial, unaligned blocks": ((37, 1037), (2, 9), (32, 128)),
+    "a single column": ((5, 1), (5, 1), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("values_dtype", VALUES, ids=str)
+def test_scaled_values_in_every_layout(layout: str, values_dtype: torch.dtype, dtype: torch.dtype):
+    shape, scale_shape, block = LAYOUTS[layout]
+    values, scale = random_bytes(*shape).view(values_dtype), random_scale(torch.float32, *scale_shape)
+    out = torch.empty(shape, dtype=dtype, device=DEVICE)
+    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), block, out)
+    expected = decode("scaled", {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype)
+    same_bits(out, expected)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+@pytest.mark.parametrize("values_dtype", VALUES, ids=str)
+def test_every_value_with_every_kind_of_scale(values_dtype: torch.dtype, scale_dtype: torch.dtype):
+    values = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(values_dtype)
+    scale = random_scale(scale_dtype, 256, 1)
+    if scale.element_size() == 1:
+        scale = torch.arange(256, dtype=torch.uint8).view(scale_dtype).view(256, 1)
+    out = torch.empty(values.shape, dtype=torch.float32, device=DEVICE)
+    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), (1, 1), out)
+    same_bits(out, decode("scaled", {"values": values, "scale": scale}, (), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
+    values, scale = random_bytes(33, 80).view(torch.int8), random_scale(torch.float32, 33)
+    out = torch.empty(values.shape, dtype=dtype, device=DEVICE)
+    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE).view(-1, 1), (1, 1), out, by_127=True)
+    same_bits(out, decode("int8 rows", {"values": values, "scale": scale}, (), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [None, "divisor", "multiplier"])
+@pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "group"), [(37, 1056, 32), (6, 48, 16), (1, 32, 16)])
+def test_fp4(rows: int, columns: int, group: int, scale_dtype: torch.dtype, factor: str | None, dtype: torch.dtype):
+    parts = {"values": random_bytes(rows, columns // 2), "scale": random_scale(scale_dtype, rows, columns // group)}
+    if factor is not None:
+        parts[factor] = torch.tensor([17.3])
+    out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
+    on_device = {role: part.to(DEVICE) for role, part in parts.items()}
+    fp4.decode_fp4(on_device["values"], on_device["scale"], on_device.get("divisor"), on_device.get("multiplier"), out)
+    same_bits(out, decode("fp4", parts, (), dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["scaled", "stack", "int8 rows", "fp4", "stacked mxfp4"])
+def test_decode_gives_the_same_on_both_devices(method: str):
+    parts = {
+        "scaled": {"values": random_bytes(100, 72).view(torch.float8_e4m3fn), "scale": torch.rand(4, 3)},
+        "stack": {"values": random_bytes(3, 100, 72).view(torch.float8_e4m3fn), "scale": torch.rand(3, 1, 72)},
+        "int8 rows": {"values": random_bytes(100, 72).view(torch.int8), "scale": torch.rand(100)},
+        "fp4": {"values": random_bytes(100, 32), "scale": random_bytes(100, 4).view(torch.float8_e4m3fn)},
+        "stacked mxfp4": {"values": random_bytes(3, 50, 2, 16), "scale": random_bytes(3, 50, 2)},
+    }[method]
+    block = (32, 32) if method == "scaled" else ()
+    name = "scaled" if method == "stack" else method
+    expected = decode(name, parts, block, torch.bfloat16)
+    same_bits(decode(name, {role: part.cuda() for role, part in parts.items()}, block, torch.bfloat16), expected)
