@@ -51,5 +51,10 @@ def to_float(stored, KIND: tl.constexpr):
         magnitude = byte & 0x7F
         normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-        value = tl.where(magnitude == 0x7F, float("nan"), value)
-        return tl.where(byte >= 128, -value, value)
+        return signed(tl.where(magnitude == 0x7F, float("nan"), value), byte >> 7)
+
+
+@triton.jit
+def signed(value, negative):
+    """A float32 that is not negative, with a sign bit; Triton's own minus would lose that of zero."""
+    return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)

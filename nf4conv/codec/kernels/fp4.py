@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.eight_bit import kind_of, stored, to_float
+from nf4conv.codec.kernels.eight_bit import kind_of, signed, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher
 
 _TILE_ROWS = 4
@@ -97,5 +97,4 @@ def _e2m1(code):
     """The value of a 4-bit code: a sign, two bits of exponent, one of mantissa; -0.0 keeps its sign."""
     magnitude = code & 7
     normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return tl.where(code >= 8, -value, value)
+    return signed(tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal), code >> 3)
