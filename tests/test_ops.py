@@ -54,6 +54,21 @@ def test_dequantize_refuses(change: object, message: str) -> None:
         ops.dequantize_4bit(packed, state)
 
 
+@pytest.mark.parametrize(
+    ("device_type", "capability", "expected"),
+    [
+        ("cpu", None, "nf4conv.codec.cpu"),
+        ("cuda", (7, 5), "nf4conv.codec.reference"),  # T4: ptxas refuses max.bf16x2 below sm_80
+        ("cuda", (8, 0), "nf4conv.codec.kernels"),
+        ("cuda", (12, 0), "nf4conv.codec.kernels"),
+        ("cuda", None, "nf4conv.codec.reference"),  # ROCm
+        ("mps", None, "nf4conv.codec.reference"),
+    ],
+)
+def test_backend(device_type: str, capability: tuple[int, int] | None, expected: str) -> None:
+    assert ops.choose_backend(device_type, capability).__name__ == expected
+
+
 def replaced(state: QuantState, **fields: object) -> QuantState:
     return QuantState(**{**vars(state), **fields})
 

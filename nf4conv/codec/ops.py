@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from nf4conv.errors import CodecError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+OLDEST_CAPABILITY: Final = (8, 0)
+"""Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80."""
 
 _ALIGNMENT = 16  # of every tensor's part of a shared buffer, in elements
 
@@ -68,7 +71,7 @@ def quantize_4bit_batch(
     Raises:
         CodecError: as `quantize_4bit`, or tensors of different dtypes or devices.
     """
-    if not tensors or tensors[0].device.type != "cuda":
+    if not tensors or backend(tensors[0].device) in (cpu, reference):
         return [quantize_4bit(tensor, quant_type, blocksize, double_quant) for tensor in tensors]
     check_options(quant_type, blocksize)
     _check_dtype(tensors[0])
@@ -198,12 +201,13 @@ def dequantize_4bit(
     if torch.compiler.is_compiling():
         nested = (None, None) if state2 is None else (state2.absmax, state2.code)
         _dequantize_op(packed, quant_state.absmax, *nested, offset, out, quant_type, blocksize)
-    elif out.is_cuda:  # a view costs a microsecond, and the kernels need none
-        backend(out.device).dequantize_blocks(packed, quant_state.absmax, state2, offset, out, quant_type, blocksize)
-    else:
-        backend(out.device).dequantize_blocks(
-            packed.view(-1), quant_state.absmax, state2, offset, out.view(-1), quant_type, blocksize
-        )
+        return out
+    functions = backend(out.device)
+    if functions in (cpu, reference):
+        scales = quant_state.absmax, state2, offset
+        functions.dequantize_blocks(packed.view(-1), *scales, out.view(-1), quant_type, blocksize)
+    else:  # a view costs a microsecond, and the kernels need none
+        functions.dequantize_blocks(packed, quant_state.absmax, state2, offset, out, quant_type, blocksize)
     return out
 
 
@@ -313,9 +317,20 @@ def _plain_state(tensor: torch.Tensor, absmax: torch.Tensor, quant_type: str, bl
 @functools.cache
 def backend(device: torch.device) -> ModuleType:
     """The module whose functions run on this device: the reference where there is nothing faster."""
-    if device.type == "cpu":
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return choose_backend(device.type, torch.cuda.get_device_capability(device) if is_nvidia else None)
+
+
+def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
+    """The backend for a kind of device.
+
+    Args:
+        device_type: torch's: "cpu", "cuda", "mps", …
+        capability: compute capability of an NVIDIA GPU; None of any other device.
+    """
+    if device_type == "cpu":
         return cpu
-    if device.type != "cuda":
+    if capability is None or capability < OLDEST_CAPABILITY:
         return reference
     from nf4conv.codec import kernels
 

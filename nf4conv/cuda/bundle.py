@@ -40,7 +40,8 @@ def load_bundle(device: Device, dtype: str, quant_type: str, blocksize: int) -> 
         blocksize: elements that share one absmax.
 
     Returns:
-        None if torch has no CUDA here, or takes means in an order that our kernels do not repeat.
+        None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
+        old for them.
     """
     path = _folder() / f"{_key(device.capability(), dtype, quant_type, blocksize)}.json"
     content = _read(path)
@@ -88,12 +89,14 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
 def _compile(ordinal: int, dtype: str, quant_type: str, blocksize: int) -> dict[str, Any] | None:
     import torch
 
-    if not torch.cuda.is_available():
+    from nf4conv.codec import ops, reference
+
+    device = torch.device("cuda", ordinal)
+    if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
     from nf4conv.codec.kernels.ahead import compile_codec
     from nf4conv.codec.quant_state import DTYPES
 
-    device = torch.device("cuda", ordinal)
     with torch.cuda.device(device):
         compiled = compile_codec(device, DTYPES[dtype], quant_type, blocksize)
     if compiled is None:
