@@ -17,7 +17,7 @@ from nf4conv.codec.codebook import NESTED_BLOCKSIZE
 from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.decoding import TORCH_DTYPES
+from nf4conv.decoding import TORCH_DTYPES, check_cast
 from nf4conv.shards import ShardProgress
 from nf4conv.worker import TorchWorker
 
@@ -41,7 +41,10 @@ class UnpackPiece:
         parts = cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
         raws = worker.read([(part.file, part.start, part.stop) for part in parts.values()])
         with worker.timed("encode"):
-            values = decode_piece(parts, raws, self.stop - self.start, TORCH_DTYPES[self.job.dtype])
+            packed, state = packed_piece(parts, raws)
+            values = decode_piece(packed, state, self.stop - self.start, TORCH_DTYPES[self.job.dtype])
+            if values.dtype != state.dtype:
+                check_cast(values, self.job, lambda: decode_piece(packed, state, values.numel(), torch.float32))
         offset = self.job.offset + self.start * DTYPE_BITS[self.job.dtype] // 8
         worker.write([(self.progress.writer, offset, values)])
         self.progress.done()
@@ -90,18 +93,8 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
 
 
-def decode_piece(
-    parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor], elements: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[elements]: the values of a piece.
-
-    Args:
-        parts: from `cut_parts`.
-        raws: their bytes, in the same order.
-        elements: of the piece.
-        dtype: to decode to: float32, float16 or bfloat16.
-    """
-    packed, state = packed_piece(parts, raws)
+def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """[elements]: the values of a piece, from `packed_piece`, in float32, float16 or bfloat16."""
     values = torch.empty(elements, dtype=dtype, device=packed.device)
     scales = state.absmax, state.state2, state.offset
     backend(packed.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)

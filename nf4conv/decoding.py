@@ -1,11 +1,14 @@
 """Reading tensors that the source holds encoded: their parts from the file, decoded on the device."""
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.codec.decode import decode
+from nf4conv.shards import CastError
 from nf4conv.worker import TorchWorker
 
 TORCH_DTYPES: Final = {
@@ -45,3 +48,27 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
         views = [raw.view(TORCH_DTYPES[part.dtype]).view(part.shape) for raw, part in zip(raws, parts, strict=True)]
         roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
         return decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
+    """An encoded tensor that decodes to a dtype which holds all its values."""
+    assert tensor.encoding is not None
+    return tensor if tensor.encoding.method == "strided" else tensor._replace(dtype="F32")
+
+
+def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:
+    """Raise if a cast made finite values infinite; what is infinite or NaN in the source stays so.
+
+    Args:
+        cast: values of a kept tensor as they will be stored.
+        job: of that tensor.
+        exact: gives the same values in a dtype that holds them; asked only if there is something to look for.
+
+    Raises:
+        CastError: names the tensor.
+    """
+    # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
+    if bool(torch.isfinite(cast.sum(dtype=torch.float32))):
+        return
+    if bool((torch.isfinite(exact()) & ~torch.isfinite(cast)).any()):
+        raise CastError(job.source, job.dtype)

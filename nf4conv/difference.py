@@ -15,7 +15,7 @@ from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
 from nf4conv.checkpoint.encoded_pieces import encoded_pieces
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.codec.codebook import NESTED_BLOCKSIZE
-from nf4conv.decode import cut_parts, decode_piece
+from nf4conv.decode import cut_parts, decode_piece, packed_piece
 from nf4conv.decoding import TORCH_DTYPES, cut_elements, read_decoded
 from nf4conv.pipeline import Task, aligned
 from nf4conv.results import PieceDifference, TensorDifference
@@ -155,7 +155,7 @@ def _read(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
         return read_decoded(worker, tensor).view(-1)
     raws = worker.read([(part.file, part.start, part.stop) for _, part in encoding.parts])
     with worker.timed("encode"):
-        return decode_piece(dict(encoding.parts), raws, tensor.elements, dtype)
+        return decode_piece(*packed_piece(dict(encoding.parts), raws), tensor.elements, dtype)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:

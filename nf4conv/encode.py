@@ -19,7 +19,7 @@ from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.decode import unpack_pieces
-from nf4conv.decoding import TORCH_DTYPES, read_decoded
+from nf4conv.decoding import TORCH_DTYPES, check_cast, exactly_decoded, read_decoded
 from nf4conv.matrices import matrix_pieces, read_matrix
 from nf4conv.pipeline import aligned, interleave
 from nf4conv.shards import (
@@ -192,6 +192,7 @@ class CopyDecoded:
         tensor = read_decoded(worker, self.piece.tensor)
         with worker.timed("encode"):
             tensor = tensor.to(TORCH_DTYPES[self.job.dtype])
+            check_cast(tensor, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
         offset = self.job.offset + self.piece.start * tensor.element_size()
         worker.write([(self.progress.writer, offset, tensor)])
         self.progress.done()
@@ -213,10 +214,18 @@ class CastCopies:
             begin = job.source.start + start
             [raw] = worker.read([(job.source.file, begin, begin + stop - start)])
             with worker.timed("encode"):
-                cast = raw.view(TORCH_DTYPES[job.source.dtype]).to(TORCH_DTYPES[job.dtype])
+                cast = _cast(raw, job)
             offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
             worker.write([(self.progress.writer, offset, cast)])
         self.progress.done()
+
+
+def _cast(raw: torch.Tensor, job: CopyJob) -> torch.Tensor:
+    """The values of some bytes of a kept tensor in the dtype that it is stored in."""
+    values = raw.view(TORCH_DTYPES[job.source.dtype])
+    cast = values.to(TORCH_DTYPES[job.dtype])
+    check_cast(cast, job, lambda: values)
+    return cast
 
 
 def _read_weights(

@@ -14,7 +14,7 @@ from typing import Any
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.plan import Format, PackJob, Plan, dominant_dtype, make_plan
+from nf4conv.checkpoint.plan import TAGS, Format, PackJob, Plan, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, SelectionOptions, demote, select
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
@@ -23,7 +23,7 @@ from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output import ShardTasks, check_apart, ignore, plan_fingerprint, source_fingerprint, write_checkpoint
 from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
-from nf4conv.shards import NonFiniteError
+from nf4conv.shards import CastError, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -327,10 +327,7 @@ def _describe_non_finite(entry: PackJob, job: QuantizationPlan, run: RunOptions)
     place = f"{entry.source.file}: {entry.source.name}"
     count = count_non_finite([entry], run, job.source).get(entry.source.name, 0)
     if not count:
-        return SourceError(
-            f"{place}: has values too large for {job.plan.format.dtype}, to which it would be cast; "
-            "give another --dtype"
-        )
+        return CastError(entry.source, TAGS[job.plan.format.dtype])
     return SourceError(
         f"{place}: {count:,} of {entry.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
         "such tensors unquantized: --non-finite keep"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
-from nf4conv.codec.layout import quant_state_json
+from nf4conv.codec.layout import DTYPE_NAMES, quant_state_json
 from nf4conv.errors import SourceError
 from nf4conv.pipeline import Task, W_contra, Worker, aligned
 
@@ -37,6 +37,16 @@ class NonFiniteError(SourceError):
     def __init__(self, job: PackJob) -> None:
         super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
         self.job = job
+
+
+class CastError(SourceError):
+    """A tensor holds values that are infinite in the dtype that it would be cast to."""
+
+    def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        super().__init__(
+            f"{tensor.file}: {tensor.name}: has values too large for {DTYPE_NAMES.get(tag, tag)}, to which it would be "
+            "cast; give another --dtype"
+        )
 
 
 class ShardProgress:

@@ -1,6 +1,7 @@
 """`quantize` at the edges of what a checkpoint can hold."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
+from nf4conv.dequantize import dequantize_checkpoint
 from nf4conv.errors import SourceError
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu")
@@ -49,6 +51,86 @@ def test_values_that_a_cast_would_make_infinite_are_refused(tmp_path, non_finite
     )
     quantize_checkpoint(source, tmp_path / "other", dataclasses.replace(options, dtype="bfloat16"), CPU)
     assert_packed(tmp_path / "other", FIRST, weight.bfloat16())
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def refusal(source: Path, name: str, dtype: str) -> str:
+    return (
+        f"{source / 'model.safetensors'}: {name}: has values too large for {dtype}, to which it would be cast; "
+        "give another --dtype"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "stored", "dtype"),
+    [
+        (1e38, torch.float32, "float16"),
+        (3.4e38, torch.float32, "bfloat16"),
+        (-65_536.0, torch.bfloat16, "float16"),
+        (1e300, torch.float64, "float32"),
+    ],
+    ids=["f32-f16", "f32-bf16", "bf16-f16", "f64-f32"],
+)
+@pytest.mark.parametrize("run", [CPU, RunOptions(device="cpu", buffer_size=1)], ids=["large-buffer", "tiny-buffer"])
+def test_kept_values_that_a_cast_would_make_infinite_are_refused(tmp_path, value, stored, dtype, run):
+    embedding = torch.ones(640, 64, dtype=stored)
+    embedding[0, 0] = torch.inf  # of the source itself: it must not hide the other, which lies in the same piece
+    embedding[3, 4] = value
+    source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
+    with pytest.raises(SourceError) as caught:
+        quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype=dtype), run)
+    assert str(caught.value) == refusal(source, EMBEDDING, dtype)
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_infinities_of_the_source_are_kept(tmp_path):
+    embedding = torch.full((64, 64), 60_000.0)  # whose sum is too large for float16, and none of them is
+    embedding[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
+    found = load_file(tmp_path / "out/model.safetensors")[EMBEDDING]
+    torch.testing.assert_close(found, embedding.half(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_kept_encoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path):
+    values = torch.ones(640, 64).to(torch.float8_e4m3fn)
+    for scale, name in ((2.0**16, "large"), (2.0**15, "small")):
+        encoded = {EMBEDDING: values, f"{EMBEDDING}_scale": torch.tensor([scale])}
+        source = write(tmp_path / name, {FIRST: torch.ones(64, 64), **encoded})
+        if name == "large":
+            with pytest.raises(SourceError) as caught:
+                quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
+            assert str(caught.value) == refusal(source, EMBEDDING, "float16")
+        else:
+            quantize_checkpoint(source, tmp_path / "other", QuantizeOptions(dtype="float16"), CPU)
+            assert bool((load_file(tmp_path / "other/model.safetensors")[EMBEDDING] == 2.0**15).all())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, transposed):
+    name = "h.0.attn.c_attn.weight" if transposed else FIRST
+    weight = torch.randn(64, 192).bfloat16()
+    weight[3, 4] = 1e30
+    source = write(tmp_path / "source", {name: weight})
+    (source / "config.json").write_text(json.dumps({"model_type": "gpt2" if transposed else "llama"}))
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    assert float(load_file(tmp_path / "plain/model.safetensors")[name].float().max()) == pytest.approx(1e30, rel=0.01)
+    with pytest.raises(SourceError) as caught:
+        dequantize_checkpoint(tmp_path / "packed", tmp_path / "half", DequantizeOptions("float16"), CPU)
+    assert str(caught.value) == refusal(tmp_path / "packed", name, "float16")
+
+
+def test_decoding_to_a_weight_s_own_dtype_is_no_cast(tmp_path):
+    """Quantized scales may decode to more than float16 holds; bitsandbytes then gives infinity, and so do we."""
+    weight = torch.linspace(64_000, 65_504, 64).view(64, 1).repeat(1, 256).half()
+    weight[0] = 0.0
+    source = write(tmp_path / "source", {FIRST: weight})
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    assert bool(load_file(tmp_path / "plain/model.safetensors")[FIRST].isinf().any())
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (1, 1), (1, 64), (64, 1)], ids=str)
