@@ -64,7 +64,7 @@ def test_a_module_whose_name_transformers_5_cannot_take_is_refused_by_name(name)
         PlanError, match=r"^llm_int8_skip_modules cannot name .+: transformers 5 takes it for a"
     ) as caught:
         build_skip_modules(["model.layers.0.q_proj"], ["model.embed", name])
-    assert name in str(caught.value)
+    assert name[:100] in str(caught.value)
 
 
 def test_an_empty_list_hits_nothing():

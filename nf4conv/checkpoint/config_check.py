@@ -12,7 +12,7 @@ from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, select
-from nf4conv.checkpoint.skip_list import HEADS, MATCHERS, Predicate
+from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is_name
 from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
 from nf4conv.codec.layout import DTYPE_NAMES
 from nf4conv.errors import PlanError
@@ -115,11 +115,7 @@ def _check_skip_list(structure: Structure, config: Mapping[str, Any], quantizati
     if listed is not None and not (isinstance(listed, list) and all(isinstance(entry, str) for entry in listed)):
         structure.note("skip list", "config.json", "", "llm_int8_skip_modules is not a list of names")
         return
-    try:
-        matchers = {loader: match(HEADS if listed is None else listed) for loader, match in MATCHERS.items()}
-    except re.error as error:
-        structure.note("skip list", "config.json", "", f"llm_int8_skip_modules: not a regular expression: {error}")
-        return
+    matchers = _matchers(structure, HEADS if listed is None else listed)
     names = ModuleNames.of(config)
     faults = list(_mistaken(structure, names, matchers))
     faults += _forgotten(list(_linear(structure, config)), names, matchers, listed is not None)
@@ -128,6 +124,20 @@ def _check_skip_list(structure: Structure, config: Mapping[str, Any], quantizati
     if len(faults) > _MOST_LINES:
         text = f"and {len(faults) - _MOST_LINES:,} more"
         structure.note("skip list", "config.json", "", text, is_fault=any(fault for _, _, fault in faults))
+
+
+def _matchers(structure: Structure, entries: Sequence[str]) -> dict[str, Predicate]:
+    """What each loader makes of a list; not transformers 5 if that takes entries for patterns, which may never end."""
+    patterns = [entry for entry in entries if entry and not is_name(entry)]
+    for pattern in patterns[:_MOST_LINES]:
+        try:
+            re.compile(pattern)
+            text, is_fault = "a pattern to transformers 5, which is not checked, and a name to other loaders", False
+        except (re.error, OverflowError, RecursionError) as error:
+            text, is_fault = f"not a regular expression, for which transformers 5 takes it: {error}", True
+        text = f"llm_int8_skip_modules: {pattern[:100]!r} is {text}"
+        structure.note("skip list", "config.json", "", text, is_fault=is_fault)
+    return {name: match(entries) for name, match in MATCHERS.items() if not patterns or name in LITERAL}
 
 
 def _mistaken(

@@ -32,6 +32,9 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 METADATA_KEY: Final = "__metadata__"
 
 _MOST_DIMENSIONS: Final = 64  # as torch
+_LONGEST_NAME: Final = 1000
+_MOST_DOTS: Final = 64
+"""Names are taken apart at their dots: several times what models have, and no more than memory can bear."""
 _LARGEST_SIZE: Final = 2**63
 
 
@@ -158,7 +161,22 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     return tuple(tensors)
 
 
+def check_name(path: Path, name: str) -> None:
+    """Refuse a tensor whose name no model can have.
+
+    Raises:
+        SourceError: it is too long, or too deep.
+    """
+    dots = name.count(".")
+    if len(name) > _LONGEST_NAME or dots > _MOST_DOTS:
+        raise SourceError(
+            f"{path}: {name[:50]}…: a name of {len(name):,} characters and {dots:,} dots; "
+            f"expected at most {_LONGEST_NAME:,} and {_MOST_DOTS}"
+        )
+
+
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    check_name(path, name)
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError) as error:

@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, cast
 
-from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo, check_name
 from nf4conv.checkpoint.pickle_program import PickleError, Storage, StoredTensor, run_pickle
 from nf4conv.errors import SourceError
 
@@ -140,6 +140,7 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, _Span]) -> TensorInfo:
+    check_name(path, name)
     _check_view(name, tensor)
     itemsize = DTYPE_BITS[tensor.dtype] // 8
     storage = storages.get(tensor.storage.key)

@@ -42,6 +42,11 @@ def transformers_4(entries: Iterable[str]) -> Predicate:
     return is_skipped
 
 
+def is_name(entry: str) -> bool:
+    """Whether an entry means itself to all loaders: to transformers 5 it is a regular expression, if only of dots."""
+    return entry != "" and not re.search(r"[\\^$*+?{}()|\[\]]", entry)
+
+
 def _any_of(patterns: Iterable[str], end: str = "") -> re.Pattern[str]:
     try:
         return re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns))
@@ -85,6 +90,10 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 }
 
 
+LITERAL: Final = ("transformers 4", "vLLM")
+"""Those to whom an entry is never a regular expression."""
+
+
 def _ancestors(path: str) -> list[str]:
     """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → ["a", "a.b"]."""
     return [path[: dot.start()] for dot in re.finditer(r"\.|$", path)]
@@ -106,20 +115,35 @@ def build_skip_modules(
     Returns:
         entries: the list, in natural order.
         mistaken: packed modules that a loader would nevertheless take for skipped.
+
+    Raises:
+        PlanError: a module that must be listed has a name that is no name to transformers 5.
     """
     packed = tuple(packed)
     above_packed = {ancestor for path in packed for ancestor in _ancestors(path)}
     covered: dict[str, list[str]] = {}
     for path in kept:
-        entry = next((ancestor for ancestor in _ancestors(path) if ancestor not in above_packed), path)
+        entry = next((name for name in _ancestors(path) if name and name not in above_packed), path)
         covered.setdefault(entry, []).append(path)
+    _check_names(covered)
     absent = set(absent)
     mistaken = mistaken_for_skipped([*covered, *absent], packed)  # seldom any; the rest need not be looked at again
     absent = {entry for entry in absent if not mistaken_for_skipped([entry], mistaken)}
     too_wide = {entry for entry in covered if mistaken_for_skipped([entry], mistaken)}
     entries = {path for entry, paths in covered.items() for path in (paths if entry in too_wide else [entry])}
     entries |= absent
+    _check_names(entries)
     return tuple(sorted(entries, key=natural_order)), mistaken_for_skipped(entries, mistaken)
+
+
+def _check_names(entries: Iterable[str]) -> None:
+    # one of them could match anything, or, being matched, never come to an end
+    odd = [entry for entry in entries if not is_name(entry)]
+    if odd:
+        raise PlanError(
+            f"llm_int8_skip_modules cannot name {', '.join(repr(entry[:100]) for entry in odd[:3])}: "
+            "transformers 5 takes it for a regular expression"
+        )
 
 
 def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
@@ -132,7 +156,7 @@ def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts "layers.2" before "layers.10"."""
     parts = re.split(r"(\d+)", text)
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:
