@@ -5,8 +5,10 @@ Workspace ▸ Pipeline(shard tasks)           every byte of every shard
 auxiliary files ▸ index ▸ config.json       config.json last: it is what makes the folder a checkpoint
 """
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -140,7 +142,20 @@ def plan_quantization(
     """
     options = options or QuantizeOptions()
     _check_options(options)
-    return _plan(open_source(source, where), options, frozenset())
+    with _no_garbage_collection():
+        return _plan(open_source(source, where), options, frozenset())
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Planning makes many small objects that all live on: looking for dead ones takes a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) -> QuantizationPlan:

@@ -46,6 +46,7 @@ _REFUSED: Final[Mapping[str, str]] = {
 }
 
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
+_PLAIN: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 _ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
@@ -126,7 +127,9 @@ def decoded_tensors(
         families_of(config),
         read,
     )
-    found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}
+    found: dict[str, TensorInfo] = {}
+    if any(tensor.dtype not in _PLAIN for tensor in tensors):  # every encoding has parts in another dtype
+        found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}
     if not found and method is None:
         _check_unused(tensors)
         return tuple(tensors), ()

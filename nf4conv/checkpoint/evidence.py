@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
@@ -31,6 +32,7 @@ _TOWER: Final = re.compile(
     r"|aligner|abstractor|patch_|codec|generation_|talker|token2wav|code2wav)"
 )
 _LAYER: Final = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
+_NUMBERED: Final = re.compile(r"\.\d+\.")
 _EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
 _FLOAT32: Final = re.compile(
     r"e_score_correction_bias|expert_bias|moe_statics|A_log$|\.D$|dt_bias|sinks$|router.*bias$"
@@ -85,7 +87,7 @@ class Evidence:
     def why_not_linear(self, module: str) -> str | None:
         """Why a matrix is certainly no `nn.Linear`; None when it may be one."""
         leaf = module.rpartition(".")[2]
-        if not _EMBEDDING.match(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
+        if not _is_embedding(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
             return None
         return None if self._is_linear_by_family(module) else "an embedding"
 
@@ -111,21 +113,22 @@ class Evidence:
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
     def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> str | None:
-        if _EMBEDDING.match(module.rpartition(".")[2]):
+        parent, _, leaf = module.rpartition(".")
+        if _is_embedding(leaf):
             return "an input embedding"
-        if not _in_layer(module) and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
+        place = _place(parent)
+        if not place.in_layer and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
             return "an output head"
-        layer = _LAYER.match(module)
-        if _EXTRA_LAYER.search(module) or (layer and 0 < self.layers <= int(layer[1])):
+        if place.is_extra or 0 < self.layers <= place.layer:
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
     def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> str | None:
         if _ROUTER.search(module):
             return ROUTER
-        if not experts and _EXPERT.search(module):
-            return EXPERT
         parent, _, leaf = module.rpartition(".")
+        if not experts and _place(parent).in_expert:
+            return EXPERT
         if leaf == "weights_proj":
             return READ  # of sparse attention's indexer
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
@@ -168,18 +171,54 @@ class Evidence:
 
     @property
     def splits_experts(self) -> bool:
-        return any(family.splits_experts for family in self.families)
+        return bool(self.families) and any(family.splits_experts for family in self.families)
 
     def _is_linear_by_family(self, module: str) -> bool:
-        return any(family.linear and re.search(family.linear, module) for family in self.families)
+        return bool(self.families) and any(
+            family.linear and re.search(family.linear, module) for family in self.families
+        )
+
+
+class _Place(NamedTuple):
+    """What the path above a module tells.
+
+    Attributes:
+        in_layer: whether it is below something numbered.
+        layer: the number of the language model's layer; -1 outside of them.
+        is_extra: whether it predicts tokens beyond the next.
+        in_expert: whether it belongs to a single expert.
+    """
+
+    in_layer: bool
+    layer: int
+    is_extra: bool
+    in_expert: bool
+
+
+@lru_cache(maxsize=1024)
+def _place(parent: str) -> _Place:
+    """The same for all modules below one: a checkpoint may have 100 000, and they come in groups."""
+    above = f"{parent}." if parent else ""
+    layer = _LAYER.match(above)
+    return _Place(
+        _NUMBERED.search(above) is not None,
+        int(layer[1]) if layer else -1,
+        _EXTRA_LAYER.search(above) is not None,
+        _EXPERT.search(above) is not None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _is_embedding(leaf: str) -> bool:
+    return _EMBEDDING.match(leaf) is not None
 
 
 def _in_layer(module: str) -> bool:
-    return re.search(r"\.\d+\.", module) is not None
+    return _place(module.rpartition(".")[0]).in_layer
 
 
 def _in_tower(module: str) -> bool:
-    outside = re.split(r"\.\d+\.", module)[0].split(".")
+    outside = _NUMBERED.split(module)[0].split(".")
     return any(_TOWER.match(part) for part in outside)
 
 

@@ -207,7 +207,7 @@ def families_of(config: Mapping[str, Any]) -> tuple[Family, ...]:
 
 def is_transposed(module: str, families: Sequence[Family]) -> bool:
     """Whether a module of such a model stores its weight as [in, out], to be packed as [out, in]."""
-    return any(family.transposed and re.search(family.transposed, module) for family in families)
+    return bool(families) and any(family.transposed and re.search(family.transposed, module) for family in families)
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:

@@ -68,6 +68,8 @@ class ModuleNames:
 
     def spellings(self, path: str) -> tuple[str, ...]:
         """Every path that a loader may know a module by; the path on disk comes first."""
+        if not (self.families or self.multimodal or self.in_memory):
+            return (path,)
         paths = [path] + ([self.in_memory[path]] if path in self.in_memory else [])
         for family in self.families:
             renamed = [re.sub(pattern, new, old) for old in paths for pattern, new in family.renamed]

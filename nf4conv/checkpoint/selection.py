@@ -276,4 +276,4 @@ def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
+    return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)

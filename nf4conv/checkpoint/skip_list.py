@@ -14,7 +14,7 @@ different paths is listed under each of them.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from nf4conv.errors import PlanError
@@ -33,13 +33,8 @@ def transformers_4(entries: Iterable[str]) -> Predicate:
     """Whether transformers 4 leaves a module alone, by its path."""
     names = frozenset(entries)
     before_dot = tuple(sorted(names))
-
-    def is_skipped(path: str) -> bool:
-        if path in names or path.rpartition(".")[2] in names:
-            return True
-        return any(path.endswith(before_dot, 0, dot.start()) for dot in re.finditer(r"\.", path))
-
-    return is_skipped
+    is_below = _below(lambda ancestor: ancestor.endswith(before_dot))
+    return lambda path: path in names or path.rpartition(".")[2] in names or is_below(path)
 
 
 def is_name(entry: str) -> bool:
@@ -79,7 +74,30 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
 def vllm(entries: Iterable[str]) -> Predicate:
     """Whether vLLM or SGLang leaves a module alone, by its path."""
     names = frozenset(entries)
-    return lambda path: any(part in names for part in path.split(".")) or not names.isdisjoint(_ancestors(path))
+
+    def is_named(path: str) -> bool:
+        return path in names or path.rpartition(".")[2] in names
+
+    is_below = _below(is_named)
+    return lambda path: is_named(path) or is_below(path)
+
+
+def _below(holds: Predicate) -> Predicate:
+    """Whether something holds for any path above one; remembered, since a checkpoint's modules come in groups."""
+    known = {"": False}
+
+    def is_below(path: str) -> bool:
+        ancestor = path.rpartition(".")[0]
+        unknown = []
+        while ancestor not in known:
+            unknown.append(ancestor)
+            ancestor = ancestor.rpartition(".")[0]
+        found = known[ancestor]
+        for ancestor in reversed(unknown):
+            found = known[ancestor] = found or holds(ancestor)
+        return found
+
+    return is_below
 
 
 MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
@@ -94,9 +112,23 @@ LITERAL: Final = ("transformers 4", "vLLM")
 """Those to whom an entry is never a regular expression."""
 
 
-def _ancestors(path: str) -> list[str]:
-    """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → ["a", "a.b"]."""
-    return [path[: dot.start()] for dot in re.finditer(r"\.|$", path)]
+def _ancestors(path: str) -> Iterator[str]:
+    """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → "a", "a.b"."""
+    dot = path.find(".")
+    while dot >= 0:
+        yield path[:dot]
+        dot = path.find(".", dot + 1)
+    yield path
+
+
+def _all_ancestors(paths: Iterable[str]) -> set[str]:
+    """The ancestors of many paths, of which most are shared."""
+    found: set[str] = set()
+    for path in paths:
+        while path not in found:
+            found.add(path)
+            path = path.rpartition(".")[0] if "." in path else path
+    return found
 
 
 def build_skip_modules(
@@ -120,7 +152,7 @@ def build_skip_modules(
         PlanError: a module that must be listed has a name that is no name to transformers 5.
     """
     packed = tuple(packed)
-    above_packed = {ancestor for path in packed for ancestor in _ancestors(path)}
+    above_packed = _all_ancestors(packed)
     covered: dict[str, list[str]] = {}
     for path in kept:
         entry = next((name for name in _ancestors(path) if name and name not in above_packed), path)
@@ -149,8 +181,9 @@ def _check_names(entries: Iterable[str]) -> None:
 def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
     """The paths that at least one loader would skip."""
     entries = tuple(entries)
-    skipped = [match(entries) for match in MATCHERS.values()]
-    return tuple(path for path in packed if any(is_skipped(path) for is_skipped in skipped))
+    # whatever transformers 5.21 skips, 5.0 skips too
+    by_4, by_5, by_vllm = transformers_4(entries), transformers_5_0(entries), vllm(entries)
+    return tuple(path for path in packed if by_4(path) or by_vllm(path) or by_5(path))
 
 
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:

@@ -159,8 +159,11 @@ def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: has no weight_map")
     for name, file in weight_map.items():
-        relative = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("..")
-        if relative.is_absolute() or ".." in relative.parts or "\\" in str(file):
+        if not isinstance(file, str):
+            raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
+    for file, name in {file: name for name, file in reversed(weight_map.items())}.items():
+        relative = PurePosixPath(file)
+        if relative.is_absolute() or ".." in relative.parts or "\\" in file:
             raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
         if not (index.parent / relative).is_file() and index.parent / relative not in absent:
             raise SourceError(f"{index}: {name}: the shard {file} is missing; the download is incomplete")
@@ -199,8 +202,9 @@ def _read_remote_header(repository: "Repository", file: "RemoteFile", path: Path
 
 def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: tuple[TensorInfo, ...]) -> None:
     held_in = {tensor.name: tensor.file for tensor in tensors}
+    paths = {file: folder / file for file in set(weight_map.values())}
     for name, file in weight_map.items():
-        if held_in.get(name) != folder / file:
+        if held_in.get(name) != paths[file]:
             raise SourceError(f"{folder / file}: {name}: the index places this tensor here, but the file lacks it")
 
 

@@ -1,0 +1,58 @@
+"""Planning a checkpoint of 100,000 tensors takes about two seconds, not minutes."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from nf4conv import QuantizeOptions, plan_quantization
+
+LAYERS, EXPERTS = 80, 416
+
+
+def write_headers(folder: Path) -> int:
+    """A mixture of experts, its files without data (they have holes); returns how many tensors it has."""
+    folder.mkdir()
+    shapes = {"model.embed_tokens.weight": [1024, 512], "lm_head.weight": [1024, 512]}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": [512, 512] for name in "qkvo"}
+        shapes |= {f"{prefix}.{name}.weight": [512] for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes[f"{prefix}.mlp.gate.weight"] = [EXPERTS, 512]
+        for expert in range(EXPERTS):
+            experts = f"{prefix}.mlp.experts.{expert}"
+            shapes |= {f"{experts}.{name}_proj.weight": [128, 512] for name in ("gate", "up")}
+            shapes[f"{experts}.down_proj.weight"] = [512, 128]
+    names = list(shapes)
+    weight_map = {}
+    for number, start in enumerate(range(0, len(names), 5000)):
+        file, entries, position = f"model-{number:05d}.safetensors", {}, 0
+        for name in names[start : start + 5000]:
+            size = 2
+            for length in shapes[name]:
+                size *= length
+            entries[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [position, position + size]}
+            position += size
+        header = json.dumps(entries).encode()
+        with (folder / file).open("wb") as output:
+            output.write(len(header).to_bytes(8, "little") + header)
+            output.truncate(8 + len(header) + position)
+        weight_map |= dict.fromkeys(entries, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return len(names)
+
+
+@pytest.mark.parametrize("moe", ["portable", "per-expert"])
+def test_a_hundred_thousand_tensors(tmp_path: Path, moe: str):
+    tensors = write_headers(tmp_path / "source")
+    assert tensors > 100_000
+    started = time.process_time()
+    plan = plan_quantization(tmp_path / "source", QuantizeOptions(moe=moe))
+    seconds = time.process_time() - started
+    print(f"{tensors:,} tensors, --moe {moe}: {seconds:.2f} s")
+    packed = sum(row["action"] == "pack" for row in plan.rows())
+    assert packed == 4 * LAYERS + (3 * LAYERS * EXPERTS if moe == "per-expert" else 0)
+    assert seconds < 5  # what a slow machine may take; it was 2.0 to 2.4 on ours
