@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from nf4conv import __version__
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.pairing import alike
 from nf4conv.checkpoint.selection import is_wanted
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.codec.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
@@ -73,8 +74,8 @@ class ComparisonReport:
         a: the one checkpoint.
         b: the other.
         passed: the verdict.
-        tensors: a row for each: name, place, status, format and shape in both, and where the bytes differ, how many
-            values do, and how far they are apart.
+        tensors: a row for each: name, place, status, format and shape in both, whether that is let pass, and where
+            the bytes differ, how many values do, and how far they are apart.
         kinds: the same added up by kind of module.
         counts: tensors by status.
         settings: options, device and versions.
@@ -124,8 +125,8 @@ def plan_comparison(
         raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
     first, second = open_source(a, where), open_source(b, where)
     in_a, in_b = (
-        {tensor.name: tensor for tensor in side.tensors if is_wanted(tensor.name, options.include, options.exclude)}
-        for side in (first, second)
+        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
+        for side in (alike(first.tensors, second.tensors), alike(second.tensors, first.tensors))
     )
     tensors = {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
     if not tensors:
@@ -173,15 +174,16 @@ def execute_comparison(
     pipeline.run(byte_tasks([result for result in results.values() if result.is_identical], pipeline.piece))
     unlike = [result for result in results.values() if not result.is_identical and _has_values(result)]
     pipeline.run(value_tasks(unlike, pipeline.piece))
-    rows = [
+    found = (
         _row(results[name]) if name in results else _unpaired_row(name, a, b) for name, (a, b) in plan.tensors.items()
-    ]
+    )
+    rows = tuple({**row, "passed": _passes(row, plan.options.tolerance)} for row in found)
     counts = Counter(row["status"] for row in rows)
     return ComparisonReport(
         a=str(plan.a),
         b=str(plan.b),
-        passed=all(_passes(row, plan.options.tolerance) for row in rows),
-        tensors=tuple(rows),
+        passed=all(row["passed"] for row in rows),
+        tensors=rows,
         kinds=tuple(_kinds(rows)),
         counts={status: counts[status] for status in _STATUSES if counts[status]},
         settings={**asdict(plan.options), "device": pipeline.device, "nf4conv": __version__, "torch": version("torch")},

@@ -158,6 +158,14 @@ def _read(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
         return decode_piece(*packed_piece(dict(encoding.parts), raws), tensor.elements, dtype)
 
 
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same values for a test of equality, which torch has on a GPU for signed integers only."""
+    return values.view(_SIGNED.get(values.dtype, values.dtype))
+
+
 def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
     """Compare the values of two flat tensors of one length and any dtypes."""
     sums = torch.zeros(3, dtype=torch.float64, device=a.device)
@@ -166,7 +174,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
         left, right = a[start : start + _CHUNK], b[start : start + _CHUNK]
         x, y = left.double(), right.double()
         # float64 does not hold every integer of 64 bits
-        unequal = left != right if left.dtype == right.dtype else x != y
+        unequal = _bits(left) != _bits(right) if left.dtype == right.dtype else x != y
         unequal &= ~(x.isnan() & y.isnan())
         distance = torch.where(unequal, (x - y).abs(), 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         values = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -73,13 +73,13 @@ def verification_lines(report: "VerifyReport") -> Iterator[str]:
 
 
 def comparison_lines(report: "ComparisonReport") -> Iterator[str]:
-    """What only one of the two has, the largest differences, kinds of modules, and the verdict last."""
-    unpaired = [row for row in report.tensors if row["shape_a"] != row["shape_b"]]
-    for row in unpaired[:_MOST_FINDINGS]:
+    """What has no counterpart, the largest differences, kinds of modules, and the verdict last."""
+    unmeasured = [row for row in report.tensors if not row["passed"] and row["relative_error"] is None]
+    for row in unmeasured[:_MOST_FINDINGS]:
         yield f"{row['status']:14} {printable(row['name'])}  {_shapes(row)}"
-    if len(unpaired) > _MOST_FINDINGS:
-        yield f"… and {len(unpaired) - _MOST_FINDINGS:,} more; --json FILE lists them all"
-    if unpaired:
+    if len(unmeasured) > _MOST_FINDINGS:
+        yield f"… and {len(unmeasured) - _MOST_FINDINGS:,} more; --json FILE lists them all"
+    if unmeasured:
         yield ""
     yield from _differences([row for row in report.tensors if row["differing"]])
     yield from table(

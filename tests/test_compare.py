@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import contents
 from click.testing import CliRunner, Result
 from four_bit import pack, write
+from hub_server import Repo
 from safetensors.torch import load_file, save_file
 
 from nf4conv.cli import main
 from nf4conv.compare import ComparisonReport, compare_checkpoints
 from nf4conv.dequantize import dequantize_checkpoint
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu", workers=2)
@@ -119,10 +121,20 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     assert not compare(paths[0], paths[4], tolerance=1e9).passed
 
 
-def test_integers_are_compared_exactly(tmp_path):
-    large = torch.tensor([2**62, 2**62 + 1])
-    report = compare(plain(tmp_path / "a", {"x": large}), plain(tmp_path / "b", {"x": large.flip(0)}))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_are_compared_exactly(tmp_path, dtype):
+    large = torch.tensor([2**62, 2**62 + 1]).to(dtype)
+    flipped = torch.tensor([2**62 + 1, 2**62]).to(dtype)
+    report = compare(plain(tmp_path / "a", {"x": large}), plain(tmp_path / "b", {"x": flipped}))
     assert row(report, "x")["differing"] == 2
+
+
+def test_complex_numbers_are_compared_by_their_bytes(tmp_path):
+    paths = [plain(tmp_path / str(number), {"x": torch.full((4,), complex(number > 1, 1))}) for number in range(3)]
+    assert compare(paths[0], paths[1]).passed
+    printed = command(paths[0], paths[2], "--tolerance", 1e9)
+    assert printed.exit_code == 1
+    assert "different      x  4 → 4\n" in printed.stdout
 
 
 def test_a_tensor_in_only_one_and_another_shape(tmp_path):
@@ -250,6 +262,40 @@ def test_weights_that_a_family_stores_transposed(tmp_path):
     assert found["relative_error"] < 0.12
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
     assert compare(tmp_path / "packed", tmp_path / "decoded", tolerance=0).passed
+
+
+@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+def test_experts_that_one_of_the_two_stacks(tmp_path, run):
+    layer = "model.layers.0.feed_forward.experts"
+    generator = torch.Generator().manual_seed(0)
+    stacked = {
+        f"{layer}.gate_up_proj": torch.randn(3, 64, 256, generator=generator).bfloat16(),
+        f"{layer}.down_proj": torch.randn(3, 128, 64, generator=generator).bfloat16(),
+    }
+    source = plain(tmp_path / "source", stacked, model_type="llama4_text")
+    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
+    apart = load_file(tmp_path / "decoded" / "model.safetensors")
+    for a, b in ((source, tmp_path / "packed"), (tmp_path / "packed", source)):
+        report = compare(a, b, tolerance=0.12, run=run)
+        assert report.passed, report.verdict
+        assert statuses(report) == dict.fromkeys(apart, "different")
+    assert len(apart) == 9
+    expert = stacked[f"{layer}.gate_up_proj"][2, :, 128:].t().double()
+    error = expert - apart[f"{layer}.2.up_proj.weight"].double()
+    found = row(compare(source, tmp_path / "packed", run=run), f"{layer}.2.up_proj.weight")
+    assert found["relative_error"] == pytest.approx(float(error.norm() / expert.norm()), rel=1e-12)
+    assert set(statuses(compare(source, source, run=run)).values()) == {"identical"}
+
+
+def test_a_checkpoint_on_the_hub(hub, tmp_path):
+    source = plain(tmp_path / "source")
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit(contents(source))
+    cache = SourceOptions(cache_dir=tmp_path / "cache")
+    report = compare_checkpoints("org/model", source, None, CPU, where=cache)
+    assert report.passed
+    assert report.a.startswith("org/model")
 
 
 @pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])

@@ -1,13 +1,13 @@
-"""Which tensor of the source each tensor of a 4-bit checkpoint was made from."""
+"""Which tensor of one checkpoint stands for which of another: of what it was made from, or of any."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nf4conv.checkpoint.families import families_of, is_transposed
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.checkpoint.plan import FLOAT_TAGS, Format, PackJob, footprint
 from nf4conv.checkpoint.selection import PackedMatrix, split_experts
 from nf4conv.checkpoint.skip_list import HEADS
@@ -73,6 +73,32 @@ def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo], pairs:
             structure.note("copies", tensor.file, tensor.name, text)
         else:
             pairs.copies.append((tensor, found))
+
+
+def alike(tensors: Sequence[TensorInfo], others: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
+    """Tensors by name; experts in one tensor are taken apart where the other checkpoint has them one by one."""
+    names = {other.name for other in others}
+    found = {}
+    for tensor in tensors:
+        experts = () if tensor.encoding is not None else _experts(tensor)
+        is_apart = any(expert.name in names for expert in experts)
+        found.update({part.name: part for part in (experts if is_apart else (tensor,))})
+    return found
+
+
+def _experts(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
+    """The weights of stacked experts as views of the stack."""
+    size = DTYPE_BITS[tensor.dtype] // 8
+    found = []
+    for matrix in split_experts(tensor):
+        columns, (first, _) = tensor.shape[2], matrix.columns or (0, 0)
+        outputs, inputs = matrix.shape
+        length = (inputs - 1) * columns + outputs
+        start = tensor.start + ((matrix.index or 0) * tensor.shape[1] * columns + first) * size
+        stored = tensor._replace(shape=(length,), start=start, stop=start + length * size)
+        encoding = Encoding("strided", (("values", stored),), (outputs, inputs, 1, columns))
+        found.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=encoding))
+    return tuple(found)
 
 
 def _matrix(
