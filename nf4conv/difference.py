@@ -24,7 +24,7 @@ from nf4conv.worker import TorchWorker
 FileRange = tuple[Path, int, int]
 """(file, start, stop) in bytes."""
 
-_CHUNK: Final = 2**20
+_CHUNK: Final = 2**18
 """Values compared at a time: in float64 they take a few times as much memory as they do in a file."""
 
 
@@ -77,7 +77,7 @@ def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Tas
         if not result.a.elements:
             continue
         a, b = _decoded_alike(result.a, result.b), _decoded_alike(result.b, result.a)
-        for start, *pieces in _pieces(a, b, piece // 4):
+        for start, *pieces in _pieces(a, b, piece // 16):
             yield CompareValues(result, start, *pieces)
 
 

@@ -22,7 +22,7 @@ from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
-UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)  # pieces of 384 blocks of 128 values
+UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=12 * 2**16)  # pieces of 384 blocks of 128 values
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
