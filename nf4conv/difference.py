@@ -77,6 +77,7 @@ def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Tas
         if not result.a.elements:
             continue
         a, b = _decoded_alike(result.a, result.b), _decoded_alike(result.b, result.a)
+        # decoded and in float64, two pieces and what is computed of them take some 60 bytes a value
         for start, *pieces in _pieces(a, b, piece // 16):
             yield CompareValues(result, start, *pieces)
 
