@@ -1,4 +1,4 @@
-"""The floor under `nf4conv quantize`: moves the same bytes with the same threads and computes nothing.
+"""The floor under nf4conv's commands: moves the same bytes with the same threads and computes nothing.
 
 Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a thread), brings KEPT
 bytes back for each byte read, and writes those to as many files, several at a time as nf4conv does. Prints the seconds
@@ -22,6 +22,8 @@ from nf4conv.pipeline import interleave
 def main() -> None:
     source, out, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
     threads, piece, kept_ratio = int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
+    # what becomes larger is taken in pieces that become a piece
+    piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
     out.mkdir(parents=True)
     files = []
     for path in sorted(source.glob("*.safetensors")):
@@ -38,9 +40,9 @@ def main() -> None:
 
     def work() -> None:
         host = torch.empty(piece, dtype=torch.uint8, pin_memory=cuda)
-        back = torch.empty(piece, dtype=torch.uint8, pin_memory=cuda) if cuda else host
+        back = torch.empty(max(piece, returned), dtype=torch.uint8, pin_memory=cuda)
         stream = torch.cuda.Stream(device) if cuda else None
-        held = torch.empty(piece, dtype=torch.uint8, device=device) if cuda else host
+        held = torch.empty(max(piece, returned), dtype=torch.uint8, device=device) if cuda else host
         ready.wait()
         while True:
             with lock:

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_parts, encoded_pieces, packed_spans
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
@@ -23,7 +23,7 @@ from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.codec.reference import decode_absmax, decoded_values
-from nf4conv.decode import cut_parts, packed_piece, packed_spans
+from nf4conv.decode import packed_piece
 from nf4conv.decoding import TORCH_DTYPES, read_decoded
 from nf4conv.encode import GatheredAbsmax
 from nf4conv.matrices import matrix_pieces, read_matrix

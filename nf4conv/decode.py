@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
+from nf4conv.checkpoint.encoded_pieces import cut_parts, packed_spans
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob
-from nf4conv.codec.codebook import NESTED_BLOCKSIZE
-from nf4conv.codec.layout import block_count
 from nf4conv.codec.ops import backend
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.decoding import TORCH_DTYPES, check_cast
@@ -57,40 +56,6 @@ def unpack_pieces(progress: ShardProgress, job: CopyJob, piece: int) -> list[Unp
         return []
     spans = packed_spans(job.elements, encoding.block[0], piece // (DTYPE_BITS[job.dtype] // 8))
     return [UnpackPiece(progress, job, start, stop) for start, stop in spans]
-
-
-def packed_spans(elements: int, blocksize: int, most: int) -> list[tuple[int, int]]:
-    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks."""
-    unit = blocksize * NESTED_BLOCKSIZE
-    step = max(most - most % unit, unit)
-    return [(start, min(start + step, elements)) for start in range(0, elements, step)]
-
-
-def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int) -> dict[str, TensorInfo]:
-    """What elements start … stop of a packed weight are decoded from.
-
-    Args:
-        parts: of the whole weight, by role: "values", and the suffixes of the components beside them.
-        blocksize: elements that share one absmax.
-        start: a multiple of 256 blocks.
-        stop: the end of the weight, or another such multiple.
-
-    Returns:
-        The parts with their bytes cut to size; "values" as bytes, whatever they are stored as.
-    """
-    first, last = start // blocksize, block_count(stop, blocksize)
-    ranges = {
-        "values": (start // 2, -(-stop // 2)),
-        "absmax": (first, last),
-        "nested_absmax": (first // NESTED_BLOCKSIZE, block_count(last, NESTED_BLOCKSIZE)),
-    }
-    found = dict(parts) | {"values": parts["values"]._replace(dtype="U8")}
-    return {role: _cut(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
-
-
-def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
-    size = DTYPE_BITS[part.dtype] // 8
-    return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
 
 
 def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:

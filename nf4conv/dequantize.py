@@ -23,8 +23,8 @@ from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import PlanError
 from nf4conv.options import DTYPES, DequantizeOptions, RunOptions, SourceOptions
-from nf4conv.output import check_apart, ignore, source_fingerprint, write_checkpoint
-from nf4conv.pipeline import MemoryUse, Pipeline, make_pipeline
+from nf4conv.output import ShardTasks, check_apart, ignore, source_fingerprint, write_checkpoint
+from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
 
 DECODED = "decoded"
 STAYS = "stays in 4 bits"
@@ -99,10 +99,11 @@ class DequantizeReport:
         bytes_before: of all tensors of the source.
         bytes_after: of the output's weight files.
         seconds: wall clock of the whole run, once planned.
+        pipeline_seconds: of it, from the first read to the last write.
         seconds_by_activity: "read", "encode" (here: decode) and "write", summed over the workers.
         host_baseline_bytes: peak resident memory of the process when the first byte is read.
         host_peak_bytes: the same at the end.
-        device_peak_bytes: the most that torch held on the GPU.
+        device_peak_bytes: the most held on the GPU.
         shards_resumed: finished shards of an earlier, interrupted run that were kept.
         notes: what the user should know.
     """
@@ -114,6 +115,7 @@ class DequantizeReport:
     bytes_before: int
     bytes_after: int
     seconds: float
+    pipeline_seconds: float
     seconds_by_activity: Mapping[str, float]
     host_baseline_bytes: int
     host_peak_bytes: int
@@ -241,13 +243,11 @@ def execute_dequantization(
     progress: Callable[[int], None] | None = None,
 ) -> DequantizeReport:
     """Carry out a plan; arguments, result and errors as `dequantize_checkpoint`."""
-    from nf4conv.encode import shard_tasks
-    from nf4conv.worker import TorchEngine
-
     started = time.perf_counter()
     run = run or RunOptions()
     check_apart(job.source.folder, Path(out))
-    pipeline = make_pipeline(TorchEngine(run.device), run, progress or ignore)
+    engine, shard_tasks = choose_engine(job, run)
+    pipeline = make_pipeline(engine, run, progress or ignore)
     baseline = pipeline.memory()
     fingerprint = {"command": "dequantize", **source_fingerprint(job.source, pipeline, job.options)}
     with Workspace(Path(out), fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
@@ -258,6 +258,23 @@ def execute_dequantization(
             seconds=time.perf_counter() - started,
             shards_resumed=resumed,
         )
+
+
+def choose_engine(job: DequantizationPlan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
+    """How to compute: on a GPU without torch where that is possible, because importing torch takes seconds."""
+    from nf4conv.cuda import decode as bare
+
+    purpose = None if job.options.dtype is not None else bare.purpose_of(job.plan)
+    if purpose is not None:
+        from nf4conv.cuda.engine import bare_engine
+
+        engine = bare_engine(run.device, purpose)
+        if engine is not None:
+            return engine, bare.shard_tasks
+    from nf4conv.encode import shard_tasks
+    from nf4conv.worker import TorchEngine
+
+    return TorchEngine(run.device), shard_tasks
 
 
 def _report(
@@ -272,6 +289,7 @@ def _report(
         bytes_before=totals["bytes_in"],
         bytes_after=sum(shard.size for shard in workspace.finished.values()),
         seconds=0.0,
+        pipeline_seconds=pipeline.elapsed,
         seconds_by_activity=dict(pipeline.seconds),
         host_baseline_bytes=baseline.host,
         host_peak_bytes=memory.host,

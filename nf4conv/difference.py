@@ -12,10 +12,10 @@ from typing import Final
 import torch
 
 from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
-from nf4conv.checkpoint.encoded_pieces import encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import cut_parts, encoded_pieces
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.codec.codebook import NESTED_BLOCKSIZE
-from nf4conv.decode import cut_parts, decode_piece, packed_piece
+from nf4conv.decode import decode_piece, packed_piece
 from nf4conv.decoding import TORCH_DTYPES, cut_elements, read_decoded
 from nf4conv.pipeline import Task, aligned
 from nf4conv.results import PieceDifference, TensorDifference

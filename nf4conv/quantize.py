@@ -311,11 +311,13 @@ def choose_engine(job: QuantizationPlan, run: RunOptions) -> tuple[Engine[Any], 
     """How to compute: on a GPU without torch where that is possible, because importing torch takes seconds."""
     from nf4conv.cuda import encode as bare
 
-    if run.device != "cpu" and bare.is_plain(job.plan):
+    if bare.is_plain(job.plan):
+        from nf4conv.cuda.bundle import Purpose
         from nf4conv.cuda.engine import bare_engine
 
         format = job.plan.format
-        engine = bare_engine(run.device, format.dtype, format.quant_type, format.blocksize)
+        purpose = Purpose("encode", format.dtype, format.quant_type, format.blocksize)
+        engine = bare_engine(run.device, purpose)
         if engine is not None:
             return engine, bare.shard_tasks
     from nf4conv.encode import shard_tasks

@@ -1,14 +1,16 @@
-"""Encoded tensors taken apart: some rows of a matrix, or a matrix of a stack, as encoded tensors of their own.
+"""Encoded tensors taken apart: rows of a matrix, a matrix of a stack, blocks of a 4-bit weight, still encoded.
 
 What is decoded at a time decides how much memory a conversion takes. Only encodings whose parts lie row by row can be
 cut; the others are taken whole.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from nf4conv.checkpoint.header import Encoding, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.codec.codebook import NESTED_BLOCKSIZE
+from nf4conv.codec.layout import block_count
 
 _BY_ROWS: Final = ("scaled", "int8 rows", "fp4")
 _BY_MATRICES: Final = ("scaled", "stacked mxfp4")
@@ -114,3 +116,37 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     size = part.nbytes // part.shape[0]
     shape = (last - first, *part.shape[1:])
     return part._replace(shape=shape, start=part.start + first * size, stop=part.start + last * size)
+
+
+def packed_spans(elements: int, blocksize: int, most: int) -> list[tuple[int, int]]:
+    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks."""
+    unit = blocksize * NESTED_BLOCKSIZE
+    step = max(most - most % unit, unit)
+    return [(start, min(start + step, elements)) for start in range(0, elements, step)]
+
+
+def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int) -> dict[str, TensorInfo]:
+    """What elements start … stop of a packed weight are decoded from.
+
+    Args:
+        parts: of the whole weight, by role: "values", and the suffixes of the components beside them.
+        blocksize: elements that share one absmax.
+        start: a multiple of 256 blocks.
+        stop: the end of the weight, or another such multiple.
+
+    Returns:
+        The parts with their bytes cut to size; "values" as bytes, whatever they are stored as.
+    """
+    first, last = start // blocksize, block_count(stop, blocksize)
+    ranges = {
+        "values": (start // 2, -(-stop // 2)),
+        "absmax": (first, last),
+        "nested_absmax": (first // NESTED_BLOCKSIZE, block_count(last, NESTED_BLOCKSIZE)),
+    }
+    found = dict(parts) | {"values": parts["values"]._replace(dtype="U8")}
+    return {role: _flat(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
+
+
+def _flat(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    size = DTYPE_BITS[part.dtype] // 8
+    return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)

@@ -14,11 +14,12 @@ Nothing here imports torch, so that a plan can be made, and sized, before torch 
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from nf4conv.codec.codebook import DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.errors import CodecError
 
 QUANT_STATE_PREFIX: Final = "quant_state.bitsandbytes__"
 
@@ -34,6 +35,9 @@ COMPONENT_SUFFIXES: Final = (
 
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
+
+_JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
@@ -119,3 +123,44 @@ def components(
         Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),)),
         blob,
     )
+
+
+def parse_quant_state(blob: bytes) -> dict[str, Any]:
+    """The content of a JSON blob.
+
+    Raises:
+        CodecError: it is none that bitsandbytes reads.
+    """
+    try:
+        fields = json.loads(blob)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"quant_state: not JSON ({error})") from error
+    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
+        raise CodecError(f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}")
+    shape = fields["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
+    for key, allowed in (
+        ("quant_type", tuple(CODEBOOKS)),
+        ("blocksize", BLOCKSIZES),
+        ("dtype", tuple(DTYPE_NAMES.values())),
+    ):
+        if type(fields[key]) not in (str, int) or fields[key] not in allowed:
+            raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
+    return fields
+
+
+def nested_offset_of(fields: Mapping[str, Any]) -> float:
+    """The nested_offset of a blob's content.
+
+    Raises:
+        CodecError: there is none, or it cannot be one.
+    """
+    if not fields.keys() >= _NESTED_JSON_KEYS:
+        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
+    if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
+        raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
+    offset = fields["nested_offset"]
+    if type(offset) not in (float, int):
+        raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
+    return float(offset)

@@ -4,22 +4,23 @@ The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_typ
 that `dequantize_4bit` takes either library's state without a conversion.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.codec.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX, quant_state_json
+from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.codec.layout import (
+    COMPONENT_SUFFIXES,
+    QUANT_STATE_PREFIX,
+    nested_offset_of,
+    parse_quant_state,
+    quant_state_json,
+)
 from nf4conv.errors import CodecError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-_JSON_KEYS = {"quant_type", "blocksize", "dtype", "shape"}
-_NESTED_JSON_KEYS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 _constants: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -117,13 +118,13 @@ class QuantState:
         """
         named = _by_suffix(parts)
         tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
-        fields = _parse_json(named[tag])
+        fields = parse_quant_state(bytes(named[tag].cpu().numpy().tobytes()))
         absmax = _component(named, "absmax")
         device = absmax.device
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if "nested_absmax" in named:
-            offset = torch.tensor(_nested_offset(fields), dtype=torch.float32, device=device)
+            offset = torch.tensor(nested_offset_of(fields), dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.uint8 if state2 is not None else torch.float32
         if absmax.dtype != expected:
@@ -158,30 +159,3 @@ def _component(named: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
     if suffix not in named:
         raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
     return named[suffix]
-
-
-def _parse_json(blob: torch.Tensor) -> dict[str, Any]:
-    try:
-        fields = json.loads(bytes(blob.cpu().numpy().tobytes()))
-    except ValueError as error:
-        raise CodecError(f"quant_state: not JSON ({error})") from error
-    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
-        raise CodecError(f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}")
-    shape = fields["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
-    for key, allowed in (("quant_type", tuple(CODEBOOKS)), ("blocksize", BLOCKSIZES), ("dtype", tuple(DTYPES))):
-        if type(fields[key]) not in (str, int) or fields[key] not in allowed:
-            raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
-    return fields
-
-
-def _nested_offset(fields: dict[str, Any]) -> float:
-    if not fields.keys() >= _NESTED_JSON_KEYS:
-        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
-    if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
-        raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
-    offset = fields["nested_offset"]
-    if type(offset) not in (float, int):
-        raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
-    return float(offset)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nf4conv import codec
 from nf4conv.checkpoint.writer import write_file
@@ -24,29 +24,40 @@ class Bundle:
 
     functions: dict[str, Function]
     tables: dict[str, bytes]
-    tile: int
-    nested_tile: int
-    slot: int
-    resident_blocks: int
+    numbers: dict[str, int]
 
 
-def load_bundle(device: Device, dtype: str, quant_type: str, blocksize: int) -> Bundle | None:
-    """The kernels that encode weights of one dtype; compiled now, with torch, if this is the first time.
+class Purpose(NamedTuple):
+    """What kernels are for.
+
+    Attributes:
+        action: "encode" or "decode".
+        dtype: of the weights that are not packed: "float32", "float16" or "bfloat16".
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+
+    action: str
+    dtype: str
+    quant_type: str
+    blocksize: int
+
+
+def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
+    """The kernels for a purpose; compiled now, with torch, if this is the first time.
 
     Args:
         device: the current one.
-        dtype: "float32", "float16" or "bfloat16".
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
+        purpose: what they are for.
 
     Returns:
         None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
         old for them.
     """
-    path = _folder() / f"{_key(device.capability(), dtype, quant_type, blocksize)}.json"
+    path = _folder() / f"{_key(device.capability(), purpose)}.json"
     content = _read(path)
     if content is None:
-        content = _compile(device.ordinal, dtype, quant_type, blocksize)
+        content = _compile(device.ordinal, purpose)
         if content is None:
             return None
         _keep(path, content)
@@ -55,18 +66,18 @@ def load_bundle(device: Device, dtype: str, quant_type: str, blocksize: int) -> 
         for name, kernel in content["kernels"].items()
     }
     tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
-    return Bundle(functions, tables, **content["numbers"])
+    return Bundle(functions, tables, content["numbers"])
 
 
 def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nf4conv"
 
 
-def _key(capability: tuple[int, int], dtype: str, quant_type: str, blocksize: int) -> str:
+def _key(capability: tuple[int, int], purpose: Purpose) -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(codec.__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
-    digest.update(repr((capability, dtype, quant_type, blocksize, version("torch"), version("triton"))).encode())
+    digest.update(repr((capability, tuple(purpose), version("torch"), version("triton"))).encode())
     return digest.hexdigest()[:32]
 
 
@@ -86,7 +97,7 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
         return  # a home that cannot be written to costs time at the next run, not this result
 
 
-def _compile(ordinal: int, dtype: str, quant_type: str, blocksize: int) -> dict[str, Any] | None:
+def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
     import torch
 
     from nf4conv.codec import ops, reference
@@ -94,11 +105,12 @@ def _compile(ordinal: int, dtype: str, quant_type: str, blocksize: int) -> dict[
     device = torch.device("cuda", ordinal)
     if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
-    from nf4conv.codec.kernels.ahead import compile_codec
+    from nf4conv.codec.kernels.ahead import compile_decoder, compile_encoder
     from nf4conv.codec.quant_state import DTYPES
 
     with torch.cuda.device(device):
-        compiled = compile_codec(device, DTYPES[dtype], quant_type, blocksize)
+        compiling = compile_encoder if purpose.action == "encode" else compile_decoder
+        compiled = compiling(device, DTYPES[purpose.dtype], purpose.quant_type, purpose.blocksize)
     if compiled is None:
         return None
     return {
@@ -112,10 +124,5 @@ def _compile(ordinal: int, dtype: str, quant_type: str, blocksize: int) -> dict[
             for name, kernel in compiled.kernels.items()
         },
         "tables": {name: base64.b64encode(table).decode() for name, table in compiled.tables.items()},
-        "numbers": {
-            "tile": compiled.tile,
-            "nested_tile": compiled.nested_tile,
-            "slot": compiled.slot,
-            "resident_blocks": compiled.resident_blocks,
-        },
+        "numbers": compiled.numbers,
     }

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver API that quantizing needs, through ctypes (docs.nvidia.com/cuda/cuda-driver-api).
+"""The few calls of the CUDA driver API that are needed, through ctypes (docs.nvidia.com/cuda/cuda-driver-api).
 
 ctypes lets go of the interpreter lock during each call, so threads that wait for the device do not hold each other up.
 """

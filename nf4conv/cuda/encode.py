@@ -265,14 +265,14 @@ def _quantize(
     rows: dict[str, list[Row]] = {"quantize_aligned": [], "quantize_any": []}
     for position, start, scales, size in zip(positions, out.packed_starts, absmax, sizes, strict=False):
         target = worker.output.address + out.packed + start
-        fast = size % bundle.slot == 0 and target % 4 == 0
+        fast = size % bundle.numbers["slot"] == 0 and target % 4 == 0
         rows["quantize_aligned" if fast else "quantize_any"].append(
             (worker.input.address + position, target, scales, size)
         )
     launches: list[Launch] = []
     for name, chosen in rows.items():
         if chosen:
-            table, tiles = tables.add_tiled(chosen, bundle.tile)
+            table, tiles = tables.add_tiled(chosen, bundle.numbers["tile"])
             launches.append((name, tiles, (table, 0, worker.engine.tables["buckets"], len(chosen))))
     return launches
 
@@ -283,7 +283,7 @@ def _compress(worker: CudaWorker, tables: _Tables, out: _Output, absmax: Sequenc
         (scales, base + out.codes + codes, base + out.nested_absmax + 4 * nested, count)
         for scales, codes, nested, count in zip(absmax, out.codes_starts, out.nested_starts, out.blocks, strict=False)
     ]
-    table, tiles = tables.add_tiled(rows, worker.engine.bundle.nested_tile)
+    table, tiles = tables.add_tiled(rows, worker.engine.bundle.numbers["nested_tile"])
     means = base + out.means
     return [
         *_means(worker, tables, absmax, out.blocks, means, base + out.scratch),
@@ -299,7 +299,7 @@ def _means(
     launches: list[Launch] = [("mean", len(counts), (table, means, len(counts)))]
     for index, (values, count) in enumerate(zip(absmax, counts, strict=True)):
         if count > TORCH_BLOCK:
-            blocks = thread_blocks(count, worker.engine.bundle.resident_blocks)
+            blocks = thread_blocks(count, worker.engine.bundle.numbers["resident_blocks"])
             launches.append(("mean_part", blocks, (values, scratch, count, blocks)))
             launches.append(("mean_total", 1, (scratch, means + 4 * index, blocks, count)))
     return launches
@@ -381,7 +381,7 @@ def _write_large_chunk(
         base = worker.output.address
         tables = _Tables(worker, 0)
         row = (absmax + 4 * start, base + codes, base + nested, count)
-        table, tiles = tables.add_tiled([row], worker.engine.bundle.nested_tile)
+        table, tiles = tables.add_tiled([row], worker.engine.bundle.numbers["nested_tile"])
         worker.stream.to_device(worker.input.address, worker.source.address, tables.stop)
         worker.launch("compress", tiles, table, base, worker.engine.tables["middles"], 1)
         worker.stream.to_host(worker.result.address, base, nested + 4 * nested_count)

@@ -4,8 +4,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from nf4conv.checkpoint.header import DTYPE_BITS
 from nf4conv.checkpoint.reader import Reader
-from nf4conv.cuda.bundle import Bundle, load_bundle
+from nf4conv.codec.codebook import NESTED_BLOCKSIZE
+from nf4conv.codec.layout import DTYPE_NAMES
+from nf4conv.cuda.bundle import Bundle, Purpose, load_bundle
 from nf4conv.cuda.driver import CudaOutOfMemoryError, Device, DeviceMemory, PinnedMemory, Stream, device_count
 from nf4conv.errors import Nf4convError
 from nf4conv.pipeline import Worker
@@ -14,7 +17,10 @@ TABLE_ROOM = 2**20
 """Bytes at the end of a worker's input for the tables of a batch: 13 integers for each of up to 4096 tensors."""
 
 OUTPUT_SLACK = 2**20
-"""Bytes of a worker's output beyond what codes and scales of a full piece take: room for their alignment."""
+"""Bytes of a worker's output beyond what a full piece becomes: room for alignment."""
+
+
+_ITEMSIZES = {name: DTYPE_BITS[tag] // 8 for tag, name in DTYPE_NAMES.items()}
 
 
 class CudaEngine:
@@ -23,10 +29,16 @@ class CudaEngine:
     Args:
         device: of this process.
         bundle: the kernels.
+        purpose: what they are for.
+
+    Attributes:
+        bundle: the kernels.
+        tables: device addresses of their tables.
     """
 
-    def __init__(self, device: Device, bundle: Bundle) -> None:
+    def __init__(self, device: Device, bundle: Bundle, purpose: Purpose) -> None:
         self.bundle = bundle
+        self._purpose = purpose
         self._device = device
         self._lock = threading.Lock()
         self._spare: list[DeviceMemory] = []
@@ -55,6 +67,15 @@ class CudaEngine:
 
     def device_memory(self) -> int:
         return self._held
+
+    def room(self, piece: int) -> tuple[int, int]:
+        """Bytes of input and of output that a worker needs for pieces of this size."""
+        if self._purpose.action == "encode":
+            # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
+            return piece + TABLE_ROOM, piece * 3 // 8 + OUTPUT_SLACK
+        # packed weights are taken in pieces that become as large as this, but are not cut within 256 blocks
+        least = NESTED_BLOCKSIZE * self._purpose.blocksize * _ITEMSIZES[self._purpose.dtype]
+        return max(piece, least) + TABLE_ROOM, max(piece, least) + OUTPUT_SLACK
 
     def allocate(self, size: int) -> DeviceMemory:
         """Memory on the device, by preference some that was given back."""
@@ -95,11 +116,11 @@ class CudaWorker(Worker):
     def __init__(self, engine: CudaEngine, reader: Reader, piece: int, advance: Callable[[int], None]) -> None:
         self.engine = engine
         self.stream = Stream()
-        self.source = PinnedMemory(piece + TABLE_ROOM)
-        # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
-        self.result = PinnedMemory(piece * 3 // 8 + OUTPUT_SLACK)
-        self.input = engine.allocate(piece + TABLE_ROOM)
-        self.output = engine.allocate(piece * 3 // 8 + OUTPUT_SLACK)
+        source, result = engine.room(piece)
+        self.source = PinnedMemory(source)
+        self.result = PinnedMemory(result)
+        self.input = engine.allocate(source)
+        self.output = engine.allocate(result)
         super().__init__(reader, self.source.view, advance)
 
     def close(self) -> None:
@@ -115,21 +136,20 @@ class CudaWorker(Worker):
             self.engine.bundle.functions[name].launch(self.stream, programs, arguments)
 
 
-def bare_engine(device: str, dtype: str, quant_type: str, blocksize: int) -> CudaEngine | None:
+def bare_engine(device: str, purpose: Purpose) -> CudaEngine | None:
     """An engine for weights of one dtype in one format.
 
     Args:
         device: "auto", "cuda" or "cuda:N"; auto takes the first GPU.
-        dtype: "float32", "float16" or "bfloat16".
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
+        purpose: what is to be done with them.
 
     Returns:
         None where torch must do it: no such GPU, or none that the kernels can be compiled for.
     """
-    index = device.partition(":")[2] or "0"
-    if not index.isdecimal() or int(index) >= device_count():
+    name, _, index = device.partition(":")
+    index = index or "0"
+    if name not in ("auto", "cuda") or not index.isdecimal() or int(index) >= device_count():
         return None
     found = Device(int(index))
-    bundle = load_bundle(found, dtype, quant_type, blocksize)
-    return None if bundle is None else CudaEngine(found, bundle)
+    bundle = load_bundle(found, purpose)
+    return None if bundle is None else CudaEngine(found, bundle, purpose)

@@ -13,6 +13,8 @@ from nf4conv.codec.kernels.batch import (
     _quantize_batch_kernel,
     repeats_torch,
 )
+from nf4conv.codec.kernels.dequantize import _dequantize_kernel
+from nf4conv.codec.kernels.dequantize import configuration as decoding_configuration
 from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
 from nf4conv.codec.kernels.finite import non_finite_kernel
 from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
@@ -20,7 +22,7 @@ from nf4conv.codec.kernels.mean import THREADS, _partial_kernel, _total_kernel, 
 from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
 from nf4conv.codec.kernels.nested import ROWS
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
-from nf4conv.codec.kernels.tables import bucket_table, middle_table
+from nf4conv.codec.kernels.tables import bucket_table, middle_table, value_table
 from nf4conv.codec.mean_order import thread_blocks
 
 _EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -45,27 +47,30 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class CompiledCodec:
-    """Everything that encodes weights of one dtype in one format on one kind of GPU.
+    """Everything that encodes, or decodes, weights of one dtype in one format on one kind of GPU.
 
     Attributes:
-        kernels: by name: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
-        tables: what they read, by name: "buckets", "middles".
-        tile: elements that a program of the quantizing kernels encodes.
-        nested_tile: absmax values that a program of "compress" encodes.
-        slot: elements whose multiples "quantize_aligned" takes.
-        resident_blocks: see mean_order.thread_blocks.
+        kernels: by name.
+        tables: what they read, by name.
+        numbers: what their callers must know, by name.
     """
 
     kernels: dict[str, CompiledKernel]
     tables: dict[str, bytes]
-    tile: int
-    nested_tile: int
-    slot: int
-    resident_blocks: int
+    numbers: dict[str, int]
 
 
-def compile_codec(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec | None:
-    """Compile; None if this release of torch takes a mean in another order than our kernels, on this device."""
+def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec | None:
+    """Compile what packs weights.
+
+    Returns:
+        kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
+        tables: "buckets", "middles".
+        numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile", absmax values that
+            one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "resident_blocks",
+            see mean_order.thread_blocks.
+        Or None if this release of torch takes a mean in another order than our kernels, on this device.
+    """
     properties = torch.cuda.get_device_properties(device)
     resident = properties.multi_processor_count * (properties.max_threads_per_multi_processor // THREADS)
     if not repeats_torch(device) or not _repeats_torch_when_long(device, resident):
@@ -90,7 +95,35 @@ def compile_codec(device: torch.device, dtype: torch.dtype, quant_type: str, blo
         ),
     }
     tables = {"buckets": _bytes(buckets), "middles": _bytes(middles)}
-    return CompiledCodec(kernels, tables, tile, ROWS * NESTED_BLOCKSIZE, 16 // dtype.itemsize, resident)
+    numbers = {
+        "tile": tile,
+        "nested_tile": ROWS * NESTED_BLOCKSIZE,
+        "slot": 16 // dtype.itemsize,
+        "resident_blocks": resident,
+    }
+    return CompiledCodec(kernels, tables, numbers)
+
+
+def compile_decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec:
+    """Compile what unpacks weights.
+
+    Returns:
+        kernels: "plain_aligned", "plain_any", "nested_aligned", "nested_any".
+        tables: "values".
+        numbers: "tile", elements that a program decodes; "slot", elements whose multiples the aligned kernels take.
+    """
+    packed = torch.empty(0, dtype=torch.uint8, device=device)
+    floats = torch.empty(0, dtype=torch.float32, device=device)
+    out = torch.empty(0, dtype=dtype, device=device)
+    values = value_table(quant_type, device)
+    tile, num_warps = decoding_configuration(dtype, blocksize)
+    kernels = {}
+    for name, absmax, is_nested in (("plain", floats, False), ("nested", packed, True)):
+        nested = (floats, floats, floats) if is_nested else (absmax, absmax, absmax)
+        for kind, access in (("aligned", SLOTWISE), ("any", ELEMENTWISE)):
+            arguments = (packed, absmax, *nested, values, out, 1, blocksize, tile, is_nested, access, True, True)
+            kernels[f"{name}_{kind}"] = _compile(_dequantize_kernel, arguments, num_warps)
+    return CompiledCodec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], num_warps: int) -> CompiledKernel:

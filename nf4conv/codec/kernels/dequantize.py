@@ -50,11 +50,8 @@ def dequantize_blocks(
     n = out.numel()
     if n == 0:
         return
-    itemsize = out.element_size()
-    slot = 16 // itemsize
-    slots, num_warps = CONFIGURATIONS[itemsize]
-    tile = max(slots, blocksize // slot) * slot
-    stream = n * itemsize > STREAM_BYTES
+    tile, num_warps = configuration(out.dtype, blocksize)
+    stream = out.nbytes > STREAM_BYTES
     nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     _launch(
         -(-n // tile),
@@ -63,6 +60,13 @@ def dequantize_blocks(
         out.dtype,
         num_warps,
     )
+
+
+def configuration(dtype: torch.dtype, blocksize: int) -> tuple[int, int]:
+    """Elements and warps of a program."""
+    slot = 16 // dtype.itemsize
+    slots, num_warps = CONFIGURATIONS[dtype.itemsize]
+    return max(slots, blocksize // slot) * slot, num_warps
 
 
 @triton.jit(
