@@ -6,7 +6,7 @@ quantizing the source gives; and, where a code differs, whether it is as near to
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -147,17 +147,14 @@ def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState
     sums = functions.error_sums(
         weight, packed, state.absmax, state.state2, state.offset, state.quant_type, state.blocksize
     )
-    places = (packed != expected).nonzero().view(-1)
-    not_nearest = 0 if places.numel() == 0 else _count_not_nearest(weight, packed, expected, places, state, absmax)
-    return PieceErrors(
-        squared_error=float(sums.squared_error),
-        squared_weight=float(sums.squared_weight),
-        max_error=float(sums.max_error),
-        max_relative_error=float(sums.max_relative_error),
-        outside=int(sums.outside),
-        differing=places.numel(),
-        not_nearest=not_nearest,
-    )
+    figures = {field.name: getattr(sums, field.name).double() for field in fields(sums)}
+    figures["differing"] = (packed != expected).sum().double()
+    found = dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))  # waits for the device once
+    differing, not_nearest = int(found["differing"]), 0
+    if differing:
+        places = (packed != expected).nonzero().view(-1)
+        not_nearest = _count_not_nearest(weight, packed, expected, places, state, absmax)
+    return PieceErrors(**found | {"outside": int(found["outside"]), "differing": differing, "not_nearest": not_nearest})
 
 
 def _count_not_nearest(

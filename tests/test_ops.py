@@ -134,4 +134,4 @@ def test_error_sums_of_an_exact_weight_are_zero() -> None:
     exact = ops.dequantize_4bit(packed, state)
     sums = ops.error_sums(exact, packed, state)
     assert (sums.max_error, sums.squared_error, sums.outside) == (0, 0, 0)
-    assert sums.squared_weight.item() == pytest.approx(exact.double().square().sum().item(), rel=1e-12)
+    assert sums.squared_weight.item() == pytest.approx(exact.double().square().sum().item(), rel=1e-6)

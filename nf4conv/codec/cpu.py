@@ -24,9 +24,10 @@ import torch
 
 from nf4conv.codec import reference
 from nf4conv.codec.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
+from nf4conv.codec.cpu_errors import error_sums as error_sums
+from nf4conv.codec.cpu_errors import pairs
 from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
-from nf4conv.codec.reference import error_sums as error_sums
 
 _QUANTIZE_CHUNK: Final = 1 << 20
 """Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other:
@@ -308,6 +309,4 @@ def _are_ordinary(scales: torch.Tensor) -> bool:
 
 @cache
 def _pair_table(quant_type: str) -> torch.Tensor:
-    """[256] int64: the two float32 values that a byte decodes to, as one word."""
-    values = reference.decoded_values(quant_type, torch.device("cpu"))
-    return torch.cartesian_prod(values, values).view(torch.int64).view(-1)
+    return pairs(reference.decoded_values(quant_type, torch.device("cpu")))

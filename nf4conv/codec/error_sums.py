@@ -14,7 +14,8 @@ A correct encoding has no value outside the bound, except where the format itsel
 or magnitudes above 2^126 (docs/format.md).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
@@ -61,3 +62,16 @@ def half_gaps(quant_type: str) -> tuple[float, ...]:
     gaps = [right - left for left, right in pairwise(ascending)]
     wider = [max(pair) for pair in zip([0.0, *gaps], [*gaps, 0.0], strict=True)]
     return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)
+
+
+def _values(sums: ErrorSums) -> tuple[torch.Tensor, ...]:
+    return tuple(getattr(sums, field.name) for field in fields(sums))
+
+
+def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
+    """The sums of a tensor from those of its parts, of which there is at least one; added in their order."""
+    columns = zip(*(_values(part) for part in parts), strict=True)
+    max_error, max_relative_error, squared_error, squared_weight, outside = (torch.stack(column) for column in columns)
+    return ErrorSums(
+        max_error.amax(), max_relative_error.amax(), squared_error.sum(), squared_weight.sum(), outside.sum()
+    )

@@ -122,9 +122,27 @@ def error_sums(
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax.
     """
-    scales, moved = absmax, torch.zeros_like(absmax, dtype=torch.float32)
-    if state2 is not None and offset is not None:
-        scales, moved = decode_absmax(absmax, state2, offset), NESTED_ERROR * _nested_scales(absmax, state2)
+    return block_error_sums(weight, packed, *scales_and_shifts(absmax, state2, offset), quant_type, blocksize)
+
+
+def scales_and_shifts(
+    absmax: torch.Tensor, state2: NestedState | None, offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two [blocks] float32: absmax as it decodes, and how far the nested quantization may have moved it."""
+    if state2 is None or offset is None:
+        return absmax, torch.zeros_like(absmax)
+    return decode_absmax(absmax, state2, offset), NESTED_ERROR * _nested_scales(absmax, state2)
+
+
+def block_error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    moved: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> ErrorSums:
+    """The same with the scales decoded, see `scales_and_shifts`."""
     values = decoded_values(quant_type, weight.device)
     gaps = torch.tensor(half_gaps(quant_type), dtype=torch.float32, device=weight.device)
     count = -(-weight.numel() // CHUNK)

@@ -1,0 +1,114 @@
+"""`reference.error_sums` as a CPU does it fastest: a chunk that fits the cache at a time, several times sooner.
+
+The bound of a value has a large part, which two tables and a multiplication give for all values, and a small one, which
+is worked out only for the few that are beyond the large one. What numpy compares faster than torch, numpy compares.
+"""
+
+from functools import cache
+from typing import Final
+
+import numpy as np
+import torch
+
+from nf4conv.codec import reference
+from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
+from nf4conv.codec.quant_state import NestedState
+
+_COMPARED: Final = 1 << 18
+"""Elements at a time."""
+
+_MIN_SQUARED: Final = 2.0**-40
+_MAX_SQUARED: Final = 2.0**50
+"""Scales whose squares, and those of their errors, float32 holds."""
+
+
+def pairs(values: torch.Tensor) -> torch.Tensor:
+    """[256] int64: the two of 16 float32 values that belong to a byte's two codes, as one word."""
+    return torch.cartesian_prod(values, values).view(torch.int64).view(-1)
+
+
+def error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    state2: NestedState | None,
+    offset: torch.Tensor | None,
+    quant_type: str,
+    blocksize: int,
+) -> ErrorSums:
+    """Compare a weight with its packed form; arguments and result as `reference.error_sums`.
+
+    Squares are added up in float32 within a block, and in float64 from there on.
+    """
+    scales, moved = reference.scales_and_shifts(absmax, state2, offset)
+    step = max(_COMPARED, blocksize)
+    parts = []
+    for at in range(0, max(weight.numel(), 1), step):
+        end = min(at + step, weight.numel())
+        blocks = slice(at // blocksize, -(-end // blocksize))
+        chunk = weight[at:end], packed[at // 2 : (end + 1) // 2], scales[blocks], moved[blocks]
+        parts.append(_chunk_errors(*chunk, quant_type, blocksize))
+    return merged(parts)
+
+
+def _chunk_errors(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    moved: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> ErrorSums:
+    if weight.numel() == 0 or weight.numel() % blocksize or not _can_be_squared(scales):
+        return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
+    original = weight.to(torch.float32, copy=True)
+    indices = packed.to(torch.int32)
+    errors = _by_pairs(_value_table(quant_type), indices, scales, blocksize)
+    errors = torch.sub(original, errors, out=errors).abs_().view(-1, blocksize)
+    peaks = errors.amax(dim=1)
+    if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
+        return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
+    # the bound without its last terms; what is beyond it is seldom, and held against the whole bound
+    bounds = _by_pairs(_gap_table(quant_type), indices, scales + moved, blocksize)
+    beyond = torch.from_numpy(np.flatnonzero(errors.view(-1).numpy() > bounds.numpy()))
+    errors_beyond, allowed = errors.view(-1)[beyond], bounds[beyond]
+    allowed = allowed + _rest_of_bound(packed, moved, beyond, quant_type, blocksize) + SMALLEST_NORMAL
+    return ErrorSums(
+        max_error=peaks.amax(),
+        max_relative_error=(peaks / scales).where(scales > 0, 0).amax(),
+        squared_error=errors.square_().sum(dim=1).sum(dtype=torch.float64),
+        squared_weight=original.square_().view(-1, blocksize).sum(dim=1).sum(dtype=torch.float64),
+        outside=(errors_beyond > allowed).sum(),
+    )
+
+
+def _rest_of_bound(
+    packed: torch.Tensor, moved: torch.Tensor, elements: torch.Tensor, quant_type: str, blocksize: int
+) -> torch.Tensor:
+    """|value| · moved of some elements: with half_gap · (scale + moved) and the smallest number, their whole bound."""
+    codes = (packed[elements // 2] >> (4 - 4 * (elements % 2))) & 15
+    values = reference.decoded_values(quant_type, packed.device)[codes.int()]
+    return values.abs() * moved[elements // blocksize]
+
+
+def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
+    """[2n] float32: for each of n bytes the two entries of a table of pairs, times the scales of their blocks."""
+    found = table.index_select(0, indices).view(torch.float32)
+    found.view(-1, blocksize).mul_(scales[:, None])
+    return found
+
+
+@cache
+def _gap_table(quant_type: str) -> torch.Tensor:
+    return pairs(torch.tensor(half_gaps(quant_type), dtype=torch.float32))
+
+
+def _can_be_squared(scales: torch.Tensor) -> bool:
+    """Whether the squares of errors are normal float32 numbers, as far as they count."""
+    magnitudes = scales.abs()
+    return bool(((magnitudes == 0) | (magnitudes >= _MIN_SQUARED) & (magnitudes < _MAX_SQUARED)).all())
+
+
+@cache
+def _value_table(quant_type: str) -> torch.Tensor:
+    return pairs(reference.decoded_values(quant_type, torch.device("cpu")))

@@ -1,0 +1,70 @@
+"""The fast error sums of the CPU against the reference: counts and extremes equal, sums to the precision of float32."""
+
+import pytest
+import torch
+from weights import special_weight
+
+from nf4conv.codec import cpu, reference
+from nf4conv.codec.ops import quantize_4bit
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def compare(weight: torch.Tensor, packed: torch.Tensor, state: object, quant_type: str, blocksize: int) -> int:
+    """Both results are alike; returns how many values are outside the bound."""
+    arguments = (weight, packed.view(-1), state.absmax, state.state2, state.offset, quant_type, blocksize)
+    fast, slow = cpu.error_sums(*arguments), reference.error_sums(*arguments)
+    assert fast.outside.item() == slow.outside.item()
+    assert fast.max_error.item() == slow.max_error.item()
+    assert fast.max_relative_error.item() == slow.max_relative_error.item()
+    for name in ("squared_error", "squared_weight"):
+        found, expected = getattr(fast, name), getattr(slow, name)
+        assert found.dtype == torch.float64
+        assert torch.allclose(found, expected, rtol=1e-6, atol=0, equal_nan=True), name
+    return int(fast.outside)
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elements", [0, 1, 64, 5 * 64 + 7, 2**18, 2**18 + 640 + 3])
+def test_random_weights(elements: int, dtype: torch.dtype, quant_type: str, double_quant: bool):
+    weight = (torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 0.02).to(dtype)
+    packed, state = quantize_4bit(weight, quant_type, double_quant=double_quant)
+    assert compare(weight, packed, state, quant_type, 64) == 0
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+def test_special_blocks(blocksize: int, quant_type: str, double_quant: bool):
+    weight = special_weight(torch.float32, blocksize, "constant")
+    packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant)
+    compare(weight, packed, state, quant_type, blocksize)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 2.0**-41, 1e-3, 1e10, 2.0**49, 1e30])
+def test_any_magnitude(scale: float):
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * scale
+    packed, state = quantize_4bit(weight)
+    compare(weight, packed, state, "nf4", 64)
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_wrong_codes_are_counted(quant_type: str, double_quant: bool):
+    weight = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, state = quantize_4bit(weight, quant_type, double_quant=double_quant)
+    damaged = packed ^ (torch.rand(packed.shape, generator=torch.Generator().manual_seed(1)) < 0.01).byte() * 0x30
+    assert compare(weight, damaged, state, quant_type, 64) > 100
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_values_at_the_edge_of_the_bound(double_quant: bool):
+    """Weights that are moved away from their codes until they leave the bound, one after the other."""
+    weight = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
+    packed, state = quantize_4bit(weight, double_quant=double_quant)
+    counts = [compare(weight * (1 + step / 100), packed, state, "nf4", 64) for step in range(8)]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
