@@ -27,6 +27,7 @@ from nf4conv.options import (
     QUANT_TYPES,
     CompareOptions,
     DequantizeOptions,
+    PushOptions,
     QuantizeOptions,
     RunOptions,
     SourceOptions,
@@ -130,7 +131,7 @@ def _options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
 
 _repository_options = _options(
     click.option("--revision", help="Branch, tag or commit on the Hub.  [default: main]"),
-    click.option("--token", help="To read from the Hub with.  [default: the one that is logged in]"),
+    click.option("--token", help="For the Hub.  [default: the one that is logged in]"),
     click.option("--cache-dir", type=click.Path(path_type=Path), help="Of downloads.  [default: HF_HUB_CACHE]"),
     click.option("--local-files-only", is_flag=True, help="Take what is cached, and do not ask the Hub."),
     click.option("--subfolder", help="That holds the checkpoint, such as transformer."),
@@ -230,6 +231,8 @@ Examples:
     show_default=True,
     help="Weights with NaN or infinity.",
 )
+@click.option("--push-to-hub", metavar="REPO", help="Upload the result to this model repository, shard by shard.")
+@click.option("--public", is_flag=True, help="Let everybody see that repository.  [default: private]")
 @click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
 @_source_options
 @_run_options
@@ -239,7 +242,8 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
     another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way.
     """
-    run, options, where = (_split(kind, chosen) for kind in (RunOptions, QuantizeOptions, SourceOptions))
+    kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
+    run, options, where, push = (_split(kind, chosen) for kind in kinds)
     from nf4conv.quantize import execute_plan, plan_quantization
 
     _quieten_downloads(quiet)
@@ -257,7 +261,7 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     if not quiet:
         _print_notes(plan.notes)
     with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
-        report = execute_plan(plan, out, run, advance)
+        report = execute_plan(plan, out, run, advance, push)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
@@ -464,6 +468,8 @@ def _print_report(report: "QuantizeReport") -> None:
         f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
         f"{_timing(report, report.bytes_before)}"
     )
+    if report.pushed is not None:
+        click.echo(f"pushed: {report.pushed}")
 
 
 def _print_dequantize_report(report: "DequantizeReport") -> None:

@@ -51,6 +51,9 @@ class DequantizationPlan:
     auxiliary: tuple[PurePosixPath, ...]
     notes: tuple[str, ...]
 
+    def card(self, bytes_after: int) -> None:
+        """None: the model is not another one than its original, whose card says all there is."""
+
     def rows(self) -> list[dict[str, Any]]:
         """One entry for each output tensor: what becomes of it, and its bytes before and after."""
         return [

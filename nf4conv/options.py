@@ -54,6 +54,21 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
+class PushOptions:
+    """Where a result goes on the Hub.
+
+    Attributes:
+        push_to_hub: "org/name" of a model repository, made if it does not exist; None to push nothing.
+        public: whether everybody may see it.
+        token: to write with; None for the one that is logged in.
+    """
+
+    push_to_hub: str | None = None
+    public: bool = False
+    token: str | bool | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class QuantizeOptions:
     """What `quantize` makes of a checkpoint.
 

@@ -52,6 +52,8 @@ class Job(Protocol):
     def config(self) -> Mapping[str, Any] | None: ...
     @property
     def auxiliary(self) -> tuple[PurePosixPath, ...]: ...
+    def card(self, bytes_after: int) -> str | None:
+        """The output's README.md, given the size of its weight files; None when it gets none."""
 
 
 def ignore(count: int) -> None:
@@ -110,8 +112,21 @@ def _stamps(source: Source) -> dict[str, list[int]]:
         raise SourceError(f"{error.filename}: {error.strerror}") from error
 
 
-def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], shard_tasks: ShardTasks) -> None:
+def write_checkpoint(
+    job: Job,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    shard_tasks: ShardTasks,
+    announce: Callable[[str, Path], None] | None = None,
+) -> None:
     """Carry out a job in a workspace, which is a finished checkpoint afterwards.
+
+    Args:
+        job: what is to be written.
+        workspace: where.
+        pipeline: on what.
+        shard_tasks: how.
+        announce: told of every shard, by name and path, once it is complete; from any thread.
 
     Raises:
         SourceError, OutputError: the source cannot be read, the destination not written.
@@ -119,7 +134,7 @@ def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], sh
     workspace.check_space(_space_needed(job, workspace))
     before = _stamps(job.source)
     with _open_reader(job, workspace) as reader, ExitStack() as writers:
-        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader), reader)
+        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader, announce), reader)
     changed = [name for name, stamp in _stamps(job.source).items() if stamp != before[name]]
     if changed:
         raise SourceError(f"{job.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
@@ -127,6 +142,9 @@ def write_checkpoint(job: Job, workspace: Workspace, pipeline: Pipeline[Any], sh
         workspace.copy(str(name), job.source.folder / name)
     if len(job.plan.shards) > 1:
         workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
+    card = job.card(sum(shard.size for shard in workspace.finished.values()))
+    if card is not None:
+        workspace.write("README.md", card.encode())
     config = None if job.config is None else (json.dumps(job.config, indent=2) + "\n").encode()
     workspace.complete({} if config is None else {"config.json": config})
 
@@ -162,17 +180,26 @@ def _tasks(
     shard_tasks: ShardTasks,
     writers: ExitStack,
     reader: Reader,
+    announce: Callable[[str, Path], None] | None,
 ) -> Iterator[Task[Any]]:
     """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
+
+    def finish(name: str, size: int) -> None:
+        workspace.record(name, size)
+        if announce is not None:
+            announce(name, workspace.out / name)
 
     def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
         writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
-        finished = partial(workspace.record, shard.name)
-        return shard_tasks(ShardProgress(shard, job.plan.format, writer, finished), pipeline.piece)
+        progress = ShardProgress(shard, job.plan.format, writer, partial(finish, shard.name))
+        return shard_tasks(progress, pipeline.piece)
 
     kept = [shard for shard in job.plan.shards if shard.name in workspace.finished]
     pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
+    if announce is not None:
+        for shard in kept:
+            announce(shard.name, workspace.out / shard.name)
     shards = (of_shard(shard) for shard in job.plan.shards if shard not in kept)
     if job.source.fetched is None or not job.source.fetched.absent:
         return interleave(shards, _SHARDS_AT_A_TIME)

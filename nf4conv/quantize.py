@@ -8,10 +8,10 @@ auxiliary files ▸ index ▸ config.json       config.json last: it is what mak
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
@@ -22,10 +22,13 @@ from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import DTYPES, PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output import ShardTasks, check_apart, ignore, plan_fingerprint, source_fingerprint, write_checkpoint
 from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
 from nf4conv.shards import CastError, NonFiniteError
+
+if TYPE_CHECKING:
+    from nf4conv.push import Push
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ class QuantizationPlan:
     auxiliary: tuple[PurePosixPath, ...]
     non_finite: frozenset[str]
     notes: tuple[str, ...]
+
+    def card(self, bytes_after: int) -> str:
+        """The model card."""
+        from nf4conv.card import Figures, model_card  # importing a reader of YAML takes a moment
+
+        before = sum(tensor.nbytes for tensor in self.source.tensors)
+        return model_card(self.source, self.plan, self.config, Figures(before, bytes_after))
 
     def rows(self) -> list[dict[str, Any]]:
         """One entry for each weight that is packed and each tensor that is kept: what, why, and bytes in and out."""
@@ -105,6 +115,7 @@ class QuantizeReport:
         host_peak_bytes: the same at the end.
         device_peak_bytes: the most that torch held on the GPU.
         shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        pushed: address of the commit on the Hub; None if nothing was to be pushed.
         notes: what the user should know.
     """
 
@@ -123,6 +134,7 @@ class QuantizeReport:
     host_peak_bytes: int
     device_peak_bytes: int
     shards_resumed: int
+    pushed: str | None
     notes: tuple[str, ...]
 
 
@@ -251,6 +263,7 @@ def quantize_checkpoint(
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
     where: SourceOptions | None = None,
+    push: PushOptions | None = None,
 ) -> QuantizeReport:
     """Quantize a checkpoint to 4 bits.
 
@@ -263,11 +276,12 @@ def quantize_checkpoint(
         run: how to use the machine.
         progress: told how many more source bytes have been read, from any thread.
         where: revision, subfolder and the like.
+        push: a repository on the Hub to push the result to.
 
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    return execute_plan(plan_quantization(source, options, where), out, run, progress)
+    return execute_plan(plan_quantization(source, options, where), out, run, progress, push)
 
 
 def execute_plan(
@@ -275,6 +289,7 @@ def execute_plan(
     out: str | Path,
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
+    push: PushOptions | None = None,
 ) -> QuantizeReport:
     """Carry out a plan; arguments, result and errors as `quantize_checkpoint`."""
     started = time.perf_counter()
@@ -284,8 +299,37 @@ def execute_plan(
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, run)
     _check_anything_packed(job)
+    with _open_push(push, run) as repository:
+        report = _write(job, out, run, progress or ignore, started, repository)
+        if repository is None:
+            return report
+        address = repository.commit(_files_of(out), f"Quantize to {job.plan.format.quant_type} with nf4conv")
+        return replace(report, pushed=address, seconds=time.perf_counter() - started)
+
+
+def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
+    """A repository to push to, before anything is computed, so that what is wrong with it is known at once."""
+    if push is None or push.push_to_hub is None:
+        return nullcontext()
+    from nf4conv.push import Push  # importing huggingface_hub takes a while
+
+    return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
+
+
+def _files_of(out: Path) -> Mapping[str, Path]:
+    return {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def _write(
+    job: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    started: float,
+    repository: "Push | None",
+) -> QuantizeReport:
     engine, shard_tasks = choose_engine(job, run)
-    pipeline = make_pipeline(engine, run, progress or ignore)
+    pipeline = make_pipeline(engine, run, progress)
     baseline = pipeline.memory()
     fingerprint = {
         "command": "quantize",
@@ -296,7 +340,7 @@ def execute_plan(
     with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         resumed = len(workspace.finished)
         try:
-            write_checkpoint(job, workspace, pipeline, shard_tasks)
+            write_checkpoint(job, workspace, pipeline, shard_tasks, None if repository is None else repository.offer)
         except NonFiniteError as error:
             raise _describe_non_finite(error.job, job, run) from error
         return _report(job, workspace, pipeline, resumed, started, baseline)
@@ -377,5 +421,6 @@ def _report(
         host_peak_bytes=pipeline.memory().host,
         device_peak_bytes=pipeline.memory().device,
         shards_resumed=resumed,
+        pushed=None,
         notes=job.notes,
     )

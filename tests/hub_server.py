@@ -248,7 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in HUB.repos:
             self._json({"error": "You already created this model repo", "url": f"{HUB.url}/{repo}"}, 409)
             return
-        HUB.repos[repo] = Repo(private=bool(wanted.get("private")), token=self.token)
+        is_private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        HUB.repos[repo] = Repo(private=is_private, token=self.token)
         HUB.repos[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
         self._json({"url": f"{HUB.url}/{repo}", "name": repo, "id": repo})
 
@@ -256,6 +257,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.token is None:
             raise _RefusedError(401, "", "Invalid username or password.")
         self._json({"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+
+    def validate_card(self) -> None:
+        content = json.loads(self.body)["content"]
+        errors = [] if content.startswith("---\n") else [{"message": "no front matter"}]
+        self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def preupload(self, repo: str) -> None:
         found = self._repo(repo, self.token)
@@ -339,6 +345,7 @@ _ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"/upload/(?P<sha256>\w+)", _Handler.upload),
     (r"/api/repos/create", _Handler.create),
     (r"/api/whoami-v2", _Handler.whoami),
+    (r"/api/validate-yaml", _Handler.validate_card),
 ]
 
 
@@ -378,5 +385,6 @@ def environment(**values: str) -> Iterator[None]:
 HUB = Hub()
 _HOME = tempfile.TemporaryDirectory(prefix="nf4conv-tests-hf-")
 os.environ |= {"HF_ENDPOINT": HUB.url, "HF_HOME": _HOME.name, "HF_HUB_DISABLE_TELEMETRY": "1"}
+os.environ["HF_HUB_DISABLE_XET"] = "1"  # uploads then go by LFS, as without the package hf_xet
 for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.pop(_name, None)

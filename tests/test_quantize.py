@@ -101,9 +101,10 @@ def test_config_and_auxiliary_files(tmp_path):
         (source / name).write_text('{"must not": "come along"}')
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert sorted(contents(tmp_path / "out")) == [
-        "LICENSE", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors", "modeling_own.py",
-        "tokenizer.json", "tokenizer.model",
+        "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors",
+        "modeling_own.py", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
+    assert "must not" not in (tmp_path / "out/README.md").read_text()
     config = json.loads((tmp_path / "out/config.json").read_text())
     quantization = config.pop("quantization_config")
     assert sorted(quantization) == KEYS

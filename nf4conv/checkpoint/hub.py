@@ -37,6 +37,8 @@ HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
 )
 """huggingface_hub's own errors, and those of the HTTP library that it happens to be built on."""
 
+_PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
+
 _DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md")
 """What is read beside the weights but not copied."""
 _LIKELY: Final = (
@@ -267,6 +269,17 @@ def explained(what: str) -> Iterator[None]:
 def one_line(error: Exception) -> str:
     text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
     return " ".join(text.split()) or type(error).__name__
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether trying again may help: the server is busy, or the connection failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return status in _PASSING_STATUSES
+        cause = cause.__cause__
+    return not isinstance(error, OSError) or error.errno is None
 
 
 def _api(where: SourceOptions) -> huggingface_hub.HfApi:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, cast
 
-from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, one_line
+from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, may_pass, one_line
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import OutputError, SourceError
 
@@ -27,7 +27,6 @@ FILES_ON_DISK: Final = 2
 
 _WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds between tries, after those of huggingface_hub itself."""
-_PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -194,7 +193,7 @@ class ShardStream(RemoteReader):
         except HUB_ERRORS as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise OutputError(f"{self._folder}: no room for {where}, {file.size:,} bytes") from error
-            if is_last or not _may_pass(error):
+            if is_last or not may_pass(error):
                 raise SourceError(f"{where}: {one_line(error)}") from error
         return None
 
@@ -214,17 +213,6 @@ def check_content(path: Path, file: RemoteFile) -> str | None:
         while chunk := content.read(2**22):
             digest.update(chunk)
     return None if digest.hexdigest() == expected else f"its hash is not {expected}, which the hub says"
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether trying again may help: the server is busy, or the connection failed."""
-    cause: BaseException | None = error
-    while cause is not None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status is not None:
-            return status in _PASSING_STATUSES
-        cause = cause.__cause__
-    return not isinstance(error, OSError) or error.errno is None
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:

@@ -1,0 +1,132 @@
+"""`--push-to-hub`: finished shards go up while later ones are made, and one commit at the end makes them a model.
+
+Until that commit the repository holds nothing new: large files are uploaded ahead of it to the Hub's storage, where
+they are nobody's until a commit names them. So an interrupted run leaves no half of a model, and the next one uploads
+what the Hub lacks.
+"""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Final
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported, but by name only
+
+from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, may_pass, one_line
+from nf4conv.errors import Nf4convError, OutputError
+
+_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between tries, after those of huggingface_hub itself."""
+_WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+class Push:
+    """A model repository that is being filled; use it as a context manager.
+
+    Args:
+        repo: "org/name"; made if it does not exist.
+        token: to write with; None for the one that is logged in.
+        public: whether everybody may see it.
+        overwrite: whether weights that it holds already are replaced.
+
+    Raises:
+        OutputError: it cannot be written, is public though nobody asked for that, or holds weights already.
+    """
+
+    def __init__(self, repo: str, *, token: str | bool | None, public: bool, overwrite: bool) -> None:
+        disable_progress_bars()  # uploads go on beside our own bar
+        self.repo = repo
+        self._api = HfApi(token=token, library_name=LIBRARY)
+        self._queue: SimpleQueue[tuple[str, Path] | None] = SimpleQueue()
+        self._uploaded: dict[str, CommitOperationAdd] = {}
+        self._error: Exception | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._upload_all, name="nf4conv-push", daemon=True)
+        try:
+            self._api.create_repo(repo, private=not public, exist_ok=True)
+            info = self._api.model_info(repo)
+        except HUB_ERRORS as error:
+            raise OutputError(f"--push-to-hub {repo}: {one_line(error)}") from error
+        self._before = {file.rfilename for file in info.siblings or ()}
+        if not info.private and not public:
+            raise OutputError(f"--push-to-hub {repo}: is public; say --public if you mean it, or choose another name")
+        weights = sorted(name for name in self._before if name.endswith(_WEIGHTS))
+        if weights and not overwrite:
+            raise OutputError(
+                f"--push-to-hub {repo}: holds weights already ({weights[0]}); choose another name, or --overwrite"
+            )
+
+    def __enter__(self) -> "Push":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._queue.put(None)
+
+    def offer(self, name: str, path: Path) -> None:
+        """Say that a file is finished; it is uploaded in the background. May be called from any thread."""
+        self._queue.put((name, path))
+
+    def commit(self, files: Mapping[str, Path], message: str) -> str:
+        """Make the files a model, when those that were offered are uploaded.
+
+        Args:
+            files: all files of the model, by name.
+            message: of the commit.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            Nf4convError: the hub did not take them.
+        """
+        self._queue.put(None)
+        while self._thread.is_alive():
+            self._thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
+        try:
+            if self._error is not None:
+                raise self._error
+            additions = [self._uploaded.get(name) or _addition(name, path) for name, path in sorted(files.items())]
+            stale = sorted(name for name in self._before if name.endswith(_WEIGHTS) and name not in files)
+            deletions = [CommitOperationDelete(path_in_repo=name) for name in stale]
+            return str(self._api.create_commit(self.repo, [*additions, *deletions], commit_message=message).commit_url)
+        except HUB_ERRORS as error:
+            folder = next(iter(files.values())).parent
+            raise Nf4convError(
+                f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is complete, so this pushes "
+                f"it: hf upload {self.repo} {folder} ."
+            ) from error
+
+    def _upload_all(self) -> None:
+        try:
+            while (entry := self._queue.get()) is not None and not self._stopped.is_set():
+                self._upload(*entry)
+        except HUB_ERRORS as error:
+            self._error = error
+
+    def _upload(self, name: str, path: Path) -> None:
+        for wait in _WAITS:
+            if self._try_upload(name, path, is_last=False) or self._stopped.wait(wait):
+                return
+        self._try_upload(name, path, is_last=True)
+
+    def _try_upload(self, name: str, path: Path, *, is_last: bool) -> bool:
+        addition = _addition(name, path)
+        try:
+            self._api.preupload_lfs_files(self.repo, [addition])
+        except HUB_ERRORS as error:
+            if is_last or not may_pass(error):
+                raise
+            return False
+        self._uploaded[name] = addition
+        return True
+
+
+def _addition(name: str, path: Path) -> CommitOperationAdd:
+    return CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
