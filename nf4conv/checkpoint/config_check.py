@@ -1,6 +1,5 @@
 """What a loader would make of config.json, held against what is stored: the quantization named, and the skip list."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -13,9 +12,10 @@ from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, select
 from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is_name
+from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
 from nf4conv.codec.layout import DTYPE_NAMES
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, SourceError
 
 _TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 _SURELY_LINEAR: Final = ("an output head", "fewer than")
@@ -31,12 +31,9 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
         structure.note("config", path, "", "is missing; only programs that need none can load this", is_fault=False)
         return {}
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        structure.note("config", path, "", f"not JSON: {error}")
-        return {}
-    if not isinstance(config, dict):
-        structure.note("config", path, "", "not a JSON object")
+        config = read_json(path)
+    except SourceError as error:
+        structure.note("config", path, "", str(error).removeprefix(f"{path}: "))
         return {}
     for name in sorted(QUANTIZATION_LEFTOVERS):
         if (structure.folder / name).is_file():
@@ -45,7 +42,8 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     for where in _leftovers(config):
         structure.note("config", path, "", f"{where} names a quantization; loaders look at quantization_config only")
     if not isinstance(quantization, Mapping):
-        structure.note("config", path, "", "has no quantization_config, though weights are packed")
+        if structure.weights:
+            structure.note("config", path, "", "has no quantization_config, though weights are packed")
         return config
     for text in _quantization_faults(quantization, structure):
         structure.note("config", path, "", text)

@@ -1,0 +1,637 @@
+"""`verify`: what is right passes, and every kind of damage is found with a line that names the tensor or the file."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_source
+from click.testing import CliRunner
+from four_bit import pack, write
+from safetensors.torch import load_file, save_file
+
+from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
+from nf4conv.cli import main
+from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.errors import PlanError, SourceError
+from nf4conv.options import VerifyOptions
+from nf4conv.tolerance import TOLERANCES
+from nf4conv.verify import VerifyReport, verify_checkpoint
+
+CPU = RunOptions(device="cpu", workers=2)
+SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
+UP = "model.layers.1.mlp.up_proj.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+EMBED = "model.embed_tokens.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+BLOB = f"{UP}.quant_state.bitsandbytes__nf4"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("verify") / "source")
+
+
+@pytest.fixture(scope="module")
+def good(source: Path) -> Path:
+    """Two shards, double quantization, a manifest."""
+    out = source.parent / "good"
+    run = RunOptions(device="cpu", checksum=True)
+    quantize_checkpoint(source, out, QuantizeOptions(max_shard_size=150_000), run)
+    (out / "SHA256SUMS").rename(source.parent / "SHA256SUMS")
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path) -> Path:
+    """The same without double quantization."""
+    out = source.parent / "plain"
+    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False), RunOptions(device="cpu"))
+    return out
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    return next(path for path in shards(folder) if name in load_file(path))
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def change(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Damage that replaces a tensor."""
+
+    def damage(folder: Path) -> None:
+        path = shard_of(folder, name)
+        tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+        tensors[name] = edit(tensors[name])
+        save(tensors, path)
+
+    return damage
+
+
+def flipped(index: int, bit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One bit of one byte."""
+
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        raw[index] ^= 1 << bit
+        return raw.view(tensor.dtype).view(tensor.shape)
+
+    return edit
+
+
+def filled(index: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[index] = value
+        return tensor
+
+    return edit
+
+
+def blob(**changes: Any) -> Callable[[Path], None]:
+    """Damage of a quant state: fields replaced, or with None removed."""
+
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        fields = json.loads(bytes(tensor.tolist())) | changes
+        kept = {key: value for key, value in fields.items() if value is not None}
+        return torch.frombuffer(bytearray(json.dumps(kept).encode()), dtype=torch.uint8).clone()
+
+    return change(BLOB, edit)
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = shard_of(folder, name)
+        tensors = load_file(path)
+        del tensors[name]
+        save(tensors, path)
+
+    return damage
+
+
+def swap(first: str, second: str) -> Callable[[Path], None]:
+    """The contents of two tensors of one shape, wherever they are."""
+
+    def damage(folder: Path) -> None:
+        paths = {name: shard_of(folder, name) for name in (first, second)}
+        values = {name: load_file(path)[name] for name, path in paths.items()}
+        for name, other in ((first, second), (second, first)):
+            tensors = load_file(paths[name])
+            tensors[name] = values[other]
+            save(tensors, paths[name])
+
+    return damage
+
+
+def move(name: str) -> Callable[[Path], None]:
+    """To another shard, the index following."""
+
+    def damage(folder: Path) -> None:
+        path = shard_of(folder, name)
+        other = next(candidate for candidate in shards(folder) if candidate != path)
+        tensors, target = load_file(path), load_file(other)
+        target[name] = tensors.pop(name)
+        save(tensors, path)
+        save(target, other)
+        index(lambda table: table["weight_map"].update({name: other.name}))(folder)
+
+    return damage
+
+
+def copy_to_another_shard(folder: Path) -> None:
+    path = shard_of(folder, NORM)
+    other = next(candidate for candidate in shards(folder) if candidate != path)
+    save(load_file(other) | {NORM: load_file(path)[NORM]}, other)
+
+
+def index(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        table = json.loads(path.read_text())
+        edit(table)
+        path.write_text(json.dumps(table))
+
+    return damage
+
+
+def config(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        edit(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def quantization(**changes: Any) -> Callable[[Path], None]:
+    return config(lambda content: content["quantization_config"].update(changes))
+
+
+def raw(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """The bytes of the first shard."""
+
+    def damage(folder: Path) -> None:
+        path = shards(folder)[0]
+        path.write_bytes(edit(path.read_bytes()))
+
+    return damage
+
+
+def header(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def edit(content: bytes) -> bytes:
+        assert old in content
+        assert len(old) == len(new)
+        return content.replace(old, new, 1)
+
+    return raw(edit)
+
+
+def first_offsets_wrong(folder: Path) -> None:
+    """Two neighbours overlap."""
+    path = shards(folder)[0]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    table = json.loads(content[8 : 8 + length])
+    entries = [entry for name, entry in table.items() if name != "__metadata__"]
+    entries[1]["data_offsets"][0] -= 2
+    head = json.dumps(table, separators=(",", ":")).encode().ljust(length)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + content[8 + length :])
+
+
+def low_precision(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+def fp4_map(_: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(CODEBOOKS["fp4"].values)
+
+
+def add_stray(folder: Path) -> None:
+    save({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def fp4_weight(folder: Path) -> None:
+    """One weight in another data type."""
+    path = shard_of(folder, Q)
+    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    new = pack(Q, torch.randn(64, 64).bfloat16(), quant_type="fp4")
+    save(tensors | new, path)
+    change_map(folder, new, path.name)
+
+
+def not_nested_weight(folder: Path) -> None:
+    path = shard_of(folder, Q)
+    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    new = pack(Q, torch.randn(64, 64).bfloat16(), double_quant=False)
+    save(tensors | new, path)
+    change_map(folder, new, path.name)
+
+
+def change_map(folder: Path, new: dict[str, torch.Tensor], file: str) -> None:
+    def edit(table: dict[str, Any]) -> None:
+        kept = {key: value for key, value in table["weight_map"].items() if key != Q and not key.startswith(f"{Q}.")}
+        table["weight_map"] = kept | dict.fromkeys(new, file)
+
+    index(edit)(folder)
+
+
+def without_skip(entry: str) -> Callable[[Path], None]:
+    return config(lambda content: content["quantization_config"]["llm_int8_skip_modules"].remove(entry))
+
+
+def with_skip(entry: str) -> Callable[[Path], None]:
+    return config(lambda content: content["quantization_config"]["llm_int8_skip_modules"].append(entry))
+
+
+def delete(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write_text(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    # what a checkpoint says about itself
+    "component lost: absmax": (drop(f"{UP}.absmax"), "components", UP),
+    "component lost: quant_map": (drop(f"{UP}.quant_map"), "components", UP),
+    "component lost: nested_absmax": (drop(f"{UP}.nested_absmax"), "components", UP),
+    "component lost: nested_quant_map": (drop(f"{UP}.nested_quant_map"), "components", UP),
+    "component lost: quant_state": (drop(BLOB), "components", UP),
+    "codes lost": (drop(UP), "components", f"{UP}.absmax"),
+    "kept tensor lost": (drop(NORM), "index", NORM),
+    "component in another shard": (move(f"{UP}.absmax"), "one shard", f"{UP}.absmax"),
+    "tensor in two shards": (copy_to_another_shard, "files", NORM),
+    "shard truncated": (raw(lambda content: content[:-10]), "files", FIRST),
+    "shard cut in the header": (raw(lambda content: content[:100]), "files", FIRST),
+    "shard extended": (raw(lambda content: content + b"\0" * 8), "files", FIRST),
+    "shard emptied": (raw(lambda _: b""), "files", FIRST),
+    "shard missing": (delete(FIRST), "files", FIRST),
+    "header bit flipped": (raw(lambda old: old[:9] + bytes([old[9] ^ 0x80]) + old[10:]), "files", FIRST),
+    "header length wrong": (raw(lambda content: b"\xff" + content[1:]), "files", FIRST),
+    "offsets overlap": (first_offsets_wrong, "files", FIRST),
+    "dtype wrong in the header": (header(b'"BF16"', b'"BF61"'), "files", FIRST),
+    "stray safetensors": (add_stray, "files", "adapter_model.safetensors"),
+    "codes too few": (change(UP, lambda tensor: tensor[:-1]), "layout", UP),
+    "absmax too short": (change(f"{UP}.absmax", lambda tensor: tensor[:-1]), "layout", f"{UP}.absmax"),
+    "nested_absmax too long": (
+        change(f"{UP}.nested_absmax", lambda tensor: torch.cat([tensor, tensor])), "layout", f"{UP}.nested_absmax",
+    ),
+    "absmax as integers": (change(f"{UP}.absmax", lambda tensor: tensor.int()), "layout", f"{UP}.absmax"),
+    "code map of FP4": (change(f"{UP}.quant_map", fp4_map), "code maps", f"{UP}.quant_map"),
+    "code map: a bit": (change(f"{UP}.quant_map", flipped(6, 6)), "code maps", f"{UP}.quant_map"),
+    "code map in low precision": (change(f"{UP}.quant_map", low_precision), "code maps", f"{UP}.quant_map"),
+    "code map: NaN": (change(f"{UP}.quant_map", filled(3, math.nan)), "code maps", f"{UP}.quant_map"),
+    "nested map: a bit": (change(f"{UP}.nested_quant_map", flipped(402, 6)), "code maps", f"{UP}.nested_quant_map"),
+    "nested_absmax: NaN": (change(f"{UP}.nested_absmax", filled(0, math.nan)), "scales", UP),
+    "nested_absmax: infinite": (change(f"{UP}.nested_absmax", filled(0, math.inf)), "scales", UP),
+    "quant state: not JSON": (change(BLOB, flipped(0, 3)), "quant state", BLOB),
+    "quant state: blocksize": (blob(blocksize=48), "quant state", BLOB),
+    "quant state: other blocksize": (blob(blocksize=128), "layout", f"{UP}.absmax"),
+    "quant state: shape": (blob(shape=[512, 64]), "layout", UP),
+    "quant state: shape of words": (blob(shape=["a"]), "quant state", BLOB),
+    "quant state: data type": (blob(quant_type="fp4"), "quant state", BLOB),
+    "quant state: dtype": (blob(dtype="int8"), "quant state", BLOB),
+    "quant state: key missing": (blob(nested_offset=None), "quant state", BLOB),
+    "quant state: key too many": (blob(extra=1), "quant state", BLOB),
+    "quant state: requantized absmax": (blob(nested_dtype="bfloat16"), "quant state", BLOB),
+    "quant state: negative offset": (blob(nested_offset=-0.5), "quant state", BLOB),
+    "another data type among them": (fp4_weight, "uniform", Q),
+    "another nesting among them": (not_nested_weight, "uniform", Q),
+    "index: wrong file": (index(lambda table: table["weight_map"].update({UP: SECOND})), "index", UP),
+    "index: lacks a tensor": (index(lambda table: table["weight_map"].pop(UP)), "index", UP),
+    "index: a tensor too many": (index(lambda table: table["weight_map"].update({"ghost": FIRST})), "index", "ghost"),
+    "index: not JSON": (write_text("model.safetensors.index.json", "{"), "index", "model.safetensors.index.json"),
+    "index: no metadata": (index(lambda table: table.pop("metadata")), "index", "model.safetensors.index.json"),
+    "config: not JSON": (write_text("config.json", "{"), "config", "config.json"),
+    "config: no quantization": (config(lambda content: content.pop("quantization_config")), "config", "config.json"),
+    "config: data type": (quantization(bnb_4bit_quant_type="fp4"), "config", "config.json"),
+    "config: nesting": (quantization(bnb_4bit_use_double_quant=False), "config", "config.json"),
+    "config: storage": (quantization(bnb_4bit_quant_storage="bfloat16"), "config", "config.json"),
+    "config: 8-bit": (quantization(load_in_8bit=True, load_in_4bit=False), "config", "config.json"),
+    "config: other method": (quantization(quant_method="gptq"), "config", "config.json"),
+    "config: integer threshold": (quantization(llm_int8_threshold=6), "config", "config.json"),
+    "config: another quantization": (write_text("quantize_config.json", "{}"), "config", "quantize_config.json"),
+    "skip list: names a packed module": (with_skip("model.layers.1.mlp.up_proj"), "skip list", UP),
+    "skip list: not a list": (quantization(llm_int8_skip_modules="lm_head"), "skip list", "config.json"),
+    "skip list: not an expression": (with_skip("(lm_head"), "skip list", "config.json"),
+    "manifest: another file": (
+        write_text("SHA256SUMS", f"{'0' * 64}  config.json\n"), "checksums", "config.json",
+    ),
+    "manifest: file missing": (write_text("SHA256SUMS", f"{'0' * 64}  gone.json\n"), "checksums", "gone.json"),
+    "manifest: outside": (write_text("SHA256SUMS", f"{'0' * 64}  ../x\n"), "checksums", "SHA256SUMS"),
+}  # fmt: skip
+
+DAMAGE_SEEN_BY_THE_SOURCE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "codes: a bit": (change(UP, flipped(1000, 2)), "codes", UP),
+    "codes: the last bit": (change(UP, flipped(512 * 64 - 1, 0)), "codes", UP),
+    "codes: a run of zeros": (change(UP, filled(7, 0)), "codes", UP),
+    "absmax: a bit": (change(f"{UP}.absmax", flipped(100, 5)), "scales", UP),
+    "nested_absmax: a bit": (change(f"{UP}.nested_absmax", flipped(1, 3)), "scales", UP),
+    "offset": (blob(nested_offset=0.25), "scales", UP),
+    "kept tensor: a bit": (change(EMBED, flipped(77, 1)), "copies", EMBED),
+    "kept vector: a bit": (change(NORM, flipped(0, 0)), "copies", NORM),
+    "kept tensor: another shape": (change(NORM, lambda tensor: tensor[:-1]), "copies", NORM),
+    "two weights swapped": (swap(UP, UP.replace("layers.1", "layers.2")), "codes", UP),
+    "scales of two weights swapped": (
+        swap(f"{UP}.absmax", f"{UP.replace('layers.1', 'layers.2')}.absmax"), "scales", UP,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def damaged(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "damaged"))
+
+
+def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, findings, and what was printed."""
+    report = folder.parent / "report.json"
+    done = CliRunner().invoke(main, ["verify", str(folder), "--device", "cpu", "--json", str(report), *options])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    found = json.loads(report.read_text())["findings"] if report.exists() else []
+    return done.exit_code, found, done.output
+
+
+def assert_found(found: list[dict[str, Any]], check: str, name: str) -> None:
+    faults = [finding for finding in found if finding["is_fault"]]
+    hits = [finding for finding in faults if finding["check"] == check and name in (finding["tensor"], finding["file"])]
+    assert hits, faults
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_that_shows_without_a_source(damaged: Path, kind: str):
+    damage, check, name = DAMAGE[kind]
+    damage(damaged)
+    code, found, output = run_command(damaged)
+    assert code == 1, output
+    assert_found(found, check, name)
+    assert name in output
+    assert output.rstrip().splitlines()[-1].startswith("FAILED")
+
+
+@pytest.mark.parametrize("kind", DAMAGE_SEEN_BY_THE_SOURCE)
+def test_damage_that_shows_against_the_source(damaged: Path, source: Path, kind: str):
+    damage, check, name = DAMAGE_SEEN_BY_THE_SOURCE[kind]
+    damage(damaged)
+    code, found, output = run_command(damaged, "--source", str(source))
+    assert code == 1, output
+    assert_found(found, check, name)
+
+
+@pytest.mark.parametrize(
+    ("edit", "check"),
+    [
+        (filled(5, math.nan), "scales"),
+        (filled(5, math.inf), "scales"),
+        (filled(5, -0.1), "scales"),
+        (lambda tensor: tensor.bfloat16().view(-1, 1), "layout"),
+    ],
+    ids=["NaN", "infinite", "negative", "bfloat16, transposed"],
+)
+def test_absmax_without_double_quantization(
+    plain: Path, tmp_path: Path, edit: Callable[[torch.Tensor], torch.Tensor], check: str
+):
+    folder = Path(shutil.copytree(plain, tmp_path / "damaged"))
+    change(f"{UP}.absmax", edit)(folder)
+    code, found, _ = run_command(folder)
+    assert code == 1
+    assert check in {finding["check"] for finding in found if finding["is_fault"]}
+    assert any(finding["tensor"].startswith(UP) for finding in found)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 12, 22, 23, 30])
+def test_any_bit_of_a_float32_scale(plain: Path, source: Path, tmp_path: Path, bit: int):
+    folder = Path(shutil.copytree(plain, tmp_path / "damaged"))
+    change(f"{UP}.absmax", flipped(4 * 9 + bit // 8, bit % 8))(folder)
+    code, found, _ = run_command(folder, "--source", str(source))
+    assert code == 1
+    assert_found(found, "scales", UP)
+
+
+def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
+    """--exact finds the one code that another rounding could have given as well."""
+    change(UP, flipped(4000, 0))(damaged)
+    report = verify_checkpoint(damaged, source, VerifyOptions(exact=True, tolerance=1.0), CPU)
+    assert {finding.check for finding in report.findings if finding.is_fault} >= {"exact"}
+    [row] = [row for row in report.weights if row["name"] == UP]
+    assert row["bytes_differing"] == 1
+    assert not report.identical
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+def passes(report: VerifyReport) -> None:
+    assert report.passed, [finding.line() for finding in report.findings]
+    assert all(check["passed"] for check in report.checks.values())
+
+
+@pytest.mark.parametrize("run", [CPU, SMALL], ids=["buffers", "small buffers"])
+def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptions):
+    report = verify_checkpoint(good, source, VerifyOptions(exact=True), run)
+    passes(report)
+    assert report.findings == ()
+    assert report.identical
+    assert {row["name"] for row in report.weights} == {
+        f"model.layers.{layer}.{name}.weight" for layer in range(6) for name in ("mlp.up_proj", "self_attn.q_proj")
+    }
+    assert all(0.08 < row["relative_error"] < 0.10 for row in report.weights)
+    assert all(row["outside"] == row["not_nearest"] == row["bytes_differing"] == 0 for row in report.weights)
+
+
+def test_figures_depend_on_neither_workers_nor_buffers(good: Path, source: Path):
+    first, second = (verify_checkpoint(good, source, None, run) for run in (CPU, SMALL))
+    for row, other in zip(first.weights, second.weights, strict=True):
+        assert row.pop("squared_error") == pytest.approx(other.pop("squared_error"), rel=1e-6)
+        assert row.pop("squared_weight") == pytest.approx(other.pop("squared_weight"), rel=1e-6)
+        for key in ("relative_error", "snr_db"):
+            assert row.pop(key) == pytest.approx(other.pop(key), rel=1e-6)
+        assert row == other
+
+
+def test_without_a_source_nothing_is_compared(good: Path):
+    report = verify_checkpoint(good, None, None, CPU)
+    passes(report)
+    assert report.identical is None
+    assert {row["relative_error"] for row in report.weights} == {None}
+    assert "codes" not in report.checks
+    assert "not compared with a source" in report.verdict
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+def test_every_format(source: Path, tmp_path: Path, blocksize: int, quant_type: str, double_quant: bool):
+    options = QuantizeOptions(quant_type, blocksize, double_quant)
+    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    report = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
+    passes(report)
+    assert report.identical
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_source_of_another_dtype(source: Path, tmp_path: Path, dtype: str):
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype=dtype), CPU)
+    passes(verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU))
+
+
+def test_transposed_weights(tmp_path: Path):
+    weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (tmp_path / "source").mkdir()
+    save({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
+    described = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
+    (tmp_path / "source/config.json").write_text(json.dumps(described))
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
+    passes(verify_checkpoint(tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU))
+
+
+def test_a_manifest_that_holds(good: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(good, tmp_path / "with"))
+    shutil.copy(good.parent / "SHA256SUMS", folder)
+    report = verify_checkpoint(folder, None, None, CPU)
+    passes(report)
+    assert "checksums" in report.checks
+
+
+def test_codes_stored_as_floats_pass_with_a_note(tmp_path: Path):
+    stored = pack(UP, torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16())
+    stored[UP] = stored[UP].view(-1).view(torch.bfloat16).view(-1, 1)
+    folder = write(tmp_path / "made", stored, quantization={"bnb_4bit_quant_storage": "bfloat16"})
+    report = verify_checkpoint(folder, None, None, CPU)
+    passes(report)
+    assert any("for FSDP only" in finding.text for finding in report.findings)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_quant: bool):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    tiny = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256,
+    )  # fmt: skip
+    LlamaForCausalLM(tiny).bfloat16().save_pretrained(tmp_path / "source")
+    chosen = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=chosen, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    code, found, output = run_command(tmp_path / "theirs", "--source", str(tmp_path / "source"))
+    assert code == 0, output
+    assert not [finding for finding in found if finding["is_fault"]]
+
+
+# --- tolerance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0)])
+def test_the_tolerance_is_on_the_relative_error(good: Path, source: Path, tmp_path: Path, tolerance: str, code: int):
+    folder = Path(shutil.copytree(good, tmp_path / "copy"))
+    found_code, found, output = run_command(folder, "--source", str(source), "--tolerance", tolerance)
+    assert found_code == code, output
+    assert {finding["check"] for finding in found} == ({"tolerance"} if code else set())
+
+
+def expected_error(quant_type: str, blocksize: int, density: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """E‖W − Ŵ‖ / ‖W‖ for independent weights of a density: the integral of docs/verify.md, by the trapezium rule.
+
+    Given the largest magnitude a of a block, the others are distributed as the density cut off at a; the largest itself
+    has no error.
+    """
+    grid = torch.cat([torch.linspace(0, 8, 3000), torch.logspace(math.log10(8.001), 5, 3000)]).double()
+    p = 2 * density(grid)
+    p /= torch.trapezoid(p, grid)
+    below = torch.cat([torch.zeros(1), torch.cumulative_trapezoid(p, grid)]).clamp(0, 1)
+    largest = blocksize * below ** (blocksize - 1) * p
+    values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float64)
+    steps = torch.linspace(0, 1, 2001, dtype=torch.float64)
+    up, down = ((sign * steps[:, None] - values[None, :]).abs().amin(dim=1) ** 2 for sign in (1.0, -1.0))
+    inside = density(steps[None, :] * grid[:, None])
+    relative = torch.trapezoid(inside * (up + down) / 2, steps) / torch.trapezoid(inside, steps)
+    squared = torch.trapezoid(largest * (blocksize - 1) / blocksize * grid**2 * relative, grid)
+    return float((squared / torch.trapezoid(p * grid**2, grid)).sqrt())
+
+
+def normal(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-(x**2) / 2)
+
+
+def student(x: torch.Tensor) -> torch.Tensor:
+    """Student's t distribution with 4 degrees of freedom, not normalised."""
+    return (1 + x**2 / 4) ** -2.5
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+def test_the_default_is_what_heavy_tails_give(quant_type: str, blocksize: int):
+    error = expected_error(quant_type, blocksize, student)
+    assert TOLERANCES[quant_type][blocksize] - 0.0015 < error <= TOLERANCES[quant_type][blocksize]
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [32, 64, 256, 4096])
+def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize: int):
+    """And the integral is what quantizing a normal weight measures."""
+    weight = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant=False)
+    measured = float((weight - dequantize_4bit(packed, state)).norm() / weight.norm())
+    assert expected_error(quant_type, blocksize, normal) == pytest.approx(measured, rel=0.01)
+    assert measured < TOLERANCES[quant_type][blocksize]
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (VerifyOptions(tolerance=-1), "expected a relative error"),
+        (VerifyOptions(tolerance=math.nan), "expected a relative error"),
+        (VerifyOptions(tolerance=0.1), "give --source"),
+        (VerifyOptions(exact=True), "give --source"),
+    ],
+    ids=["negative", "NaN", "tolerance without source", "exact without source"],
+)
+def test_requests_that_make_no_sense(good: Path, options: VerifyOptions, message: str):
+    with pytest.raises(PlanError, match=message):
+        verify_checkpoint(good, None, options, CPU)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(SourceError, match="no such file or folder"):
+        verify_checkpoint(tmp_path / "nothing", None, None, CPU)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError):
+        verify_checkpoint(tmp_path / "empty", None, None, CPU)
+    done = CliRunner().invoke(main, ["verify", str(tmp_path / "nothing")])
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_not_packed_fails(source: Path):
+    report = verify_checkpoint(source, None, None, CPU)
+    assert not report.passed
+    assert any("nothing in it is in 4 bits" in finding.text for finding in report.findings)
+
+
+def test_another_model_as_the_source(good: Path, tmp_path: Path):
+    other = write_source(tmp_path / "other", layers=2)
+    code, found, _ = run_command(Path(shutil.copytree(good, tmp_path / "copy")), "--source", str(other))
+    assert code == 1
+    assert_found(found, "names", UP.replace("layers.1", "layers.5"))
