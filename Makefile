@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format gpu bench bench-e2e test-architectures clean
+.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -49,6 +49,9 @@ $(VENV)/transformers-4/.installed: $(VENV)/.installed
 
 test-architectures: $(VENV)/transformers-4/.installed ## every architecture that transformers can build small
 	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
+
+test-browser: $(VENV)/.installed ## the HTML report in a headless Chromium, which must be installed
+	$(BIN)/python -m pytest -m browser
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as a table
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python > $@.new

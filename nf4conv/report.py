@@ -83,11 +83,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence
     body = "".join(
         f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, names, strict=True))}</tr>" for row in rows
     )
-    return f"<table><thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead><tbody>{body}</tbody></table>"
+    titles = "".join(_cell(cell, name, "th") for cell, name in zip(head, names, strict=True))
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(content: str, name: str) -> str:
-    return f'<td class="{name}">{content}</td>' if name else f"<td>{content}</td>"
+def _cell(content: str, name: str, tag: str = "td") -> str:
+    return f'<{tag} class="{name}">{content}</{tag}>' if name else f"<{tag}>{content}</{tag}>"
 
 
 def _tiles(report: VerifyReport) -> Iterator[str]:
