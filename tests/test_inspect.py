@@ -1,0 +1,124 @@
+"""`inspect`: what is in a checkpoint, by its headers; of one on the Hub no weight is fetched."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+from four_bit import CONFIG, pack, write
+from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
+
+from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
+from nf4conv.cli import main
+from nf4conv.errors import SourceError
+from nf4conv.inspect import inspect_checkpoint
+from nf4conv.options import SourceOptions
+
+CPU = RunOptions(device="cpu")
+UP = "model.layers.1.mlp.up_proj.weight"
+REPO = "some-org/packed"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspect")
+    source = write_source(folder / "source")
+    quantize_checkpoint(source, folder / "out", QuantizeOptions(max_shard_size=150_000), CPU)
+    return folder / "out"
+
+
+def test_a_packed_checkpoint(packed: Path):
+    found = inspect_checkpoint(packed)
+    [row] = [row for row in found.tensors if row["name"] == UP]
+    assert (row["format"], row["dtype"], row["shape"]) == ("nf4+/64", "bfloat16", [512, 128])
+    quantization = row["quantization"]
+    assert (quantization["quant_type"], quantization["blocksize"], quantization["double_quant"]) == ("nf4", 64, True)
+    assert quantization["nested_offset"] > 0
+    assert quantization["tensors"][""] == "U8 [32768, 1]"
+    assert quantization["tensors"]["absmax"] == "U8 [1024]"
+    assert row["bytes"] == 32768 + 1024 + 64 + 4 * 4 + 1024 + row_blob(packed)
+    assert found.totals["packed"] == 12
+    assert found.totals["tensors"] == 12 + 7
+    assert found.totals["parameters"] == 6 * (512 * 128 + 64 * 64 + 64) + 256 * 64
+    assert found.totals["bytes"] == sum(row["bytes"] for row in found.tensors)
+    assert found.config is not None
+    assert found.config["quant_method"] == "bitsandbytes"
+    assert {(kind["stack"], kind["kind"], kind["tensors"]) for kind in found.kinds} >= {
+        ("model.layers", "mlp.up_proj", 6),
+        ("model.layers", "input_layernorm", 6),
+    }
+
+
+def row_blob(folder: Path) -> int:
+    parts = [load_file(path) for path in folder.glob("*.safetensors")]
+    return next(tensors[f"{UP}.quant_state.bitsandbytes__nf4"].numel() for tensors in parts if UP in tensors)
+
+
+def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn),
+        "model.layers.0.q_proj.weight_scale_inv": torch.ones(1, 1),
+        "model.norm.weight": torch.ones(64, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    described = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    found = inspect_checkpoint(tmp_path)
+    assert {row["name"]: row["format"] for row in found.tensors} == {
+        "model.layers.0.q_proj.weight": "F8_E4M3",
+        "model.layers.0.q_proj.weight_scale_inv": "float32",
+        "model.norm.weight": "bfloat16",
+    }
+    assert found.config == {"quant_method": "gptq", "bits": 4}
+    assert found.totals["packed"] == 0
+
+
+def test_a_single_file_and_a_pickle(tmp_path: Path):
+    save_file(pack("w.weight", torch.randn(64, 64)), tmp_path / "model.safetensors")
+    torch.save({"a": torch.zeros(3, 4)}, tmp_path / "pytorch_model.bin")
+    [row] = inspect_checkpoint(tmp_path / "model.safetensors").tensors
+    assert (row["name"], row["format"], row["shape"]) == ("w.weight", "nf4+/64", [64, 64])
+    [row] = inspect_checkpoint(tmp_path / "pytorch_model.bin").tensors
+    assert (row["name"], row["format"], row["shape"]) == ("a", "float32", [3, 4])
+
+
+def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path):
+    stored = pack(UP, torch.randn(64, 64).bfloat16())
+    stored[f"{UP}.quant_state.bitsandbytes__nf4"] = torch.zeros(7, dtype=torch.uint8)
+    [row] = inspect_checkpoint(write(tmp_path / "made", stored)).tensors
+    assert (row["format"], row["quantization"]) == ("U8", None)
+
+
+def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
+    files = contents(packed)
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit(files)
+    found = inspect_checkpoint(REPO, SourceOptions(cache_dir=tmp_path / "cache"))
+    local = inspect_checkpoint(packed)
+    assert found.tensors == local.tensors
+    assert found.totals == local.totals
+    asked = [request for request in hub.requests if ".safetensors" in request.line and "index" not in request.line]
+    weights = [request for request in asked if request.line.startswith("GET")]
+    assert weights
+    assert all(request.range for request in weights), "no file is fetched whole"
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_the_command(packed: Path):
+    shown = CliRunner().invoke(main, ["inspect", str(packed)])
+    assert shown.exit_code == 0
+    assert UP in shown.stdout
+    assert "19 tensors, 12 of them in 4 bits, in " in shown.stdout
+    parsed = json.loads(CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout)
+    assert parsed["totals"]["packed"] == 12
+
+
+def test_what_is_not_there(tmp_path: Path):
+    with pytest.raises(SourceError, match="no such file or folder"):
+        inspect_checkpoint(tmp_path / "nothing")
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "nothing")])
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
