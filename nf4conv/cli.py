@@ -36,6 +36,7 @@ from nf4conv.options import (
 from nf4conv.text import comparison_lines, inspection_lines, printable, size, verification_lines
 
 if TYPE_CHECKING:
+    from nf4conv.components import PipelinePlan
     from nf4conv.dequantize import DequantizationPlan, DequantizeReport
     from nf4conv.quantize import QuantizationPlan, QuantizeReport
 
@@ -240,14 +241,15 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     """Quantize the checkpoint SRC into the folder OUT.
 
     SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
-    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way.
+    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. Of a pipeline of diffusers, denoisers
+    and text encoders are packed; --include 'transformer/*' chooses components.
     """
     kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
     run, options, where, push = (_split(kind, chosen) for kind in kinds)
-    from nf4conv.quantize import execute_plan, plan_quantization
+    from nf4conv.components import execute_quantizing, plan_quantizing
 
     _quieten_downloads(quiet)
-    plan = plan_quantization(source, options, where)
+    plan = plan_quantizing(source, options, where)
     if dry_run:
         totals = plan.totals()
         _print_plan(
@@ -260,8 +262,8 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
         return
     if not quiet:
         _print_notes(plan.notes)
-    with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
-        report = execute_plan(plan, out, run, advance, push)
+    with _progress(plan.totals()["bytes_in"], quiet) as advance:
+        report = execute_quantizing(plan, out, run, advance, push)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
@@ -293,10 +295,10 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
     result loads without bitsandbytes.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, DequantizeOptions, SourceOptions))
-    from nf4conv.dequantize import execute_dequantization, plan_dequantization
+    from nf4conv.components import execute_dequantizing, plan_dequantizing
 
     _quieten_downloads(quiet)
-    plan = plan_dequantization(source, options, where)
+    plan = plan_dequantizing(source, options, where)
     if dry_run:
         totals = plan.totals()
         _print_plan(
@@ -308,8 +310,8 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
         return
     if not quiet:
         _print_notes(plan.notes)
-    with _progress(sum(tensor.nbytes for tensor in plan.source.tensors), quiet) as advance:
-        report = execute_dequantization(plan, out, run, advance)
+    with _progress(plan.totals()["bytes_in"], quiet) as advance:
+        report = execute_dequantizing(plan, out, run, advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
@@ -341,13 +343,13 @@ def verify(
     Exit codes: 0 everything is right, 1 something is not, 2 it could not be verified.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, VerifyOptions, SourceOptions))
+    from nf4conv.components import execute_verifying, plan_verifying
     from nf4conv.report import write_json, write_page
-    from nf4conv.verify import execute_verification, plan_verification
 
     _quieten_downloads(quiet)
-    plan = plan_verification(path, source, options, where)
+    plan = plan_verifying(path, source, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
-        found = execute_verification(plan, run, advance)
+        found = execute_verifying(plan, run, advance)
     for file, write in ((json_file, write_json), (report, write_page)):
         if file is not None:
             write(found, file)
@@ -409,10 +411,10 @@ def inspect(path: str, as_json: bool, **chosen: Any) -> None:
 
     PATH is a folder or a weight file; REPO a model on the Hugging Face Hub, of which no weight is fetched.
     """
-    from nf4conv.inspect import inspect_checkpoint
+    from nf4conv.components import inspect_any
 
     _quieten_downloads(True)
-    found = inspect_checkpoint(path, SourceOptions(**chosen))
+    found = inspect_any(path, SourceOptions(**chosen))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
@@ -444,7 +446,7 @@ def _print_notes(notes: Sequence[str]) -> None:
         click.echo(f"{click.style('Note:', fg='yellow')} {printable(note)}", err=True, color=_color())
 
 
-def _print_plan(plan: "QuantizationPlan | DequantizationPlan", as_json: bool, summary: str) -> None:
+def _print_plan(plan: "QuantizationPlan | DequantizationPlan | PipelinePlan[Any]", as_json: bool, summary: str) -> None:
     rows = plan.rows()
     if as_json:
         content = {"tensors": rows, "totals": plan.totals(), "config": plan.config, "notes": plan.notes}

@@ -12,14 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.config import plain_config
+from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, is_wanted, select, with_skip_list
-from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import PlanError
 from nf4conv.options import DTYPES, DequantizeOptions, RunOptions, SourceOptions
@@ -156,7 +156,7 @@ def plan_dequantization(
     dtype = options.dtype or dominant_dtype([job.source for group in groups for job in group])
     plan = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
     if config is not None and not still_packed:
-        config = plain_config(config, dtype)
+        config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
     return DequantizationPlan(
         options=options,
         source=opened,
@@ -165,6 +165,35 @@ def plan_dequantization(
         auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
         notes=(),
     )
+
+
+def plan_dequantized_component(
+    source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool
+) -> DequantizationPlan:
+    """The plan of a component of a pipeline; one without 4-bit weights to decode keeps its tensors as they are stored.
+
+    Args:
+        source: as for `plan_dequantization`.
+        options: as for `plan_dequantization`.
+        where: as for `plan_dequantization`; its subfolder is the component.
+        decode: whether anything in it is wanted.
+
+    Raises:
+        SourceError, PlanError: as `plan_dequantization`.
+    """
+    wanted = (
+        tensor
+        for tensor in open_source(source, where).tensors
+        if _is_packed(tensor) and is_wanted(tensor.name, options.include, options.exclude)
+    )
+    if decode and any(wanted):
+        return plan_dequantization(source, options, where)
+    stored = open_stored(source, where)
+    groups = [[CopyJob(tensor, tensor.dtype, "the component stays as it is")] for tensor in stored.tensors]
+    format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
+    plan = arrange(groups, format, max_shard_size=options.max_shard_size, stem=stored.stem)
+    auxiliary = () if stored.config is None else auxiliary_files(stored.folder)
+    return DequantizationPlan(options, stored, plan, stored.config, auxiliary, stored.notes)
 
 
 def _is_packed(tensor: TensorInfo) -> bool:

@@ -2,6 +2,7 @@
 
 Nf4convError            everything below; the command line prints it as one line and exits with 2
 ├── SourceError         the input cannot be read: missing, truncated, malformed, unsupported
+│   └── PipelineError   it is a pipeline of diffusers, where one checkpoint was expected
 ├── PlanError           the input is readable, but the request cannot be met
 ├── OutputError         the destination: exists, in use, disk full
 ├── CodecError          a tensor or quant state that the codec cannot take (also a ValueError)
@@ -15,6 +16,10 @@ class Nf4convError(Exception):
 
 class SourceError(Nf4convError):
     """The source checkpoint cannot be read."""
+
+
+class PipelineError(SourceError):
+    """The source is a pipeline of diffusers, several checkpoints in one folder, where one was expected."""
 
 
 class PlanError(Nf4convError):

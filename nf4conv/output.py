@@ -5,7 +5,7 @@ space ▸ shard tasks ▸ auxiliary files ▸ index ▸ config.json: that last, 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -84,7 +84,7 @@ def source_fingerprint(
         "version": __version__,
         "torch": version("torch"),
         "device": pipeline.device.partition(":")[0],
-        "source files": _stamps(source),
+        "source files": source_stamps(source),
         "source headers": headers.hexdigest(),
         "source config": source.config,
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()},
@@ -99,7 +99,7 @@ def plan_fingerprint(plan: Plan) -> str:
     return digest.hexdigest()
 
 
-def _stamps(source: Source) -> dict[str, list[int]]:
+def source_stamps(source: Source) -> dict[str, list[int]]:
     """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
     if source.fetched is not None:
         return {str(source): []}
@@ -131,11 +131,11 @@ def write_checkpoint(
     Raises:
         SourceError, OutputError: the source cannot be read, the destination not written.
     """
-    workspace.check_space(_space_needed(job, workspace))
-    before = _stamps(job.source)
+    workspace.check_space(space_needed(job, workspace.finished))
+    before = source_stamps(job.source)
     with _open_reader(job, workspace) as reader, ExitStack() as writers:
         pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader, announce), reader)
-    changed = [name for name, stamp in _stamps(job.source).items() if stamp != before[name]]
+    changed = [name for name, stamp in source_stamps(job.source).items() if stamp != before[name]]
     if changed:
         raise SourceError(f"{job.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
     for name in job.auxiliary:
@@ -149,8 +149,9 @@ def write_checkpoint(
     workspace.complete({} if config is None else {"config.json": config})
 
 
-def _space_needed(job: Job, workspace: Workspace) -> int:
-    shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in workspace.finished)
+def space_needed(job: Job, finished: Collection[str]) -> int:
+    """The most bytes that a job still takes on disk, given the names of its finished shards."""
+    shards = sum(shard.largest_size for shard in job.plan.shards if shard.name not in finished)
     fetched = () if job.source.fetched is None else job.source.fetched.absent.values()
     on_disk = sum(sorted(file.size for file in fetched)[-2:])  # one in use, one on its way
     return shards + on_disk + sum((job.source.folder / name).stat().st_size for name in job.auxiliary)

@@ -17,8 +17,8 @@ from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import TAGS, Format, PackJob, Plan, dominant_dtype, make_plan
-from nf4conv.checkpoint.selection import Pack, Selection, SelectionOptions, demote, select
-from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, demote, select
+from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.errors import PlanError, SourceError
@@ -43,6 +43,7 @@ class QuantizationPlan:
         auxiliary: files that are copied beside the weights, relative to the source's folder.
         non_finite: source tensors that are kept because they hold NaN or infinity.
         notes: what the user should know.
+        is_component: of a pipeline, whose components get no card, and in some of which nothing is packed.
     """
 
     options: QuantizeOptions
@@ -52,9 +53,12 @@ class QuantizationPlan:
     auxiliary: tuple[PurePosixPath, ...]
     non_finite: frozenset[str]
     notes: tuple[str, ...]
+    is_component: bool = False
 
-    def card(self, bytes_after: int) -> str:
-        """The model card."""
+    def card(self, bytes_after: int) -> str | None:
+        """The model card; None for a component."""
+        if self.is_component:
+            return None
         from nf4conv.card import Figures, model_card  # importing a reader of YAML takes a moment
 
         before = sum(tensor.nbytes for tensor in self.source.tensors)
@@ -194,6 +198,35 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
     )
 
 
+def plan_component(source: str, options: QuantizeOptions, where: SourceOptions, *, pack: bool) -> QuantizationPlan:
+    """The plan of a component of a pipeline; one in which nothing is packed keeps its tensors as they are stored.
+
+    Args:
+        source: as for `plan_quantization`.
+        options: as for `plan_quantization`.
+        where: as for `plan_quantization`; its subfolder is the component.
+        pack: whether anything in it may be packed.
+
+    Raises:
+        SourceError, PlanError: as `plan_quantization`.
+    """
+    if pack:
+        planned = plan_quantization(source, options, where)
+        if any(isinstance(entry, PackJob) for entry in planned.plan.jobs):
+            return replace(planned, is_component=True)
+    stored = open_stored(source, where)
+    kept = Keep("the component stays as it is", keep_dtype=True)
+    plan = make_plan(
+        stored.tensors,
+        dict.fromkeys((tensor.name for tensor in stored.tensors), kept),
+        Format(options.quant_type, options.blocksize, options.double_quant, "float32"),
+        max_shard_size=options.max_shard_size,
+        stem=stored.stem,
+    )
+    auxiliary = () if stored.config is None else auxiliary_files(stored.folder)
+    return QuantizationPlan(options, stored, plan, stored.config, auxiliary, frozenset(), stored.notes, True)
+
+
 def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
     wishes = SelectionOptions(
         include=options.include,
@@ -252,7 +285,7 @@ def _new_config(
         double_quant=format.double_quant,
         compute_dtype=compute_dtype,
         skip_modules=selection.skip_modules,
-        dtype=format.dtype,
+        dtype=None if "_class_name" in source.config else format.dtype,  # a key that diffusers does not know
     )
 
 
@@ -347,7 +380,7 @@ def _write(
 
 
 def _check_anything_packed(job: QuantizationPlan) -> None:
-    if not any(isinstance(entry, PackJob) for entry in job.plan.jobs):
+    if not job.is_component and not any(isinstance(entry, PackJob) for entry in job.plan.jobs):
         raise PlanError(f"{job.source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
 
 
@@ -379,7 +412,7 @@ def _without_non_finite(job: QuantizationPlan, run: RunOptions) -> QuantizationP
         return job
     kept = _plan(job.source, job.options, frozenset(found))
     notes = tuple(f"{name}: kept unquantized, {count:,} values are NaN or infinite" for name, count in found.items())
-    return replace(kept, notes=kept.notes + notes)
+    return replace(kept, notes=kept.notes + notes, is_component=job.is_component)
 
 
 def _describe_non_finite(entry: PackJob, job: QuantizationPlan, run: RunOptions) -> SourceError:
@@ -413,7 +446,7 @@ def _report(
         parameters=parameters,
         bytes_before=sum(tensor.nbytes for tensor in job.source.tensors),
         bytes_after=bytes_after,
-        bits_per_parameter=8 * bytes_after / parameters,
+        bits_per_parameter=8 * bytes_after / max(parameters, 1),
         seconds=time.perf_counter() - started,
         pipeline_seconds=pipeline.elapsed,
         seconds_by_activity=dict(pipeline.seconds),

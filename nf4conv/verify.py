@@ -115,6 +115,8 @@ def plan_verification(
     source: str | Path | None = None,
     options: VerifyOptions | None = None,
     where: SourceOptions | None = None,
+    *,
+    is_component: bool = False,
 ) -> VerificationPlan:
     """Look at the headers of a checkpoint, and find out what is to be compared; torch is not imported.
 
@@ -123,6 +125,7 @@ def plan_verification(
         source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub.
         options: what to require.
         where: of a source on the Hub.
+        is_component: of a pipeline, in some of which nothing is packed.
 
     Raises:
         SourceError: there are no weights, or the source cannot be read.
@@ -134,8 +137,8 @@ def plan_verification(
     if source is None and (options.exact or options.tolerance is not None):
         raise PlanError("--exact and --tolerance compare with the source: give --source")
     structure = read_structure(Path(path))
-    config = check_config(structure)
-    if not structure.weights and not structure.findings:
+    config = check_config(structure) if structure.weights or not is_component else {}
+    if not structure.weights and not structure.findings and not is_component:
         structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
     opened = None if source is None else open_source(source, where)
     pairs = Pairs() if opened is None else pair(structure, opened)

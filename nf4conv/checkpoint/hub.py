@@ -23,7 +23,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, b
 )
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
-from nf4conv.checkpoint.weight_files import find_weights
+from nf4conv.checkpoint.weight_files import PIPELINE_INDEX, find_weights
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 
@@ -43,7 +43,7 @@ _DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md")
 """What is read beside the weights but not copied."""
 _LIKELY: Final = (
     *("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
-    *("pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors", "model_index.json"),
+    *("pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors", PIPELINE_INDEX),
 )
 
 
@@ -233,6 +233,51 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
         repository.fetch([file.name for file in absent.values()])
         absent = {}
     return Fetched(folder, Origin(repo, repository.commit, prefix.rstrip("/")), repository, absent)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a pipeline on the hub.
+
+    Attributes:
+        folder: in the cache, where model_index.json is and what is fetched comes.
+        commit: what to ask for its components with; None for the latest, when the hub may not be asked.
+        names: of all files, relative to the folder.
+        repository: to get them from; None when offline.
+        prefix: of the folder in the repository.
+    """
+
+    folder: Path
+    commit: str | None
+    names: tuple[str, ...]
+    repository: Repository | None
+    prefix: str
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Get files into the folder; nothing is left to get when offline."""
+        if self.repository is not None and names:
+            self.repository.fetch([f"{self.prefix}{name}" for name in names])
+
+
+def list_pipeline(repo: str, where: SourceOptions) -> Listing:
+    """What a repository that holds a pipeline of diffusers consists of; only model_index.json is fetched.
+
+    Args:
+        repo: "org/name".
+        where: revision, token, cache and subfolder.
+
+    Raises:
+        SourceError: it does not exist, may not be read, or is not in the cache when offline.
+    """
+    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+        folder = _from_cache(repo, where).folder
+        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return Listing(folder, where.revision, tuple(names), None, "")
+    repository = Repository(repo, where)
+    prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+    folder = repository.fetch_first([f"{prefix}{PIPELINE_INDEX}"]) / prefix
+    inside = (name.removeprefix(prefix) for name in repository.files if name.startswith(prefix))
+    return Listing(folder, repository.commit, tuple(inside), repository, prefix)
 
 
 def _shards(index: Path) -> list[str]:

@@ -3,10 +3,13 @@
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import PipelineError, SourceError
 
 STEMS: Final = ("model", "diffusion_pytorch_model")
 """Base names of weight files: transformers', diffusers'."""
+
+PIPELINE_INDEX: Final = "model_index.json"
+"""What makes a folder a pipeline of diffusers; weights beside it are those of all components in another format."""
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -36,8 +39,13 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
         where: named in errors.
 
     Raises:
+        PipelineError: the folder is that of a pipeline.
         SourceError: there are none, or several that nothing tells apart.
     """
+    if PIPELINE_INDEX in names:
+        raise PipelineError(
+            f"{where}: it is a pipeline of diffusers, whose parts are taken one by one: --subfolder transformer"
+        )
     found = next(_named(names, STEMS, "safetensors", variant), None)
     if found is not None:
         return found
@@ -73,6 +81,4 @@ def _what_else(names: Collection[str], variant: str | None) -> str:
         return "; without --variant there are weights"
     if any(name.endswith(".gguf") for name in names):
         return "; it has GGUF files, which are not read"
-    if "model_index.json" in names:
-        return "; it is a pipeline of diffusers, whose parts are converted one by one: --subfolder transformer"
     return ""

@@ -1,0 +1,362 @@
+"""Every command on a pipeline of diffusers: its components one after the other, and one result of all.
+
+    OUT/.nf4conv            the lock and fingerprint of the whole, and which components are finished
+    OUT/<component>         a workspace of its own, see checkpoint/workspace.py
+    OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
+
+What is no pipeline goes to the command's own functions as it is.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from nf4conv import __version__
+from nf4conv.checkpoint.components import PipelineFolder, is_packed_by_default, open_pipeline
+from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
+from nf4conv.dequantize import (
+    DequantizationPlan,
+    DequantizeReport,
+    execute_dequantization,
+    plan_dequantization,
+    plan_dequantized_component,
+)
+from nf4conv.errors import PipelineError, PlanError
+from nf4conv.inspect import Inspection, inspect_checkpoint
+from nf4conv.options import DequantizeOptions, PushOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.output import check_apart, ignore, source_stamps, space_needed
+from nf4conv.quantize import QuantizationPlan, QuantizeReport, execute_plan, plan_component, plan_quantization
+from nf4conv.verify import (
+    VerificationPlan,
+    VerifyReport,
+    execute_verification,
+    plan_verification,
+)
+
+PlanT = TypeVar("PlanT", QuantizationPlan, DequantizationPlan)
+ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
+
+_ADDED: Final = frozenset(("packed", "decoded", "copied", "shards", "parameters", "bytes_in", "bytes_out"))
+
+
+@dataclass(frozen=True)
+class PipelinePlan(Generic[PlanT]):
+    """What becomes of a pipeline.
+
+    Attributes:
+        folder: the pipeline.
+        components: the plan of each component that has weights, by name.
+    """
+
+    folder: PipelineFolder
+    components: Mapping[str, PlanT]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all components, names and files with the component in front."""
+        return [
+            row | {"name": f"{name}/{row['name']}", "file": f"{name}/{row['file']}"}
+            for name, plan in self.components.items()
+            for row in plan.rows()
+        ]
+
+    def totals(self) -> dict[str, Any]:
+        """What the rows add up to."""
+        parts = [plan.totals() for plan in self.components.values()]
+        added = {key: sum(part[key] for part in parts) for key in parts[0] if key in _ADDED}
+        if "parameters" in added:
+            added["compression"] = added["bytes_in"] / added["bytes_out"]
+            added["bits_per_parameter"] = 8 * added["bytes_out"] / max(added["parameters"], 1)
+        return added
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of each component."""
+        return {name: plan.config for name, plan in self.components.items()}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of all components."""
+        return tuple(f"{name}: {note}" for name, plan in self.components.items() for note in plan.notes)
+
+
+def plan_quantizing(
+    source: str | Path, options: QuantizeOptions | None = None, where: SourceOptions | None = None
+) -> "QuantizationPlan | PipelinePlan[QuantizationPlan]":
+    """As `plan_quantization`, of a pipeline too.
+
+    Globs and module names may begin with that of a component and a slash: "transformer/*.attn.*"; others apply to all.
+    """
+    try:
+        return plan_quantization(source, options, where)
+    except PipelineError:
+        folder = open_pipeline(source, where)
+    options = options or QuantizeOptions()
+    components = {
+        name: plan_component(
+            folder.place,
+            replace(_for_component(name, options), skip_modules=_applying(options.skip_modules, name)),
+            place,
+            pack=is_packed_by_default(name) and _is_included(name, options),
+        )
+        for name, place in folder.components.items()
+    }
+    plan = PipelinePlan(folder, components)
+    if not plan.totals()["packed"]:
+        raise PlanError(f"{source}: no tensor of this pipeline would be packed; --include and --exclude leave none")
+    return plan
+
+
+def plan_dequantizing(
+    source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
+) -> "DequantizationPlan | PipelinePlan[DequantizationPlan]":
+    """As `plan_dequantization`, of a pipeline too; globs as for `plan_quantizing`."""
+    try:
+        return plan_dequantization(source, options, where)
+    except PipelineError:
+        folder = open_pipeline(source, where)
+    options = options or DequantizeOptions()
+    components = {
+        name: plan_dequantized_component(
+            folder.place, _for_component(name, options), place, decode=_is_included(name, options)
+        )
+        for name, place in folder.components.items()
+    }
+    plan = PipelinePlan(folder, components)
+    if not plan.totals()["decoded"]:
+        raise PlanError(f"{source}: no component of this pipeline has a weight in bitsandbytes' 4 bits to decode")
+    return plan
+
+
+def _for_component(name: str, options: OptionsT) -> OptionsT:
+    return replace(options, include=_applying(options.include, name), exclude=_applying(options.exclude, name))
+
+
+def _applying(patterns: tuple[str, ...], component: str) -> tuple[str, ...]:
+    """The patterns that concern a component, without its name; tensors and modules have no slash in theirs."""
+    split = (pattern.rpartition("/") for pattern in patterns)
+    return tuple(rest for owner, _, rest in split if not owner or fnmatchcase(component, owner))
+
+
+def _is_included(component: str, options: QuantizeOptions | DequantizeOptions) -> bool:
+    return not options.include or bool(_applying(options.include, component))
+
+
+def execute_quantizing(
+    plan: QuantizationPlan | PipelinePlan[QuantizationPlan],
+    out: str | Path,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+    push: PushOptions | None = None,
+) -> QuantizeReport:
+    """As `execute_plan`, of a pipeline too."""
+    if isinstance(plan, QuantizationPlan):
+        return execute_plan(plan, out, run, progress, push)
+    if push is not None and push.push_to_hub is not None:
+        raise PlanError("--push-to-hub takes a single checkpoint; upload a pipeline with: hf upload REPO OUT")
+    return _execute(plan, Path(out), run or RunOptions(), progress or ignore, execute_plan)
+
+
+def execute_dequantizing(
+    plan: DequantizationPlan | PipelinePlan[DequantizationPlan],
+    out: str | Path,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DequantizeReport:
+    """As `execute_dequantization`, of a pipeline too."""
+    if isinstance(plan, DequantizationPlan):
+        return execute_dequantization(plan, out, run, progress)
+    return _execute(plan, Path(out), run or RunOptions(), progress or ignore, execute_dequantization)
+
+
+def _execute(
+    plan: PipelinePlan[PlanT],
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    execute: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+) -> ReportT:
+    started = time.perf_counter()
+    check_apart(plan.folder.folder, out)
+    reports: list[ReportT] = []
+    kept, last = 0, list(plan.components)[-1]
+    with Workspace(out, _fingerprint(plan, run), overwrite=run.overwrite, checksum=False) as workspace:
+        workspace.check_space(sum(_space_needed(workspace, name, part) for name, part in plan.components.items()))
+        for name, part in plan.components.items():
+            marker = _marker(name, part)
+            if marker in workspace.finished:
+                kept += len(part.plan.shards)
+                progress(part.totals()["bytes_in"])
+                continue
+            # without its work folder a component was finished, but not yet noted as such
+            again = not (out / name / WORK_FOLDER).is_dir()
+            reports.append(execute(part, out / name, replace(run, overwrite=again), progress))
+            if name != last:  # which is never skipped, so that a run has something to report
+                workspace.record(marker, (out / marker).stat().st_size)
+        for file in plan.folder.files:
+            workspace.copy(str(file), plan.folder.folder / file)
+        workspace.complete({plan.folder.index.name: plan.folder.index.read_bytes()})
+    return _joined(plan, out, reports, kept, time.perf_counter() - started)
+
+
+def _marker(name: str, plan: QuantizationPlan | DequantizationPlan) -> str:
+    """The file by which a finished component is noted."""
+    return f"{name}/{plan.plan.shards[0].name}"
+
+
+def _space_needed(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan) -> int:
+    return 0 if _marker(name, plan) in workspace.finished else space_needed(plan, ())
+
+
+def _fingerprint(plan: PipelinePlan[Any], run: RunOptions) -> dict[str, Any]:
+    """Each component has its own, which says all; this one is for those that are finished, whose own is gone."""
+    return {
+        "command": type(next(iter(plan.components.values()))).__name__,
+        "version": __version__,
+        "--device": run.device,
+        "components": {
+            name: {"source files": source_stamps(part.source), "config": part.config, "options": asdict(part.options)}
+            for name, part in plan.components.items()
+        },
+    }
+
+
+def _joined(plan: PipelinePlan[Any], out: Path, reports: list[ReportT], kept: int, seconds: float) -> ReportT:
+    """One report of all components; what an earlier run finished is counted, but took no time."""
+    first, totals = reports[0], plan.totals()
+    after = sum(
+        (out / name / shard.name).stat().st_size for name, part in plan.components.items() for shard in part.plan.shards
+    )
+    figures: dict[str, Any] = {
+        "out": str(out),
+        **{key: totals[key] for key in ("packed", "decoded", "copied", "parameters") if key in totals},
+        "bytes_before": totals["bytes_in"],
+        "bytes_after": after,
+        "seconds": seconds,
+        "pipeline_seconds": sum(report.pipeline_seconds for report in reports),
+        "seconds_by_activity": _added([report.seconds_by_activity for report in reports]),
+        "host_peak_bytes": max(report.host_peak_bytes for report in reports),
+        "device_peak_bytes": max(report.device_peak_bytes for report in reports),
+        "shards_resumed": kept + sum(report.shards_resumed for report in reports),
+        "notes": plan.notes,
+    }
+    if "parameters" in totals:
+        figures["bits_per_parameter"] = 8 * after / max(totals["parameters"], 1)
+    return replace(first, **figures)
+
+
+def _added(parts: list[Mapping[str, float]]) -> dict[str, float]:
+    return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in parts[0]}
+
+
+@dataclass(frozen=True)
+class PipelineVerification:
+    """A pipeline whose headers have been looked at.
+
+    Attributes:
+        path: as it was given.
+        source: what it is compared with, as it was given.
+        components: the plan of each component that has weights, by name.
+    """
+
+    path: Path
+    source: str | Path | None
+    components: Mapping[str, VerificationPlan]
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Of all components."""
+        return sum(plan.bytes_to_read for plan in self.components.values())
+
+
+def plan_verifying(
+    path: str | Path,
+    source: str | Path | None = None,
+    options: VerifyOptions | None = None,
+    where: SourceOptions | None = None,
+) -> VerificationPlan | PipelineVerification:
+    """As `plan_verification`, of a pipeline too, which is compared with a pipeline."""
+    try:
+        return plan_verification(path, source, options, where)
+    except PipelineError:
+        folder = open_pipeline(path)
+    origin = None if source is None else open_pipeline(source, where)
+    components = {}
+    for name in folder.components:
+        place = None if origin is None else origin.components.get(name)
+        if origin is not None and place is None:
+            raise PlanError(f"{source}: lacks the component {name} of {path}")
+        components[name] = plan_verification(
+            folder.folder / name, None if origin is None else origin.place, options, place, is_component=True
+        )
+    if not any(plan.structure.weights for plan in components.values()):
+        raise PlanError(f"{path}: no component of this pipeline has a weight in 4 bits")
+    return PipelineVerification(Path(path), source, components)
+
+
+def execute_verifying(
+    plan: VerificationPlan | PipelineVerification,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """As `execute_verification`; of a pipeline it is one report, in which the component stands before each name."""
+    if isinstance(plan, VerificationPlan):
+        return execute_verification(plan, run, progress)
+    started = time.perf_counter()
+    reports = {name: execute_verification(part, run, progress) for name, part in plan.components.items()}
+    checks: dict[str, Mapping[str, Any]] = {}
+    for report in reports.values():
+        for check, found in report.checks.items():
+            checks[check] = {**found, "passed": found["passed"] and checks.get(check, found)["passed"]}
+    sizes = {key: sum(report.sizes[key] for report in reports.values()) for key in next(iter(reports.values())).sizes}
+    parameters = sum(report.parameters for report in reports.values())
+    return replace(
+        next(iter(reports.values())),
+        path=str(plan.path),
+        source=None if plan.source is None else str(plan.source),
+        passed=all(report.passed for report in reports.values()),
+        checks=checks,
+        findings=tuple(
+            replace(finding, file=f"{name}/{finding.file}")
+            for name, report in reports.items()
+            for finding in report.findings
+        ),
+        weights=tuple(_named(name, row, "name", "file") for name, part in reports.items() for row in part.weights),
+        kinds=tuple(_named(name, row, "kind") for name, part in reports.items() for row in part.kinds),
+        sizes=sizes,
+        parameters=parameters,
+        bits_per_parameter=8 * sum(sizes.values()) / max(parameters, 1),
+        identical=None if plan.source is None else all(report.identical for report in reports.values()),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _named(component: str, row: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A row with the component before what is named by these keys, and before the stack of layers if there is one."""
+    stack = {"stack": f"{component}/{row['stack']}"} if row.get("stack") else {}
+    return {**row, **{key: f"{component}/{row[key]}" for key in keys if key != "kind" or not stack}, **stack}
+
+
+def inspect_any(path: str | Path, where: SourceOptions | None = None) -> Inspection:
+    """As `inspect_checkpoint`; of a pipeline it is one result, in which the component stands before each name."""
+    try:
+        return inspect_checkpoint(path, where)
+    except PipelineError:
+        folder = open_pipeline(path, where)
+    parts = {name: inspect_checkpoint(folder.place, place) for name, place in folder.components.items()}
+    totals = {
+        key: sum(part.totals[key] for part in parts.values()) for key in ("tensors", "packed", "parameters", "bytes")
+    }
+    return Inspection(
+        path=str(path),
+        files=tuple(f"{name}/{file}" for name, part in parts.items() for file in part.files),
+        config=next((part.config for part in parts.values() if part.config is not None), None),
+        model_type=None,
+        tensors=tuple(_named(name, row, "name", "file") for name, part in parts.items() for row in part.tensors),
+        kinds=tuple(_named(name, row, "kind") for name, part in parts.items() for row in part.kinds),
+        totals={**totals, "bits_per_parameter": 8 * totals["bytes"] / max(totals["parameters"], 1)},
+    )
