@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-browser clean
+.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-diffusers test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -52,6 +52,13 @@ test-architectures: $(VENV)/transformers-4/.installed ## every architecture that
 
 test-browser: $(VENV)/.installed ## the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser
+
+$(VENV)/.diffusers: $(VENV)/.installed
+	$(BIN)/pip install --quiet diffusers accelerate
+	touch $@
+
+test-diffusers: $(VENV)/.diffusers ## tiny Flux, SD and SDXL pipelines against diffusers' own quantization
+	$(BIN)/python -m pytest tests/diffusers
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as a table
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python > $@.new

@@ -252,6 +252,8 @@ def dequantize_checkpoint(
 ) -> DequantizeReport:
     """Decode a 4-bit checkpoint, value for value as bitsandbytes' CUDA library does.
 
+    Of a pipeline of diffusers, each component by its own rule.
+
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
     Args:
@@ -265,7 +267,9 @@ def dequantize_checkpoint(
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
+    from nf4conv.components import execute_dequantizing, plan_dequantizing  # which build on this
+
+    return execute_dequantizing(plan_dequantizing(source, options, where), out, run, progress)
 
 
 def execute_dequantization(

@@ -300,6 +300,8 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Quantize a checkpoint to 4 bits.
 
+    Of a pipeline of diffusers, each component by its own rule.
+
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
     Args:
@@ -314,7 +316,9 @@ def quantize_checkpoint(
     Raises:
         SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
     """
-    return execute_plan(plan_quantization(source, options, where), out, run, progress, push)
+    from nf4conv.components import execute_quantizing, plan_quantizing  # which build on this
+
+    return execute_quantizing(plan_quantizing(source, options, where), out, run, progress, push)
 
 
 def execute_plan(

@@ -166,7 +166,9 @@ def verify_checkpoint(
             findings of the report.
         PlanError: the request makes no sense.
     """
-    return execute_verification(plan_verification(path, source, options), run, progress)
+    from nf4conv.components import execute_verifying, plan_verifying  # which build on this
+
+    return execute_verifying(plan_verifying(path, source, options), run, progress)
 
 
 def execute_verification(

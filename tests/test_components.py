@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.checkpoint.components import is_packed_by_default, open_pipeline
 from nf4conv.cli import main
 from nf4conv.components import (
@@ -23,6 +24,7 @@ from nf4conv.components import (
 )
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.verify import verify_checkpoint
 
 RUN = RunOptions(device="cpu", workers=2)
 FLUX = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 1}
@@ -231,6 +233,12 @@ def test_inspection(pipeline, tmp_path):
     assert {row["name"] for row in found.tensors if row["quantization"]} == PACKED
     assert found.totals["packed"] == 3
     assert "vae/diffusion_pytorch_model.safetensors" in found.files
+
+
+def test_from_python(pipeline, tmp_path):
+    assert nf4conv.quantize_checkpoint(pipeline, tmp_path / "out", run=RUN).packed == 3
+    assert verify_checkpoint(tmp_path / "out", pipeline, run=RUN).passed
+    assert nf4conv.dequantize_checkpoint(tmp_path / "out", tmp_path / "back", run=RUN).decoded == 3
 
 
 def test_commands(pipeline, tmp_path):
