@@ -247,10 +247,12 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
     run, options, where, push = (_split(kind, chosen) for kind in kinds)
     from nf4conv.components import execute_quantizing, plan_quantizing
+    from nf4conv.quantize import with_second_opinion
 
     _quieten_downloads(quiet)
     plan = plan_quantizing(source, options, where)
     if dry_run:
+        plan = with_second_opinion(plan)
         totals = plan.totals()
         _print_plan(
             plan,

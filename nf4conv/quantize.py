@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
@@ -227,14 +228,36 @@ def plan_component(source: str, options: QuantizeOptions, where: SourceOptions, 
     return QuantizationPlan(options, stored, plan, stored.config, auxiliary, frozenset(), stored.notes, True)
 
 
-def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
-    wishes = SelectionOptions(
+PlanT = TypeVar("PlanT")
+
+
+def with_second_opinion(plan: PlanT) -> PlanT:
+    """A plan by the rules, with a note on what the installed transformers, if there is one, would decide otherwise.
+
+    It takes seconds to ask transformers, so this is for dry runs. The plan of a pipeline stays as it is.
+    """
+    if not isinstance(plan, QuantizationPlan):
+        return plan
+    config = plan.source.config
+    if plan.options.plan_with != "rules" or config is None or find_spec("transformers") is None:
+        return plan
+    from nf4conv.skeleton import second_opinion
+
+    return replace(plan, notes=plan.notes + second_opinion(plan.source.tensors, config, _wishes(plan.options)))
+
+
+def _wishes(options: QuantizeOptions) -> SelectionOptions:
+    return SelectionOptions(
         include=options.include,
         exclude=options.exclude,
         skip_modules=options.skip_modules,
         quantize_towers=options.quantize_towers,
         moe=options.moe,
     )
+
+
+def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
+    wishes = _wishes(options)
     if options.plan_with == "rules":
         return select(tensors, config, wishes)
     from nf4conv.skeleton import select_with_transformers

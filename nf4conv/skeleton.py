@@ -67,6 +67,30 @@ def select_with_transformers(
     return with_skip_list(decisions, names, [*by_rule.notes, *differences], skeleton.linear - on_disk)
 
 
+def second_opinion(
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions
+) -> tuple[str, ...]:
+    """One line about the tensors of which the installed transformers thinks otherwise than the rules.
+
+    Args:
+        tensors: of the source.
+        config: the content of config.json.
+        options: the user's wishes.
+
+    Returns:
+        Nothing where they agree, or where transformers cannot tell.
+    """
+    try:
+        skeleton = read_skeleton([tensor.name for tensor in tensors], config)
+    except PlanError:
+        return ()
+    by_rule = select(tensors, config, options).decisions
+    decisions = {tensor.name: _correct(tensor, by_rule[tensor.name], skeleton, options) for tensor in tensors}
+    found = disagreements(by_rule, decisions, skeleton)
+    more = f"; and {len(found) - 3:,} more" if len(found) > 3 else ""
+    return (f"--plan-with transformers would differ: {'; '.join(found[:3])}{more}",) if found else ()
+
+
 def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
     """Build the model of a config on the meta device and follow the names on disk into it.
 

@@ -68,11 +68,12 @@ def test_torch_is_not_imported_for_it(program):
 
 
 def test_a_dry_run_needs_no_torch(tmp_path):
+    """Unless transformers is there to be asked for its opinion."""
     from checkpoints import write_source
 
     source = write_source(tmp_path / "source")
     program = (
-        "import sys\nfrom nf4conv.cli import main\n"
+        "import sys\nsys.modules['transformers'] = None\nfrom nf4conv.cli import main\n"
         f"main(['quantize', {str(source)!r}, 'out', '--dry-run'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -6,6 +6,7 @@ import pytest
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, demote, select
+from nf4conv.checkpoint.skip_list import vllm
 from nf4conv.errors import PlanError
 
 
@@ -310,3 +311,17 @@ def test_a_diffusion_transformer_is_packed_in_its_blocks():
         "proj_out.weight",
     ]
     assert {"x_embedder", "time_text_embed", "norm_out"} <= set(selection.skip_modules)
+
+
+def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
+    names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    names += ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"]
+    names += ["model.layers.0.mlp.up_proj.weight"]
+    tensors = [tensor(name, (64, 64)) for name in names]
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    found = select(tensors, config, SelectionOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")))
+    assert "model.layers.0.self_attn.qkv_proj" in found.skip_modules
+    assert "model.layers.0.mlp.gate_up_proj" not in found.skip_modules
+    [note] = [note for note in found.notes if "vLLM" in note]
+    assert "model.layers.0.mlp.gate_up_proj" in note
+    assert vllm(found.skip_modules)("model.layers.0.self_attn.qkv_proj")

@@ -1,11 +1,17 @@
 """--plan-with transformers: the module tree corrects the rules, and disagreements are told."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.selection import Pack, SelectionOptions, select
+from nf4conv.cli import main
 from nf4conv.errors import PlanError
 from nf4conv.skeleton import read_skeleton, select_with_transformers
 
@@ -85,3 +91,27 @@ def test_what_the_rules_are_unsure_of_is_packed_when_the_tree_knows():
 def test_what_transformers_cannot_build_is_said(changes, message):
     with pytest.raises(PlanError, match=message):
         select_with_transformers([Q_PROJ], {**LLAMA, **changes}, SelectionOptions())
+
+
+def test_a_dry_run_tells_what_transformers_would_decide_otherwise(tmp_path, monkeypatch):
+    """Rules that are made to err: a router is packed by them, and is none of transformers' linear modules."""
+    source = tmp_path / "source"
+    source.mkdir()
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 1}
+    config |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "num_local_experts": 64}
+    (source / "config.json").write_text(json.dumps(config))
+    names = {
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+        "model.layers.0.block_sparse_moe.gate.weight": (64, 64),
+    }
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in names.items()}
+    save_file(tensors, source / "model.safetensors")
+    command = ["quantize", str(source), str(tmp_path / "out"), "--dry-run"]
+    agreed = CliRunner().invoke(main, command)
+    assert agreed.exit_code == 0, agreed.output
+    assert "would differ" not in agreed.output
+    monkeypatch.setattr("nf4conv.checkpoint.evidence._ROUTER", re.compile("$^"))
+    differing = CliRunner().invoke(main, command)
+    assert "--plan-with transformers would differ: model.layers.0.block_sparse_moe.gate.weight" in differing.output
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["NeverHeardOf"]}))
+    assert "would differ" not in CliRunner().invoke(main, command).output

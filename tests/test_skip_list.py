@@ -8,6 +8,7 @@ from nf4conv.checkpoint.skip_list import (
     MATCHERS,
     build_skip_modules,
     check_skip_modules,
+    fused_modules,
     transformers_4,
     transformers_5,
     transformers_5_0,
@@ -130,3 +131,27 @@ def test_the_check_names_modules_and_loaders():
         check_skip_modules(["classifier"], ["pre_classifier"], ["classifier"])
     with pytest.raises(PlanError, match=r"lm_head is not packed, but transformers 4 would not skip it"):
         check_skip_modules([], [], ["lm_head"])
+
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "fused", "split"),
+    [
+        ([], [], []),
+        (["o"], [], []),
+        (["q", "k", "v"], ["model.layers.0.self_attn.qkv_proj"], []),
+        (["q"], [], ["model.layers.0.self_attn.qkv_proj"]),
+        (["k", "v", "o"], [], ["model.layers.0.self_attn.qkv_proj"]),
+    ],
+    ids=["none", "not fused", "all parts", "one part", "two parts"],
+)
+def test_modules_that_vllm_fuses(kept: list[str], fused: list[str], split: list[str]):
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in kept]
+    packed = [name for name in ATTENTION if name not in names]
+    assert fused_modules(packed, names) == (tuple(fused), tuple(split))
+
+
+def test_experts_are_not_fused_one_by_one():
+    assert fused_modules([], ["model.layers.0.mlp.experts.3.gate_proj", "gate_proj"]) == ((), ())

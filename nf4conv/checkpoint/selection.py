@@ -12,7 +12,13 @@ from typing import Any, Final
 from nf4conv.checkpoint.evidence import EXPERT, STACKED_EXPERTS, TOWER, Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.skip_list import build_skip_modules, check_skip_modules, transformers_4, transformers_5
+from nf4conv.checkpoint.skip_list import (
+    build_skip_modules,
+    check_skip_modules,
+    fused_modules,
+    transformers_4,
+    transformers_5,
+)
 from nf4conv.errors import PlanError
 
 NOTES: Final = {
@@ -169,16 +175,28 @@ def with_skip_list(
     while True:
         packed = {matrix.name: name for name, decision in decisions.items() for matrix in _matrices(decision)}
         kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
+        fused, split = fused_modules((_module(matrix) for matrix in packed), (_module(name) for name in kept))
         spelled = {path: name for matrix, name in packed.items() for path in names.spellings(_module(matrix))}
-        skipped = [path for name in kept for path in names.spellings(_module(name))] + list(not_on_disk)
+        modules = [*(_module(name) for name in kept), *fused]
+        skipped = [path for module in modules for path in names.spellings(module)] + list(not_on_disk)
         skip_modules, mistaken = build_skip_modules(spelled, skipped, names.absent)
         if not mistaken:
             check_skip_modules(skip_modules, mistaken, skipped)
-            return Selection(decisions, skip_modules, tuple(notes))
+            others = (note for note in notes if not note.startswith(_SPLIT))  # of an earlier decision
+            return Selection(decisions, skip_modules, (*others, *_split_notes(split)))
         for name in {spelled[path] for path in mistaken}:
             if len(_matrices(decisions[name])) > 1:
                 raise PlanError(f"{name}: loaders cannot tell its weights from modules that they must skip")
             decisions[name] = Keep("a loader could not tell its name from that of a skipped module", is_linear=True)
+
+
+_SPLIT: Final = "vLLM cannot load this"
+
+
+def _split_notes(split: Sequence[str]) -> Iterator[str]:
+    if split:
+        more = f" and {len(split) - 1:,} more" if len(split) > 1 else ""
+        yield f"{_SPLIT}: of {split[0]}{more}, which it fuses, some parts are packed and others are not"
 
 
 def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:

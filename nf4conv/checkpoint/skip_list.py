@@ -131,6 +131,40 @@ def _all_ancestors(paths: Iterable[str]) -> set[str]:
     return found
 
 
+_FUSED: Final = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Modules that vLLM and SGLang make one of, and look for in the list by its name."""
+
+
+def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What vLLM makes of modules that it fuses.
+
+    Args:
+        packed: paths of the packed modules.
+        kept: paths of the others that may be `nn.Linear`.
+
+    Returns:
+        skipped: paths of fused modules of which no part is packed: they have to be listed too.
+        split: those of which only some parts are packed, which vLLM cannot load.
+    """
+    found = dict.fromkeys(_fused_path(path) for path in kept)
+    found.pop(None, None)
+    if not found:
+        return (), ()
+    also_packed = {_fused_path(path) for path in packed}
+    skipped = tuple(path for path in found if path is not None and path not in also_packed)
+    return skipped, tuple(path for path in found if path is not None and path in also_packed)
+
+
+def _fused_path(path: str) -> str | None:
+    parent, _, leaf = path.rpartition(".")
+    fused = _FUSED.get(leaf)
+    # experts it fuses with each other, and skips as a whole
+    return None if fused is None or not parent or ".experts." in parent else f"{parent}.{fused}"
+
+
 def build_skip_modules(
     packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = HEADS
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
