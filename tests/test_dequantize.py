@@ -307,6 +307,7 @@ def test_what_is_not_in_4_bits_is_refused(tmp_path):
         ("nested_quant_map", rf"does not go with {NAME}.nested_quant_map, F32 \[255\]"),
         ("transposed", rf"does not go with {NAME}.absmax, BF16 \[1, 64\]"),
         ("blocksize", "63 is not a blocksize"),
+        ("quant_type", "__nf4: its quant_type is 'fp4'"),
     ],
 )
 def test_components_that_contradict_each_other_are_refused(tmp_path, damage, message):
@@ -314,9 +315,11 @@ def test_components_that_contradict_each_other_are_refused(tmp_path, damage, mes
     if damage == "transposed":  # what bitsandbytes saves on some CPUs after a forward pass
         stored = pack(NAME, random(64, 64).bfloat16(), double_quant=False)
         stored[f"{NAME}.absmax"] = stored[f"{NAME}.absmax"].bfloat16().view(1, 64)
-    elif damage == "blocksize":
+    elif damage in ("blocksize", "quant_type"):
         key = f"{NAME}.quant_state.bitsandbytes__nf4"
         blob = bytes(stored[key].tolist()).replace(b'"blocksize": 64', b'"blocksize": 63')
+        if damage == "quant_type":
+            blob = bytes(stored[key].tolist()).replace(b'"quant_type": "nf4"', b'"quant_type": "fp4"')
         stored[key] = torch.tensor(list(blob), dtype=torch.uint8)
     elif damage == "nested_absmax":
         stored[f"{NAME}.nested_absmax"] = torch.ones(2)

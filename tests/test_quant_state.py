@@ -110,6 +110,7 @@ def without(name: str) -> dict[str, torch.Tensor]:
         pytest.param(with_json(nested_blocksize=128), "nested_blocksize 128", id="nested-blocksize"),
         pytest.param(with_json(nested_offset="removed"), "nested_offset", id="no-offset"),
         pytest.param(with_json(nested_offset="much"), "nested_offset 'much'", id="offset-not-a-number"),
+        pytest.param(with_json(nested_offset=1e39), "nested_offset 1e+39 is too large", id="offset-too-large"),
         pytest.param(with_json(comment="hi"), "comment", id="unknown-key"),
     ],
 )

@@ -281,6 +281,8 @@ def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str,
         raise SourceError(f"{tensor.file}: {tensor.name}: {fields['shape']!r} is not a shape")
     if type(blocksize) is not int or blocksize not in BLOCKSIZES:
         raise SourceError(f"{tensor.file}: {tensor.name}: {blocksize!r} is not a blocksize of bitsandbytes")
+    if not tensor.name.endswith(f".{QUANT_STATE_PREFIX}{fields.get('quant_type')}"):
+        raise SourceError(f"{tensor.file}: {tensor.name}: its quant_type is {fields.get('quant_type')!r}")
     return shape, dtype, blocksize
 
 

@@ -14,6 +14,7 @@ Nothing here imports torch, so that a plan can be made, and sized, before torch 
 
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -163,4 +164,8 @@ def nested_offset_of(fields: Mapping[str, Any]) -> float:
     offset = fields["nested_offset"]
     if type(offset) not in (float, int):
         raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
+    try:
+        struct.pack("<f", offset)
+    except OverflowError:
+        raise CodecError(f"quant_state: nested_offset {offset!r} is too large for float32") from None
     return float(offset)
