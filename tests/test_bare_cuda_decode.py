@@ -1,5 +1,7 @@
 """`dequantize` without torch against bitsandbytes, and against the engine with torch: same values. Needs a GPU."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,18 @@ def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, doubl
         state = bnb.QuantState.from_dict(parts, torch.device("cuda"))
         same_bits(written.pop(name), bnb.dequantize_4bit(stored[name].cuda(), state))
     assert not written
+
+
+def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
+    packed_checkpoint(tmp_path / "source", torch.bfloat16)
+    assert is_bare(tmp_path / "source")  # compiles them
+    program = (
+        "import sys\nfrom nf4conv.cli import main\n"
+        f"main(['dequantize', {str(tmp_path / 'source')!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert (tmp_path / "out/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("blocksize", [64, 4096])
