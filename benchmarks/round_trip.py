@@ -92,6 +92,7 @@ def main() -> None:
         "wall_seconds": {name: median(entries, "wall_seconds") for name, entries in results.items()},
         "pipeline_over_floor": median(ours, "pipeline_seconds") / median(results["floor"], "seconds"),
         "start_up_and_finish_seconds": statistics.median(r["wall_seconds"] - r["pipeline_seconds"] for r in ours),
+        "host_peak_bytes": median(ours, "host_peak_bytes"),
         "host_growth_bytes": median(ours, "host_peak_bytes") - median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
         "verify_wall_seconds": median(verified, "wall_seconds"),
@@ -101,6 +102,8 @@ def main() -> None:
         summary["speedup"] = {
             peer: median(results[peer], "wall_seconds") / median(ours, "wall_seconds") for peer in chosen.peers
         }
+        for key in ("host_peak_bytes", "device_peak_bytes"):
+            summary[f"peer_{key}"] = {peer: median(results[peer], key) for peer in chosen.peers}
     print(json.dumps(summary, indent=2))
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
