@@ -35,10 +35,12 @@ class Figures:
     Attributes:
         bytes_before: of all tensors of the source.
         bytes_after: of the output's weight files.
+        verified: an audit's summary; None if nothing was verified.
     """
 
     bytes_before: int
     bytes_after: int
+    verified: Mapping[str, Any] | None = None
 
 
 def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
@@ -112,8 +114,16 @@ def _settings(plan: Plan, config: Mapping[str, Any] | None, figures: Figures) ->
         "packed": f"{len(packed):,} weights, {100 * share:.1f} % of {parameters:,} parameters",
         "size": f"{_bytes(figures.bytes_before)} → {_bytes(figures.bytes_after)}, "
         f"{8 * figures.bytes_after / parameters:.2f} bits a parameter",
+        **({} if figures.verified is None else {"verified": _verified(figures.verified)}),
     }
     return "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+
+
+def _verified(summary: Mapping[str, Any]) -> str:
+    return (
+        f"every value against the original: relative error at most {summary['largest_relative_error']:.4f}, "
+        f"median {summary['median_relative_error']:.4f}"
+    )
 
 
 def _kept(plan: Plan) -> str:

@@ -5,7 +5,7 @@ quantizing the source gives; and, where a code differs, whether it is as near to
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.codec.codebook import NESTED_BLOCKSIZE
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
-from nf4conv.codec.layout import block_count
+from nf4conv.codec.layout import QUANT_STATE_PREFIX, block_count
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.codec.reference import decode_absmax, decoded_values
@@ -51,16 +51,22 @@ def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[T
 def weight_tasks(pairs: Pairs, results: dict[str, WeightResult], piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of every packed weight with its source."""
     for weight, job in pairs.weights:
-        blocksize = weight.state.blocksize
-        # a code and its share of the scales take less than a byte
-        spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
-        pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
-        if job.is_cut_out:
-            spans = [(part.start, part.start + part.tensor.elements) for part in pieces] or [(0, weight.elements)]
-        absmax = GatheredAbsmax(block_count(weight.elements, blocksize), len(spans))
-        for number, (start, stop) in enumerate(spans):
-            encoded = pieces[number].tensor if len(pieces) > 1 else None
-            yield CompareWeight(results[weight.name], job, absmax, start, stop, encoded)
+        yield from tasks_of_weight(results[weight.name], job, piece)
+
+
+def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of one packed weight, in pieces of so many bytes."""
+    weight = result.weight
+    blocksize = weight.state.blocksize
+    # a code and its share of the scales take less than a byte
+    spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
+    pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
+    if job.is_cut_out:
+        spans = [(part.start, part.start + part.tensor.elements) for part in pieces] or [(0, weight.elements)]
+    absmax = GatheredAbsmax(block_count(weight.elements, blocksize), len(spans))
+    for number, (start, stop) in enumerate(spans):
+        encoded = pieces[number].tensor if len(pieces) > 1 else None
+        yield CompareWeight(result, job, absmax, start, stop, encoded)
 
 
 def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -87,7 +93,7 @@ class CheckScales:
         weight = self.result.weight
         parts = cut_parts(weight.parts(), weight.state.blocksize, self.start, self.stop)
         parts["values"] = parts["values"]._replace(stop=parts["values"].start)
-        _, state = packed_piece(parts, worker.read([(part.file, part.start, part.stop) for part in parts.values()]))
+        _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
         with worker.timed("encode"):
             scales, allowed = state.absmax, torch.zeros((), device=worker.device)
             if state.state2 is not None and state.offset is not None:
@@ -124,19 +130,34 @@ class CompareWeight:
         stored, job = self.result.weight, self.job
         dtype = DTYPES[stored.state.dtype]
         parts = cut_parts(stored.parts(), stored.state.blocksize, self.start, self.stop)
-        ranges = [(part.file, part.start, part.stop) for part in parts.values()]
+        ranges = _ranges(parts)
         if self.encoded is not None:
             weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
-            return weight, *packed_piece(parts, worker.read(ranges))
+            return weight, *_stored_piece(stored, parts, worker.read(ranges))
         if job.is_cut_out:
             weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
-            return weight, *packed_piece(parts, worker.read(ranges))
+            return weight, *_stored_piece(stored, parts, worker.read(ranges))
         begin, _ = job.source_range
         itemsize = DTYPE_BITS[job.source.dtype] // 8
         raws = worker.read([(job.source.file, begin + self.start * itemsize, begin + self.stop * itemsize), *ranges])
         with worker.timed("encode"):
             weight = raws[0].view(TORCH_DTYPES[job.source.dtype]).to(dtype)
-        return weight, *packed_piece(parts, raws[1:])
+        return weight, *_stored_piece(stored, parts, raws[1:])
+
+
+def _ranges(parts: Mapping[str, TensorInfo]) -> list[tuple[Path, int, int]]:
+    return [(part.file, part.start, part.stop) for part in parts.values()]
+
+
+def _stored_piece(
+    weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, QuantState]:
+    """As `packed_piece`, also of a weight whose blob is not on disk yet."""
+    if weight.blob is None:
+        return packed_piece(parts, raws)
+    suffix, blob = f"{QUANT_STATE_PREFIX}{weight.state.quant_type}", bytearray(weight.blob)
+    described = weight.values._replace(dtype="U8", shape=(len(blob),))
+    return packed_piece({**parts, suffix: described}, [*raws, torch.frombuffer(blob, dtype=torch.uint8)])
 
 
 def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, absmax: torch.Tensor) -> PieceErrors:
@@ -190,7 +211,7 @@ def _compare_scales(worker: TorchWorker, weight: StoredWeight, absmax: torch.Ten
     """
     parts = weight.parts()
     parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
-    _, state = packed_piece(parts, worker.read([(part.file, part.start, part.stop) for part in parts.values()]))
+    _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
     with worker.timed("encode"):
         if state.state2 is None or state.offset is None:
             differing = int((state.absmax.view(torch.int32) != absmax.view(torch.int32)).sum())

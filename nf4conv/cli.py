@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from nf4conv import __version__
-from nf4conv.errors import Nf4convError
+from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import (
     DTYPES,
     NON_FINITE,
@@ -78,6 +78,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except VerificationError as error:
+            _fail(str(error), 1)
         except Nf4convError as error:
             _fail(str(error), 2)
         except _Terminated:
@@ -232,6 +234,8 @@ Examples:
     show_default=True,
     help="Weights with NaN or infinity.",
 )
+@click.option("--verify", is_flag=True, help="Read back what is written, and compare it with SRC.")
+@click.option("--tolerance", type=float, help="Largest relative error with --verify.  [default: docs/verify.md]")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the result to this model repository, shard by shard.")
 @click.option("--public", is_flag=True, help="Let everybody see that repository.  [default: private]")
 @click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
@@ -472,6 +476,12 @@ def _print_report(report: "QuantizeReport") -> None:
         f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
         f"{_timing(report, report.bytes_before)}"
     )
+    if report.verification is not None:
+        verified = report.verification
+        click.echo(
+            f"verified: {verified['weights']:,} packed weights, largest relative error "
+            f"{verified['largest_relative_error']:.4f}; {verified['copies']:,} kept tensors equal"
+        )
     if report.pushed is not None:
         click.echo(f"pushed: {report.pushed}")
 

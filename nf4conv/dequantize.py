@@ -51,7 +51,7 @@ class DequantizationPlan:
     auxiliary: tuple[PurePosixPath, ...]
     notes: tuple[str, ...]
 
-    def card(self, bytes_after: int) -> None:
+    def card(self, bytes_after: int, verified: Mapping[str, Any] | None) -> None:
         """None: the model is not another one than its original, whose card says all there is."""
 
     def rows(self) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     ]
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
-            pieces = unpack_pieces(progress, job, piece)
+            pieces = unpack_pieces(progress, job, piece) if progress.audit is None else []
             copies += pieces or [
                 CopyDecoded(progress, job, part) for part in encoded_pieces(job.source, _decoded(piece))
             ]
@@ -134,7 +134,7 @@ class PackPiece:
         worker.write([(self.progress.writer, self.job.offsets[0] + self.start // 2, packed)])
         _check_finite([self.job], [weight])
         whole = self.absmax.done()
-        self.progress.done(None if whole is None else _write_states(worker, self.progress, [self.job], [whole]))
+        self.progress.done(None if whole is None else _complete(worker, self.progress, [self.job], [whole]))
 
     def _read(self, worker: TorchWorker) -> torch.Tensor:
         """[stop - start] in the format's dtype."""
@@ -195,6 +195,8 @@ class CopyDecoded:
             check_cast(tensor, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
         offset = self.job.offset + self.piece.start * tensor.element_size()
         worker.write([(self.progress.writer, offset, tensor)])
+        if self.progress.audit is not None:
+            self.progress.audit.check_decoded(worker, self.progress, self.job, self.piece)
         self.progress.done()
 
 
@@ -217,6 +219,8 @@ class CastCopies:
                 cast = _cast(raw, job)
             offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
             worker.write([(self.progress.writer, offset, cast)])
+            if self.progress.audit is not None:
+                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
         self.progress.done()
 
 
@@ -264,7 +268,17 @@ def _pack_whole(
         packed = torch.cat([_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)])
     worker.write([(progress.writer, jobs[0].offsets[0], packed)])
     _check_finite(jobs, weights)
-    progress.done(_write_states(worker, progress, jobs, absmaxes))
+    progress.done(_complete(worker, progress, jobs, absmaxes))
+
+
+def _complete(
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
+) -> dict[str, bytes]:
+    """Write what is still missing of weights whose codes are written, and look at them; returns their JSON blobs."""
+    blobs = _write_states(worker, progress, jobs, absmaxes)
+    if progress.audit is not None:
+        progress.audit.check_weights(worker, progress, jobs, blobs)
+    return blobs
 
 
 def _write_states(

@@ -26,6 +26,10 @@ class PlanError(Nf4convError):
     """The request cannot be met for this source."""
 
 
+class VerificationError(Nf4convError):
+    """What was written is not what was to be written."""
+
+
 class OutputError(Nf4convError):
     """The destination cannot be written."""
 

@@ -21,6 +21,8 @@ class RunOptions:
         buffer_size: bytes of host memory for reading, all workers together.
         overwrite: delete what is in the output folder.
         checksum: write SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
+        verify: read back what has been written and compare it with the source; `quantize` only.
+        tolerance: as of VerifyOptions, with `verify`.
     """
 
     device: str = "auto"
@@ -28,6 +30,8 @@ class RunOptions:
     buffer_size: int = 64 * 10**6
     overwrite: bool = False
     checksum: bool = False
+    verify: bool = False
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)

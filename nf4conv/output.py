@@ -18,12 +18,13 @@ from nf4conv.checkpoint.plan import CopyJob, Plan, Shard
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.pipeline import Pipeline, Task, interleave
 from nf4conv.shards import ShardProgress, ShardTask
 
 if TYPE_CHECKING:
+    from nf4conv.audit import Audit
     from nf4conv.checkpoint.stream import ShardStream
 
 ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
@@ -52,8 +53,8 @@ class Job(Protocol):
     def config(self) -> Mapping[str, Any] | None: ...
     @property
     def auxiliary(self) -> tuple[PurePosixPath, ...]: ...
-    def card(self, bytes_after: int) -> str | None:
-        """The output's README.md, given the size of its weight files; None when it gets none."""
+    def card(self, bytes_after: int, verified: Mapping[str, Any] | None) -> str | None:
+        """The output's README.md, given the size of its weight files and an audit's summary; None when it gets none."""
 
 
 def ignore(count: int) -> None:
@@ -118,6 +119,7 @@ def write_checkpoint(
     pipeline: Pipeline[Any],
     shard_tasks: ShardTasks,
     announce: Callable[[str, Path], None] | None = None,
+    audit: "Audit | None" = None,
 ) -> None:
     """Carry out a job in a workspace, which is a finished checkpoint afterwards.
 
@@ -127,26 +129,39 @@ def write_checkpoint(
         pipeline: on what.
         shard_tasks: how.
         announce: told of every shard, by name and path, once it is complete; from any thread.
+        audit: looks at everything that is written; with it no shards of an earlier run may count as finished.
 
     Raises:
         SourceError, OutputError: the source cannot be read, the destination not written.
+        VerificationError: what has been written is not what was to be; the folder then does not look finished.
     """
     workspace.check_space(space_needed(job, workspace.finished))
     before = source_stamps(job.source)
     with _open_reader(job, workspace) as reader, ExitStack() as writers:
-        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader, announce), reader)
+        pipeline.run(_tasks(job, workspace, pipeline, shard_tasks, writers, reader, announce, audit), reader)
     changed = [name for name, stamp in source_stamps(job.source).items() if stamp != before[name]]
     if changed:
         raise SourceError(f"{job.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
+    if audit is not None:
+        _require(audit, workspace)
     for name in job.auxiliary:
         workspace.copy(str(name), job.source.folder / name)
     if len(job.plan.shards) > 1:
         workspace.write(f"{job.source.stem}.safetensors.index.json", _index(job.plan, workspace))
-    card = job.card(sum(shard.size for shard in workspace.finished.values()))
+    size = sum(shard.size for shard in workspace.finished.values())
+    card = job.card(size, None if audit is None else audit.summary())
     if card is not None:
         workspace.write("README.md", card.encode())
     config = None if job.config is None else (json.dumps(job.config, indent=2) + "\n").encode()
     workspace.complete({} if config is None else {"config.json": config})
+
+
+def _require(audit: "Audit", workspace: Workspace) -> None:
+    faults = list(audit.faults())
+    if faults:
+        workspace.forget()
+        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+        raise VerificationError(f"{workspace.out}: verification failed: {faults[0]}{more}")
 
 
 def space_needed(job: Job, finished: Collection[str]) -> int:
@@ -182,6 +197,7 @@ def _tasks(
     writers: ExitStack,
     reader: Reader,
     announce: Callable[[str, Path], None] | None,
+    audit: "Audit | None",
 ) -> Iterator[Task[Any]]:
     """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
 
@@ -193,7 +209,7 @@ def _tasks(
     def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
         writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
-        progress = ShardProgress(shard, job.plan.format, writer, partial(finish, shard.name))
+        progress = ShardProgress(shard, job.plan.format, writer, partial(finish, shard.name), audit)
         return shard_tasks(progress, pipeline.piece)
 
     kept = [shard for shard in job.plan.shards if shard.name in workspace.finished]

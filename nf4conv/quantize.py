@@ -29,6 +29,7 @@ from nf4conv.pipeline import Engine, MemoryUse, Pipeline, make_pipeline
 from nf4conv.shards import CastError, NonFiniteError
 
 if TYPE_CHECKING:
+    from nf4conv.audit import Audit
     from nf4conv.push import Push
 
 
@@ -56,14 +57,14 @@ class QuantizationPlan:
     notes: tuple[str, ...]
     is_component: bool = False
 
-    def card(self, bytes_after: int) -> str | None:
+    def card(self, bytes_after: int, verified: Mapping[str, Any] | None) -> str | None:
         """The model card; None for a component."""
         if self.is_component:
             return None
         from nf4conv.card import Figures, model_card  # importing a reader of YAML takes a moment
 
         before = sum(tensor.nbytes for tensor in self.source.tensors)
-        return model_card(self.source, self.plan, self.config, Figures(before, bytes_after))
+        return model_card(self.source, self.plan, self.config, Figures(before, bytes_after, verified))
 
     def rows(self) -> list[dict[str, Any]]:
         """One entry for each weight that is packed and each tensor that is kept: what, why, and bytes in and out."""
@@ -120,6 +121,7 @@ class QuantizeReport:
         host_peak_bytes: the same at the end.
         device_peak_bytes: the most that torch held on the GPU.
         shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        verification: counts, largest and median relative error, and a row for each weight, with `verify`; else None.
         pushed: address of the commit on the Hub; None if nothing was to be pushed.
         notes: what the user should know.
     """
@@ -139,6 +141,7 @@ class QuantizeReport:
     host_peak_bytes: int
     device_peak_bytes: int
     shards_resumed: int
+    verification: Mapping[str, Any] | None
     pushed: str | None
     notes: tuple[str, ...]
 
@@ -398,12 +401,24 @@ def _write(
         "plan": plan_fingerprint(job.plan),
     }
     with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
+        audit = _open_audit(workspace, pipeline, run)
         resumed = len(workspace.finished)
+        announce = None if repository is None else repository.offer
         try:
-            write_checkpoint(job, workspace, pipeline, shard_tasks, None if repository is None else repository.offer)
+            write_checkpoint(job, workspace, pipeline, shard_tasks, announce, audit)
         except NonFiniteError as error:
             raise _describe_non_finite(error.job, job, run) from error
-        return _report(job, workspace, pipeline, resumed, started, baseline)
+        report = _report(job, workspace, pipeline, resumed, started, baseline)
+        return report if audit is None else replace(report, verification=audit.summary())
+
+
+def _open_audit(workspace: Workspace, pipeline: Pipeline[Any], run: RunOptions) -> "Audit | None":
+    if not run.verify:
+        return None
+    from nf4conv.audit import Audit
+
+    workspace.forget()  # shards of an earlier run, which nobody has looked at
+    return Audit(pipeline.piece, run.tolerance)
 
 
 def _check_anything_packed(job: QuantizationPlan) -> None:
@@ -415,7 +430,7 @@ def choose_engine(job: QuantizationPlan, run: RunOptions) -> tuple[Engine[Any], 
     """How to compute: on a GPU without torch where that is possible, because importing torch takes seconds."""
     from nf4conv.cuda import encode as bare
 
-    if bare.is_plain(job.plan):
+    if bare.is_plain(job.plan) and not run.verify:  # there are no kernels in a bundle that compare
         from nf4conv.cuda.bundle import Purpose
         from nf4conv.cuda.engine import bare_engine
 
@@ -481,6 +496,7 @@ def _report(
         host_peak_bytes=pipeline.memory().host,
         device_peak_bytes=pipeline.memory().device,
         shards_resumed=resumed,
+        verification=None,
         pushed=None,
         notes=job.notes,
     )

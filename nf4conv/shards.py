@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
@@ -16,6 +16,9 @@ from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.codec.layout import DTYPE_NAMES, quant_state_json
 from nf4conv.errors import SourceError
 from nf4conv.pipeline import Task, W_contra, Worker, aligned
+
+if TYPE_CHECKING:
+    from nf4conv.audit import Audit
 
 _LARGEST_BATCH = 4096
 
@@ -57,12 +60,21 @@ class ShardProgress:
         format: how weights are packed.
         writer: its file.
         finished: called with the size of the file once it is complete.
+        audit: what is to look at everything that has been written; None for nothing.
     """
 
-    def __init__(self, shard: Shard, format: Format, writer: ShardWriter, finished: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        format: Format,
+        writer: ShardWriter,
+        finished: Callable[[int], None],
+        audit: "Audit | None" = None,
+    ) -> None:
         self.shard = shard
         self.format = format
         self.writer = writer
+        self.audit = audit
         self._finished = finished
         self._blobs: dict[str, bytes] = {}
         self._left = 0
@@ -183,4 +195,6 @@ class RawCopies:
         for job, start, stop in self.parts:
             begin = job.source.start + start
             worker.copy(job.source.file, begin, begin + stop - start, self.progress.writer, job.offset + start)
+            if self.progress.audit is not None:
+                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
         self.progress.done()

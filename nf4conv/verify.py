@@ -192,7 +192,7 @@ def execute_verification(
         )
     )
     for result in results.values():
-        for check, text in _weight_faults(result, plan.options):
+        for check, text in weight_faults(result, plan.options):
             plan.structure.note(check, result.weight.values.file, result.weight.name, text)
     for copy in copies.values():
         if copy.differing:
@@ -201,7 +201,7 @@ def execute_verification(
     return _report(plan, results, with_checksums, pipeline.device, time.perf_counter() - started)
 
 
-def _weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
+def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
     """(check, text) of everything that is wrong with a weight's values."""
     state, errors, scales = result.weight.state, result.errors, result.scales
     if result.improper:
@@ -239,7 +239,7 @@ def _report(
 ) -> VerifyReport:
     structure = plan.structure
     findings = tuple(sorted(structure.findings, key=lambda finding: list(CHECKS).index(finding.check)))
-    rows = tuple(_row(result, plan.options) for result in results.values())
+    rows = tuple(weight_row(result, plan.options) for result in results.values())
     sizes = _sizes(structure)
     parameters = sum(weight.elements for weight in structure.weights.values())
     parameters += sum(tensor.elements for tensor in structure.plain.values())
@@ -292,7 +292,7 @@ def _checks(plan: VerificationPlan, findings: tuple[Finding, ...], with_checksum
     }
 
 
-def _row(result: WeightResult, options: VerifyOptions) -> dict[str, Any]:
+def weight_row(result: WeightResult, options: VerifyOptions) -> dict[str, Any]:
     weight, errors, place = result.weight, result.errors, place_of(result.weight.name)
     return {
         "name": weight.name,

@@ -56,11 +56,13 @@ class StoredWeight:
         values: the packed codes.
         components: the tensors beside them, by suffix.
         state: what the JSON blob says.
+        blob: its bytes, where it is not on disk yet; then it is not among the components.
     """
 
     values: TensorInfo
     components: Mapping[str, TensorInfo]
     state: QuantStateFields
+    blob: bytes | None = None
 
     @property
     def name(self) -> str:

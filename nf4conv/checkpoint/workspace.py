@@ -154,6 +154,12 @@ class Workspace:
         """The shards that are complete, by name."""
         return self._finished
 
+    def forget(self) -> None:
+        """Take no shard for finished, so that all are written again."""
+        self._finished = {}
+        with _as_output_error(self.out):
+            self._save()
+
     @property
     def downloads(self) -> Path:
         """A folder for source files that are fetched while the run needs them."""

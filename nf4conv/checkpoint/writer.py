@@ -32,6 +32,10 @@ class ShardWriter:
         except OSError as error:
             raise _output_error(temporary, error) from error
 
+    def place(self, offset: int) -> tuple[Path, int]:
+        """Where data at `offset` is for now: the file, which still has its temporary name, and the position in it."""
+        return self._temporary, self._header_size + offset
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at `offset`, counted from the end of the header.
 

@@ -1,0 +1,183 @@
+"""`quantize --verify`: the figures of `verify`, in the same pass; a fault between codec and disk is found by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+from safetensors.torch import save_file
+
+from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.cli import main
+from nf4conv.errors import VerificationError
+from nf4conv.options import SourceOptions
+from nf4conv.verify import verify_checkpoint
+
+CPU = RunOptions(device="cpu", workers=2)
+VERIFY = RunOptions(device="cpu", workers=2, verify=True)
+SMALL = RunOptions(device="cpu", workers=2, buffer_size=1, verify=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+def agrees(out: Path, source: Path, summary: Any) -> None:
+    """With what `verify` finds of the same."""
+    report = verify_checkpoint(out, source, None, CPU)
+    assert report.passed, [finding.line() for finding in report.findings]
+    assert len(summary["rows"]) == len(report.weights) == summary["weights"]
+    by_name = {row["name"]: row for row in report.weights}
+    for row in summary["rows"]:
+        for key in ("relative_error", "max_error", "max_error_of_absmax", "outside", "not_nearest", "bytes_differing"):
+            assert row[key] == pytest.approx(by_name[row["name"]][key], rel=1e-6), key
+    assert summary["largest_relative_error"] == max(row["relative_error"] for row in summary["rows"])
+    assert summary["bytes_differing"] == 0
+
+
+@pytest.mark.parametrize("run", [VERIFY, SMALL], ids=["buffers", "small buffers"])
+@pytest.mark.parametrize("options", [
+    QuantizeOptions(max_shard_size=60_000), QuantizeOptions("fp4", 128, double_quant=False),
+    QuantizeOptions(dtype="float32"), QuantizeOptions(dtype="float16"),
+], ids=["shards", "fp4", "float32", "float16"])  # fmt: skip
+def test_it_finds_what_verify_finds(source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions):
+    report = quantize_checkpoint(source, tmp_path / "out", options, run)
+    assert report.verification is not None
+    assert report.verification["copies"] == 7
+    agrees(tmp_path / "out", source, report.verification)
+    quantize_checkpoint(source, tmp_path / "without", options, CPU)
+    with_it, without = contents(tmp_path / "out"), contents(tmp_path / "without")
+    assert b"every value against the original" in with_it.pop("README.md")
+    without.pop("README.md")
+    assert with_it == without
+
+
+def test_transposed_weights(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, VERIFY)
+    agrees(tmp_path / "out", tmp_path / "source", report.verification)
+
+
+def test_fp8_sources_kept_ones_too(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in ("q_proj", "o_proj"):
+        module = f"model.layers.0.self_attn.{name}"
+        values = torch.randn(320, 128, generator=generator).to(torch.float8_e4m3fn)
+        tensors |= {f"{module}.weight": values, f"{module}.weight_scale_inv": torch.rand(3, 1, generator=generator)}
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    options = QuantizeOptions(exclude=("*o_proj*",))
+    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, SMALL)
+    assert report.verification is not None
+    assert (report.verification["weights"], report.verification["copies"]) == (1, 1)
+    agrees(tmp_path / "out", tmp_path / "source", report.verification)
+
+
+def test_a_streamed_source_is_compared_before_it_is_dropped(hub: Hub, source: Path, tmp_path: Path):
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit(contents(source))
+    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    report = quantize_checkpoint("org/model", tmp_path / "out", None, VERIFY, where=where)
+    agrees(tmp_path / "out", source, report.verification)
+    assert not list((tmp_path / "cache").rglob("model-*.safetensors"))
+
+
+class Faulty:
+    """Flips a bit of what is written, once, where `offset` of a shard's data is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+        self.left = 1
+        genuine = ShardWriter.write
+
+        def write(writer: ShardWriter, at: int, data: memoryview) -> None:
+            if self.left and at >= 0 and at <= offset < at + len(data):
+                self.left = 0
+                damaged = bytearray(data)
+                damaged[offset - at] ^= 0x40
+                data = memoryview(damaged)
+            genuine(writer, at, data)
+
+        monkeypatch.setattr(ShardWriter, "write", write)
+
+
+def offset_of(source: Path, name: str, suffix: str) -> int:
+    """In the data of the single output shard."""
+    from nf4conv import plan_quantization
+
+    for job in plan_quantization(source).plan.jobs:
+        if job.name == name:
+            if not suffix and hasattr(job, "offset"):
+                return int(job.offset)
+            return int(job.offsets[[component.suffix for component in job.components].index(suffix)])
+    raise AssertionError(name)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [(UP, ""), (UP, "absmax"), (UP, "nested_absmax"), ("model.embed_tokens.weight", "")],
+    ids=["codes", "absmax", "nested_absmax", "kept"],
+)
+def test_a_bit_that_flips_on_the_way_to_the_disk(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fault = Faulty(patched, offset_of(source, name, suffix) + 3)
+        with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
+            quantize_checkpoint(source, out, None, VERIFY)
+        assert fault.left == 0
+    assert not (out / "config.json").exists()
+    assert not (out / "README.md").exists()
+    quantize_checkpoint(source, out, None, VERIFY)
+    quantize_checkpoint(source, tmp_path / "good", None, VERIFY)
+    assert contents(out) == contents(tmp_path / "good")
+
+
+def test_shards_of_an_earlier_run_are_looked_at_as_well(source: Path, tmp_path: Path):
+    """Interrupted without --verify, completed with it: everything is compared."""
+
+    class Interrupt(Exception):  # noqa: N818
+        pass
+
+    options, out, seen = QuantizeOptions(max_shard_size=60_000), tmp_path / "out", 0
+
+    def stop(count: int) -> None:
+        nonlocal seen
+        seen += count
+        if seen > 400_000:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        quantize_checkpoint(source, out, options, RunOptions(device="cpu", workers=1), stop)
+    assert list(out.glob("*.safetensors"))
+    report = quantize_checkpoint(source, out, options, VERIFY)
+    agrees(out, source, report.verification)
+
+
+@pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0)])
+def test_the_command(source: Path, tmp_path: Path, tolerance: str, code: int):
+    command = ["quantize", str(source), str(tmp_path / "out"), "--device", "cpu", "--verify", "--tolerance", tolerance]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == code, done.output
+    if code:
+        assert "verification failed: model.layers." in done.stderr
+        assert "relative error 0.09" in done.stderr
+    else:
+        assert "verified: 12 packed weights, largest relative error 0.09" in done.stdout
