@@ -47,7 +47,8 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     with worker.timed("encode"):
         views = [raw.view(TORCH_DTYPES[part.dtype]).view(part.shape) for raw, part in zip(raws, parts, strict=True)]
         roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
-        return decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+        decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
+        return decoded.view(-1)[: tensor.elements].view(tensor.shape)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:

@@ -2,12 +2,14 @@
 
 import torch
 
+from nf4conv.checkpoint.encoded import BITSANDBYTES_4BIT
 from nf4conv.checkpoint.encoded_pieces import (
     EncodedPiece,
     can_cut_rows,
     encoded_pieces,
     is_stack_of_matrices,
     matrix_of,
+    packed_pieces,
     rows_of,
 )
 from nf4conv.checkpoint.header import TensorInfo
@@ -66,6 +68,8 @@ def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
     matrix, source = job.matrix, job.source
     if source.encoding is None or matrix.transpose or matrix.columns is not None:
         return []
+    if source.encoding.method == BITSANDBYTES_4BIT and matrix.index is None and matrix.rows is None:
+        return packed_pieces(source, most, unit)
     if matrix.index is not None:
         if not is_stack_of_matrices(source):
             return []

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import encoded_pieces, packed_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.checkpoint.reader import Reader
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.decoding import TORCH_DTYPES, read_decoded
 from nf4conv.worker import TorchEngine
 
@@ -80,3 +81,28 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: 
 def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
     tensor = write_encoded(tmp_path, case)
     assert len(encoded_pieces(tensor, 2000)) > 1
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("elements", [1, 4095, 32768, 100_001])
+@pytest.mark.parametrize(("blocksize", "unit"), [(32, 1), (64, 128), (64, 4096)])
+def test_packed_weights_in_pieces(tmp_path: Path, elements: int, blocksize: int, unit: int, double_quant: bool):
+    weight = torch.randn(1, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, state = quantize_4bit(weight, blocksize=blocksize, double_quant=double_quant)
+    content, parts = bytearray(), []
+    for role, part in {"values": packed, **state.components()}.items():
+        raw = part.numpy().tobytes()
+        dtype = {torch.uint8: U8, torch.float32: F32}[part.dtype]
+        parts.append((role, TensorInfo(role, dtype, tuple(part.shape), tmp_path / "parts", len(content), 0)))
+        content += raw
+        parts[-1] = (role, parts[-1][1]._replace(stop=len(content)))
+    (tmp_path / "parts").write_bytes(content)
+    encoding = Encoding("bitsandbytes 4-bit", tuple(parts), (blocksize,))
+    tensor = TensorInfo("w", "BF16", (1, elements), tmp_path / "parts", 0, len(content), encoding)
+    pieces = packed_pieces(tensor, 20_000, unit)
+    assert len(pieces) > 1 or elements <= 32768
+    assert all(piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces)
+    with Reader() as reader, TorchEngine("cpu").worker(reader, 2**16, lambda _: None) as worker:
+        again = torch.cat([read_decoded(worker, piece.tensor).clone() for piece in pieces])
+    expected = dequantize_4bit(packed, state)
+    assert torch.equal(again.view(torch.int16), expected.view(-1).view(torch.int16))

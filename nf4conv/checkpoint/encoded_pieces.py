@@ -118,6 +118,21 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     return part._replace(shape=shape, start=part.start + first * size, stop=part.start + last * size)
 
 
+def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
+    """A weight that bitsandbytes packed to 4 bits, in pieces; arguments as `encoded_pieces`. Their shape is flat."""
+    encoding = _encoding(tensor)
+    blocksize = encoding.block[0]
+    together = math.lcm(unit, blocksize * NESTED_BLOCKSIZE)
+    step = max(most - most % together, together)
+    pieces = []
+    for start in range(0, max(tensor.elements, 1), step):
+        stop = min(start + step, tensor.elements)
+        parts = tuple(cut_parts(dict(encoding.parts), blocksize, start, stop).items())
+        piece = tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=parts))
+        pieces.append(EncodedPiece(piece, start))
+    return pieces
+
+
 def packed_spans(elements: int, blocksize: int, most: int) -> list[tuple[int, int]]:
     """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks."""
     unit = blocksize * NESTED_BLOCKSIZE

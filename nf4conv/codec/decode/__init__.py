@@ -42,7 +42,11 @@ def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...
             return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
         case "bitsandbytes 4-bit" | "bitsandbytes 4-bit transposed":
             components = {role: part for role, part in parts.items() if role != "values"}
-            decoded = dequantize_4bit(parts["values"], QuantState.from_components(components), dtype=dtype)
+            state = QuantState.from_components(components)
+            held = 2 * parts["values"].nbytes
+            if held < state.shape.numel():  # some blocks of a weight, whose last code may be padding
+                state.shape = torch.Size((held,))
+            decoded = dequantize_4bit(parts["values"], state, dtype=dtype)
             return decoded.t().contiguous() if method.endswith("transposed") else decoded
         case "strided":
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
