@@ -26,8 +26,10 @@ from transformers import (
 
 from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.dequantize import dequantize_checkpoint
+from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.quantize import quantize_checkpoint
+from nf4conv.verify import verify_checkpoint
 
 pytestmark = pytest.mark.oracle
 
@@ -159,6 +161,26 @@ def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
     assert (embed(mine) - embed(peer)).abs().max() < 5e-3
     full = AutoModel.from_pretrained(MINILM)
     assert (embed(mine) * embed(full)).sum(1).min() > 0.95  # and it still is the model it was made from
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
+    """quantize ▸ verify ▸ dequantize ▸ plain transformers: what the quantized model computes in float32."""
+    options = QuantizeOptions(double_quant=double_quant, compute_dtype="float32")
+    quantize_checkpoint(MINILM, tmp_path / "packed", options, CPU)
+    report = verify_checkpoint(tmp_path / "packed", MINILM, VerifyOptions(exact=True), CPU)
+    assert report.passed, [finding.line() for finding in report.findings]
+    assert max(row["relative_error"] for row in report.weights) < 0.1
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+    plain = AutoModel.from_pretrained(tmp_path / "plain")
+    assert packed_modules(plain) == {}
+    packed = AutoModel.from_pretrained(tmp_path / "packed")
+    assert len(packed_modules(packed)) == 37
+    tokens = AutoTokenizer.from_pretrained(MINILM)(list(SENTENCES), padding=True, return_tensors="pt")
+    # with gradients, because without them bitsandbytes multiplies in bfloat16 on CPUs that can
+    expected, found = (model.eval()(**tokens).last_hidden_state for model in (packed, plain))
+    assert (found - expected).abs().max() < 1e-5
 
 
 def test_the_sentence_transformers_files_come_along(tmp_path):
