@@ -282,13 +282,13 @@ def arrange(
         PlanError: two outputs would have one name.
     """
     _check_names([job for group in groups for job in group])
-    shards = list(_split(groups, max_shard_size))
+    shards = list(_split(groups, max_shard_size))  # of each its jobs, and the most that they take in the header
     single = len(shards) == 1
     return Plan(
         format,
         tuple(
-            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", jobs)
-            for number, jobs in enumerate(shards, start=1)
+            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", *shard)
+            for number, shard in enumerate(shards, start=1)
         ),
     )
 
@@ -317,18 +317,20 @@ def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
             raise PlanError(f"{job.source.file}: {job.name}: a tensor of the packed {packed.name} would have this name")
 
 
-def _split(groups: Sequence[Sequence[PackJob | CopyJob]], max_shard_size: int) -> Iterator[list[PackJob | CopyJob]]:
+def _split(
+    groups: Sequence[Sequence[PackJob | CopyJob]], max_shard_size: int
+) -> Iterator[tuple[list[PackJob | CopyJob], int]]:
     shard: list[PackJob | CopyJob] = []
     size = header = 0
     for group in groups:
         group_size, group_header = sum(job.nbytes for job in group), sum(_header_size(job) for job in group)
         if shard and (size + group_size > max_shard_size or header + group_header > _LARGEST_HEADER):
-            yield shard
+            yield shard, header
             shard, size, header = [], 0, 0
         shard += group
         size += group_size
         header += group_header
-    yield shard
+    yield shard, header
 
 
 def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:
@@ -344,7 +346,7 @@ def _header_size(job: PackJob | CopyJob) -> int:
     return name * len(job.components) + job.footprint.header
 
 
-def _place(name: str, jobs: list[PackJob | CopyJob]) -> Shard:
+def _place(name: str, jobs: list[PackJob | CopyJob], entries: int) -> Shard:
     # (alignment, kind) → the tensors of that kind: the job, which of its components (a copy has none), bytes
     kinds: dict[tuple[int, str], list[tuple[PackJob | CopyJob, int, int]]] = {}
     blobs_size = 0
@@ -366,7 +368,7 @@ def _place(name: str, jobs: list[PackJob | CopyJob]) -> Shard:
                 job.offsets[index] = position
             position += nbytes
     metadata = len(json.dumps({METADATA_KEY: {"format": "pt"}}))
-    header = LENGTH_BYTES + metadata + sum(_header_size(job) for job in jobs)
+    header = LENGTH_BYTES + metadata + entries
     return Shard(name, tuple(jobs), header + -header % 8, position, blobs_size)
 
 

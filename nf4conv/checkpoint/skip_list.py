@@ -14,6 +14,7 @@ different paths is listed under each of them.
 """
 
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -68,7 +69,21 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
     if not ends:
         return _nothing
     start = _any_of(ends)
-    return lambda path: path.endswith(ends) or start.match(path) is not None
+    if not all(map(is_name, ends)):
+        return lambda path: path.endswith(ends) or start.match(path) is not None
+    # a name matches as many characters as it has: for most modules what is above them decides, and comes in groups
+    lengths = sorted({len(name) for name in ends})
+    above: dict[str, bool] = {}
+
+    def is_skipped(path: str) -> bool:
+        parent = path[: path.rfind(".") + 1]
+        if parent not in above:
+            above[parent] = start.match(parent) is not None
+        if above[parent] or path.endswith(ends):
+            return True
+        return bisect(lengths, len(parent)) < bisect(lengths, len(path)) and start.match(path) is not None
+
+    return is_skipped
 
 
 def vllm(entries: Iterable[str]) -> Predicate:
