@@ -16,7 +16,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.source import Source, open_stored, read_tensor
-from nf4conv.checkpoint.structure import STORAGE_DTYPES, split_component
+from nf4conv.checkpoint.structure import MOST_ELEMENTS, STORAGE_DTYPES, split_component
 from nf4conv.codec.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import SourceOptions
 from nf4conv.results import place_of
@@ -171,8 +171,9 @@ def _fields(blob: bytes) -> dict[str, Any]:
         fields = json.loads(blob)
         sizes = [int(size) for size in fields["shape"]]
         known = {"shape": sizes, "dtype": str(fields["dtype"]), "blocksize": int(fields["blocksize"])}
-        return {**fields, **known, "quant_type": str(fields["quant_type"])}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < MOST_ELEMENTS
+        return {**fields, **known, "quant_type": str(fields["quant_type"])} if is_possible else {}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return {}
 
 

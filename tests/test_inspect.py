@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,19 @@ def test_a_single_file_and_a_pickle(tmp_path: Path):
     assert (row["name"], row["format"], row["shape"]) == ("a", "float32", [3, 4])
 
 
-def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        None, {"shape": [float("inf")]}, {"shape": [10**4000, 10**4000]}, {"shape": [-64, 64]}, {"shape": 64},
+        {"blocksize": float("inf")},
+    ],
+    ids=["no JSON", "infinite", "impossible", "negative", "no list", "infinite blocksize"],
+)  # fmt: skip
+def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[str, Any] | None):
     stored = pack(UP, torch.randn(64, 64).bfloat16())
-    stored[f"{UP}.quant_state.bitsandbytes__nf4"] = torch.zeros(7, dtype=torch.uint8)
+    blob = f"{UP}.quant_state.bitsandbytes__nf4"
+    content = b"\0" * 7 if change is None else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
+    stored[blob] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     [row] = inspect_checkpoint(write(tmp_path / "made", stored)).tensors
     assert (row["format"], row["quantization"]) == ("U8", None)
 

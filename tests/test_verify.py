@@ -254,6 +254,25 @@ def with_skip(entry: str) -> Callable[[Path], None]:
     return config(lambda content: content["quantization_config"]["llm_int8_skip_modules"].append(entry))
 
 
+def unpack(folder: Path) -> None:
+    """A weight that is stored in 16 bits, which the skip list does not say."""
+    path = shard_of(folder, Q)
+    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    new = {Q: torch.randn(64, 64).bfloat16()}
+    save(tensors | new, path)
+    change_map(folder, new, path.name)
+
+
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = shard_of(folder, old)
+        tensors = load_file(path)
+        tensors[new] = tensors.pop(old)
+        save(tensors, path)
+
+    return damage
+
+
 def delete(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -272,6 +291,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "component lost: quant_state": (drop(BLOB), "components", UP),
     "codes lost": (drop(UP), "components", f"{UP}.absmax"),
     "kept tensor lost": (drop(NORM), "index", NORM),
+    "kept tensor renamed": (rename(NORM, NORM.replace("input", "output")), "index", NORM),
+    "codes renamed": (rename(UP, f"{UP}s"), "components", f"{UP}.absmax"),
     "component in another shard": (move(f"{UP}.absmax"), "one shard", f"{UP}.absmax"),
     "tensor in two shards": (copy_to_another_shard, "files", NORM),
     "shard truncated": (raw(lambda content: content[:-10]), "files", FIRST),
@@ -301,6 +322,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "quant state: blocksize": (blob(blocksize=48), "quant state", BLOB),
     "quant state: other blocksize": (blob(blocksize=128), "layout", f"{UP}.absmax"),
     "quant state: shape": (blob(shape=[512, 64]), "layout", UP),
+    "quant state: shape of infinite size": (blob(shape=[math.inf]), "quant state", BLOB),
+    "quant state: impossible shape": (blob(shape=[10**4000, 10**4000]), "quant state", BLOB),
     "quant state: shape of words": (blob(shape=["a"]), "quant state", BLOB),
     "quant state: data type": (blob(quant_type="fp4"), "quant state", BLOB),
     "quant state: dtype": (blob(dtype="int8"), "quant state", BLOB),
@@ -313,6 +336,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "index: wrong file": (index(lambda table: table["weight_map"].update({UP: SECOND})), "index", UP),
     "index: lacks a tensor": (index(lambda table: table["weight_map"].pop(UP)), "index", UP),
     "index: a tensor too many": (index(lambda table: table["weight_map"].update({"ghost": FIRST})), "index", "ghost"),
+    "index: a list for a file": (index(lambda table: table["weight_map"].update({UP: [FIRST]})), "index", UP),
+    "index: names nothing": (
+        index(lambda table: table.update(weight_map={})), "index", "model.safetensors.index.json",
+    ),
     "index: not JSON": (write_text("model.safetensors.index.json", "{"), "index", "model.safetensors.index.json"),
     "index: no metadata": (index(lambda table: table.pop("metadata")), "index", "model.safetensors.index.json"),
     "config: not JSON": (write_text("config.json", "{"), "config", "config.json"),
@@ -320,11 +347,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "config: data type": (quantization(bnb_4bit_quant_type="fp4"), "config", "config.json"),
     "config: nesting": (quantization(bnb_4bit_use_double_quant=False), "config", "config.json"),
     "config: storage": (quantization(bnb_4bit_quant_storage="bfloat16"), "config", "config.json"),
+    "config: not 4-bit": (quantization(load_in_4bit=False), "config", "config.json"),
+    "config: a number for a flag": (quantization(bnb_4bit_use_double_quant=1), "config", "config.json"),
+    "config: null for a flag": (quantization(llm_int8_has_fp16_weight=None), "config", "config.json"),
+    "config: compute dtype": (quantization(bnb_4bit_compute_dtype="bf16"), "config", "config.json"),
+    "config: compute dtype in a list": (quantization(bnb_4bit_compute_dtype=["bfloat16"]), "config", "config.json"),
     "config: 8-bit": (quantization(load_in_8bit=True, load_in_4bit=False), "config", "config.json"),
     "config: other method": (quantization(quant_method="gptq"), "config", "config.json"),
     "config: integer threshold": (quantization(llm_int8_threshold=6), "config", "config.json"),
     "config: another quantization": (write_text("quantize_config.json", "{}"), "config", "quantize_config.json"),
     "skip list: names a packed module": (with_skip("model.layers.1.mlp.up_proj"), "skip list", UP),
+    "skip list: lacks a kept module": (unpack, "skip list", Q),
+    "skip list: lacks the tied head": (without_skip("lm_head"), "skip list", EMBED),
     "skip list: not a list": (quantization(llm_int8_skip_modules="lm_head"), "skip list", "config.json"),
     "skip list: not an expression": (with_skip("(lm_head"), "skip list", "config.json"),
     "manifest: another file": (
@@ -496,6 +530,51 @@ def test_transposed_weights(tmp_path: Path):
     (tmp_path / "source/config.json").write_text(json.dumps(described))
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
     passes(verify_checkpoint(tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU))
+
+
+@pytest.mark.parametrize("kind", ["pickle", "stacked experts", "tied head in the source", "head of its own"])
+def test_sources_of_every_shape(tmp_path: Path, kind: str):
+    random = torch.Generator().manual_seed(0)
+    tensors = {EMBED: torch.randn(256, 64, generator=random).bfloat16()}
+    described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "dtype": "bfloat16"}
+    if kind == "stacked experts":
+        described |= {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+        experts = "model.layers.0.feed_forward.experts"
+        tensors[f"{experts}.gate_up_proj"] = torch.randn(2, 64, 256, generator=random).bfloat16()
+        tensors[f"{experts}.down_proj"] = torch.randn(2, 128, 64, generator=random).bfloat16()
+    else:
+        tensors[UP] = torch.randn(128, 64, generator=random).bfloat16()
+    if "head" in kind:
+        tensors["lm_head.weight"] = tensors[EMBED].clone()
+        described["tie_word_embeddings"] = kind.startswith("tied")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(described))
+    if kind == "pickle":
+        torch.save(tensors, tmp_path / "source/pytorch_model.bin")
+    else:
+        save(tensors, tmp_path / "source/model.safetensors")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
+    report = verify_checkpoint(tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU)
+    passes(report)
+    assert report.identical
+    assert len(report.weights) == (6 if kind == "stacked experts" else 1)
+
+
+def test_a_dtype_of_config_that_is_not_stored_is_a_note(good: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(good, tmp_path / "copy"))
+    config(lambda content: content.update(dtype="float16"))(folder)
+    report = verify_checkpoint(folder, None, None, CPU)
+    passes(report)
+    assert any("but config.json says float16" in finding.text for finding in report.findings)
+
+
+def test_a_head_that_is_not_tied_need_not_be_named(good: Path, tmp_path: Path):
+    """A model without a head, or one whose embedding is another tensor, has nothing to leave alone."""
+    for change in ({"architectures": ["LlamaModel"]}, {"tie_word_embeddings": False}):
+        folder = Path(shutil.copytree(good, tmp_path / next(iter(change))))
+        without_skip("lm_head")(folder)
+        config(lambda content, change=change: content.update(change))(folder)
+        passes(verify_checkpoint(folder, None, None, CPU))
 
 
 def test_a_manifest_that_holds(good: Path, tmp_path: Path):

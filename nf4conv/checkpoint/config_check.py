@@ -23,6 +23,17 @@ _SURELY_LINEAR: Final = ("an output head", "fewer than")
 
 _MOST_LINES: Final = 20
 
+_FLAGS: Final = (
+    "load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "llm_int8_has_fp16_weight",
+    "llm_int8_enable_fp32_cpu_offload",
+)  # fmt: skip
+"""What transformers raises a TypeError for unless it is true or false."""
+
+_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+_TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")
+"""Heads that are an `nn.Linear` in memory also where they are the embedding, and no tensor of their own is stored."""
+
 
 def check_config(structure: Structure) -> Mapping[str, Any]:
     """Note everything in which config.json and the stored tensors disagree; its content, empty if there is none."""
@@ -67,6 +78,12 @@ def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) 
     for key, allowed in expected.items():
         if quantization.get(key) not in allowed:
             yield f"{key} is {quantization.get(key)!r}, expected {allowed[0]!r}"
+    for key in _FLAGS:
+        if not isinstance(quantization.get(key, False), bool):
+            yield f"{key} is {quantization[key]!r:.50}; transformers takes only true or false"
+    dtype = quantization.get("bnb_4bit_compute_dtype")
+    if dtype is not None and dtype not in tuple(_TAGS):
+        yield f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
     for key, default, stored in _described(structure):
         found = quantization.get(key, default)
         if found != stored:
@@ -89,7 +106,7 @@ def _described(structure: Structure) -> Iterator[tuple[str, object, object]]:
 def _quantization_oddities(quantization: Mapping[str, Any]) -> Iterator[str]:
     if quantization.get("bnb_4bit_quant_storage", "uint8") != "uint8":
         yield "bnb_4bit_quant_storage is not uint8: for FSDP only; vLLM, SGLang and diffusers refuse it"
-    if quantization.get("bnb_4bit_compute_dtype", "float32") == "float32":
+    if quantization.get("bnb_4bit_compute_dtype") in ("float32", None):
         yield "bnb_4bit_compute_dtype is float32, or missing, which means the same: slow"
     if quantization.get("llm_int8_skip_modules") is None:
         yield "llm_int8_skip_modules is null: transformers 4 and 5 then guess different lists"
@@ -117,6 +134,7 @@ def _check_skip_list(structure: Structure, config: Mapping[str, Any], quantizati
     names = ModuleNames.of(config)
     faults = list(_mistaken(structure, names, matchers))
     faults += _forgotten(list(_linear(structure, config)), names, matchers, listed is not None)
+    faults += _unnamed_heads(structure, config, names, matchers) if listed is not None else []
     for tensor, text, is_fault in faults[:_MOST_LINES]:
         structure.note("skip list", tensor.file, tensor.name, text, is_fault=is_fault)
     if len(faults) > _MOST_LINES:
@@ -162,6 +180,31 @@ def _forgotten(
             if not all(hits):
                 fault = is_sure and is_explicit and not any(hits)
                 yield tensor, f"is not packed, but {loader} would not skip {module}", fault
+
+
+def _unnamed_heads(
+    structure: Structure, config: Mapping[str, Any], names: ModuleNames, matchers: Mapping[str, Predicate]
+) -> Iterator[tuple[TensorInfo, str, bool]]:
+    """An output head that is the embedding: it is not stored, but loaders make it 4-bit unless the list names it."""
+    embedding = next((tensor for name, tensor in structure.plain.items() if name.endswith(_EMBEDDINGS)), None)
+    heads = _TIED_HEADS + tuple(head for family in names.families for head in family.heads)
+    is_stored = any(_module(name).endswith(heads) for name in (*structure.plain, *structure.weights))
+    is_tied = config.get("tie_word_embeddings", True) is True
+    if embedding is None or is_stored or not is_tied or not _has_head(config):
+        return
+    paths = [path for head in heads for path in names.spellings(head)]
+    # vLLM never quantizes a head
+    loaders = [
+        loader for loader, is_skipped in matchers.items() if loader != "vLLM" and not any(map(is_skipped, paths))
+    ]
+    if loaders:
+        text = f"is the output head as well, but {', '.join(loaders)} would not skip lm_head"
+        yield embedding, text, "auto_map" not in config
+
+
+def _has_head(config: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
 
 
 def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, str, bool]]:

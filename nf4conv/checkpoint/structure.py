@@ -25,6 +25,9 @@ STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
+MOST_ELEMENTS: Final = 2**63
+"""Sizes of tensors are int64 everywhere."""
+
 _CLOSE: Final = 2**-8
 """Relative: how far a code map that was made in bfloat16 may be from the standard one."""
 
@@ -165,6 +168,8 @@ def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
     if not isinstance(weight_map, dict):
         structure.note("index", index, "", "has no weight_map")
         return {}
+    if not weight_map:
+        structure.note("index", index, "", "names no tensor, so loaders see none")
     if not isinstance(table.get("metadata"), dict):
         structure.note("index", index, "", "has no metadata, without which transformers fails: KeyError")
     return weight_map
@@ -190,8 +195,11 @@ def _check_index(structure: Structure, weight_map: Mapping[str, Any], readable: 
     names = {file.name for file in readable}
     for tensor, file in weight_map.items():
         found = structure.tensors.get(tensor)
-        if file in names and found is None:
-            structure.note("index", str(file), tensor, "the index places this tensor here, but the file lacks it")
+        if not isinstance(file, str):
+            text = f"the index places this tensor in {file!r:.50}, which is no file"
+            structure.note("index", "", tensor, text)
+        elif file in names and found is None:
+            structure.note("index", file, tensor, "the index places this tensor here, but the file lacks it")
         elif found is not None and found.file.name != file:
             structure.note("index", found.file, tensor, f"the index places this tensor in {file}")
     for tensor, found in structure.tensors.items():
@@ -312,9 +320,8 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
     ):
         if key in fields and (type(fields[key]) not in (str, int) or fields[key] not in allowed):
             yield f"{key} is {fields[key]!r}, expected {' or '.join(map(str, allowed))}"
-    shape = fields.get("shape")
-    if "shape" in fields and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
-        yield f"{shape!r} is not a shape"
+    if "shape" in fields and not _is_shape(fields["shape"]):
+        yield f"{fields['shape']!r:.100} is not a shape"
     if fields.get("nested_dtype", "float32") != "float32":
         yield (
             f"nested_dtype is {fields['nested_dtype']!r}: bitsandbytes on a CPU, saved after a forward pass, which "
@@ -323,6 +330,13 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
     offset = fields.get("nested_offset", 0.0)
     if type(offset) not in (int, float) or not 0 <= offset <= 3.4028235e38:
         yield f"nested_offset is {offset!r}, expected a finite number, not negative"
+
+
+def _is_shape(shape: object) -> bool:
+    """Whether it is one, of a tensor that can exist: nothing as long as a product of invented sizes is printed."""
+    if not (isinstance(shape, list) and all(type(size) is int and 0 <= size < MOST_ELEMENTS for size in shape)):
+        return False
+    return math.prod(shape) < MOST_ELEMENTS
 
 
 def _check_layout(structure: Structure, weight: StoredWeight) -> bool:
