@@ -294,9 +294,9 @@ def _histogram(rows: Sequence[Row]) -> str:
         parts.append(f'<text x="{place - 4:.1f}" y="20" text-anchor="end">tolerance {tolerance:g}</text>')
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         label = f"{low + share * (high - low):.3f}"
-        parts.append(f'<text class="soft" x="{share * width}" y="{base + 18}" text-anchor="{anchor}">{label}</text>')
+        parts.append(f'<text class="soft" x="{share * width}" y="{base + 24}" text-anchor="{anchor}">{label}</text>')
     return (
-        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'<svg class="fitted" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="distribution of relative errors">{"".join(parts)}</svg>'
         f'<p class="note">{len(errors):,} weights by relative error ‖W − Ŵ‖ / ‖W‖; the tallest bar is {tallest:,}</p>'
     )
