@@ -9,6 +9,7 @@ from typing import Any, Final
 import yaml
 
 from nf4conv import __version__
+from nf4conv.checkpoint.config import architecture_of
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
 from nf4conv.checkpoint.source import Source
 
@@ -142,8 +143,8 @@ def _cell(text: str) -> str:
 
 
 def _loading(config: Mapping[str, Any] | None) -> str:
-    architecture = next(iter((config or {}).get("architectures") or ()), "")
-    loader = next((loader for end, loader in _LOADERS.items() if str(architecture).endswith(end)), None)
+    architecture = architecture_of(config or {})
+    loader = next((loader for end, loader in _LOADERS.items() if architecture.endswith(end)), None)
     if loader is None:
         return "## Use\n\nIt loads as the original does, with bitsandbytes installed.\n"
     return (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nf4conv.checkpoint.config import without_quantization
+from nf4conv.checkpoint.config import architecture_of, without_quantization
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, Selection, SelectionOptions, select, with_skip_list
@@ -131,7 +131,7 @@ def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    architecture = next(iter(config.get("architectures") or ()), "")
+    architecture = architecture_of(config)
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise PlanError(

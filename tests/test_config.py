@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nf4conv.checkpoint.config import (
+    architecture_of,
     checkpoint_dtype,
     quantization_config,
     quantized_config,
@@ -37,6 +38,23 @@ def test_the_keys_and_values_are_those_that_transformers_writes(quant_type, doub
     ours = quantization_config(**{**SETTINGS, "quant_type": quant_type, "double_quant": double_quant})
     assert ours == {**theirs, "quant_method": "bitsandbytes"}
     assert len(ours) == 13
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (["LlamaForCausalLM", "Other"], "LlamaForCausalLM"),
+        ([], ""),
+        (None, ""),
+        (5, ""),
+        ("LlamaForCausalLM", ""),
+        ([5], ""),
+    ],
+    ids=["two", "empty", "null", "number", "no list", "list of a number"],
+)
+def test_the_architecture_is_a_name_or_nothing(stored, expected):
+    assert architecture_of({"architectures": stored}) == expected
+    assert architecture_of({}) == ""
 
 
 def test_the_threshold_is_a_json_float():

@@ -13,6 +13,13 @@ DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 """transformers 4.56 and newer write the first, older releases the second."""
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first of the model classes that config.json names; empty if it names none."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    return first if isinstance(first, str) else ""
+
+
 def quantization_config(
     *, quant_type: str, double_quant: bool, compute_dtype: str, skip_modules: Sequence[str]
 ) -> dict[str, Any]:

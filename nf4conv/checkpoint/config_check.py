@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
-from nf4conv.checkpoint.config import LEFTOVERS, checkpoint_dtype
+from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
@@ -190,7 +190,7 @@ def _unnamed_heads(
     heads = _TIED_HEADS + tuple(head for family in names.families for head in family.heads)
     is_stored = any(_module(name).endswith(heads) for name in (*structure.plain, *structure.weights))
     is_tied = config.get("tie_word_embeddings", True) is True
-    if embedding is None or is_stored or not is_tied or not _has_head(config):
+    if embedding is None or is_stored or not is_tied or not architecture_of(config).endswith("ForCausalLM"):
         return
     paths = [path for head in heads for path in names.spellings(head)]
     # vLLM never quantizes a head
@@ -200,11 +200,6 @@ def _unnamed_heads(
     if loaders:
         text = f"is the output head as well, but {', '.join(loaders)} would not skip lm_head"
         yield embedding, text, "auto_map" not in config
-
-
-def _has_head(config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    return isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
 
 
 def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, str, bool]]:
