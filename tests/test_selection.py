@@ -6,7 +6,7 @@ import pytest
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, demote, select
-from nf4conv.checkpoint.skip_list import vllm
+from nf4conv.checkpoint.skip_list import transformers_5, vllm
 from nf4conv.errors import PlanError
 
 
@@ -145,6 +145,29 @@ def test_per_expert_packs_experts_but_never_routers():
     assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep("a router", is_linear=True)
     assert "model.layers.0.mlp.gate" in selection.skip_modules
     assert not selection.notes
+
+
+def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
+    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions(moe="per-expert"))
+    assert {"model.layers.0.mlp.gate", "layers.0.mlp.gate"} <= set(selection.skip_modules)
+
+
+@pytest.mark.parametrize("leaf", ["gate", "router", "router.proj", "router.layer", "gate.wg", "shared_expert_gate"])
+def test_routers_of_many_experts_are_kept(leaf):
+    router = tensor(f"model.layers.0.mlp.{leaf}.weight", (128, 64))
+    selection = select([*LLAMA, router], LLAMA_CONFIG, SelectionOptions())
+    assert selection.decisions[router.name] == Keep("a router", is_linear=True)
+
+
+def test_the_encoder_that_shares_the_decoders_layers_is_not_skipped_as_a_whole():
+    source = [
+        tensor("model.decoder.layers.0.mlp.up_proj.weight", (128, 64)),
+        tensor("model.encoder.vision_tower.layers.0.fc1.weight", (64, 64)),
+    ]
+    config = {"model_type": "diffusion_gemma", "text_config": {}, "vision_config": {}}
+    selection = select(source, config, SelectionOptions())
+    assert not transformers_5(selection.skip_modules)("model.encoder.language_model.layers.0.mlp.up_proj")
+    assert transformers_5(selection.skip_modules)("model.encoder.vision_tower.layers.0.fc1")
 
 
 def test_mixtral_is_listed_under_the_names_of_transformers_4_and_5():

@@ -8,6 +8,7 @@ from nf4conv.checkpoint.skip_list import (
     MATCHERS,
     build_skip_modules,
     check_skip_modules,
+    complete_for_base,
     fused_modules,
     transformers_4,
     transformers_5,
@@ -117,6 +118,28 @@ def test_a_skipped_layer_is_named_by_its_modules_where_an_old_rule_would_hit_its
 def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module():
     assert "classifier" in build_skip_modules(["encoder.layer.0.dense"], [])[0]
     assert "classifier" not in build_skip_modules(["pre_classifier"], [])[0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "packed", "added"),
+    [
+        pytest.param(
+            ["lm_head", "model.layers.0.mlp.gate"],
+            ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"],
+            {"layers.0.mlp.gate"},
+            id="what AutoModel calls a module of a decoder",
+        ),
+        pytest.param(["classifier"], ["bert.encoder.layer.0.output.dense"], {"bert.pooler"}, id="an encoder's pooler"),
+        pytest.param(["lm_head"], ["bert.encoder.layer.0.dense", "bert.pooler.dense"], set(), id="a packed pooler"),
+        pytest.param(["model.gate"], ["model.layers.0.mlp.gate"], set(), id="a name that hits a packed module"),
+        pytest.param(["layers.0.gate"], ["layers.0.up", "layers.1.up"], set(), id="no base: a list of layers"),
+        pytest.param(["encoder.gate"], ["encoder.up", "decoder.up"], set(), id="no base: two parts"),
+        pytest.param(["gate"], ["up"], set(), id="no base: a single component"),
+        pytest.param(["lm_head"], [], set(), id="nothing packed"),
+    ],
+)
+def test_a_list_is_completed_for_the_model_without_its_head(entries, packed, added):
+    assert set(complete_for_base(entries, packed)) - set(entries) == added
 
 
 def test_entries_are_in_natural_order():

@@ -24,7 +24,7 @@ _HEAD: Final = re.compile(
     r"|\w*classification_head|qa_outputs|vocab_\w+|lm_loss|pred_layer|proj_out|final_proj|head|\w*_heads?|output|unembed"
     r"|logits_proj)(\.|$)"
 )
-_ROUTER: Final = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|gate_weight|router\.(classifier|layer))$")
+_ROUTER: Final = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|gate_weight|router\.\w+)$")
 _EXPERT: Final = re.compile(r"(^|\.)experts\.\d+\.")
 _TOWER: Final = re.compile(
     r"^(vision|visual|vit|audio|image|video|speech|sound|acoustic|semantic_tok|pixel|sam|vq|embed_vision|embed_audio"

@@ -46,7 +46,7 @@ T5_UNPROTECTED: Final = Family(keep=((r"(^|\.)wo$", READ),))
 RETRIEVAL: Final = Family(keep=((r"(^|\.)embedding_proj_layer$", READ),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
-NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."),))
+NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", "")))
 DIFFUSERS: Final = Family(
     # a top-level proj_out cannot be named without hitting those of the blocks
     linear=r"^proj_out$",
@@ -122,7 +122,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "molmo2": MOLMO2,
     "molmo2_text": MOLMO2,
     "tipsv2": TIPS,
-    "tipsv2_dpt": TIPS,
+    "tipsv2_dpt": replace(
+        TIPS,
+        renamed=(
+            *TIPS.renamed,
+            (r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
+            (r"^\w+_head\.\w+_head$", "decoder.head"),
+        ),
+    ),
     "tipsv2_vision_model": TIPS,
     "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
     "sapiens2": _converted("w12", GATE_UP),
@@ -133,7 +140,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "rf_detr": Family(
         keep=DETR.keep,
         heads=(*DETR.heads, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        renamed=((r"^transformer\.", "model."), (r"^(model|transformer)\.", "")),
+        renamed=(
+            (r"^transformer\.", "model."),
+            (r"^(model|transformer|segmentation_head)\.", ""),
+            # with a segmentation head
+            (r"^(bbox_embed|class_embed)", r"model.\1"),
+            (r"^transformer\.", "model.model."),
+        ),
     ),
     # modules that transformers 5 renames
     "phimoe": BLOCK_SPARSE,
@@ -147,14 +160,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
     "pi0": Family(renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
+    # the encoder has the decoder's layers, not on disk: skipping "encoder" as a whole would skip them
+    "diffusion_gemma": Family(renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)),
     "sam3_tracker": Family(renamed=((r"^tracker_model\.", ""),)),
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
     # modules that are not on disk under their own name
     "gpt_neox_japanese": Family(heads=("embed_out",)),
     "biogpt": Family(heads=("output_projection",)),
     "trocr": Family(heads=("output_projection",)),
-    "modernbert": Family(heads=("decoder",)),
-    "modernbert-decoder": Family(heads=("decoder",)),
+    "modernbert": Family(heads=("decoder", "head")),
+    "modernbert-decoder": Family(heads=("decoder", "head")),
     "distilbert": Family(heads=("vocab_projector",)),
     "whisper": Family(heads=("proj_out",)),
     "canary": Family(heads=("proj_out",)),
@@ -162,9 +177,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "granite_speech5_ctc": Family(heads=("ctc_head",)),
     "bark": Family(heads=("fine_acoustics.lm_heads",)),
     "moonshine": Family(heads=("proj_out",)),
-    "xlm": Family(heads=("pred_layer",)),
-    "flaubert": Family(heads=("pred_layer",)),
-    "xlnet": Family(heads=("lm_loss",)),
+    "xlm": Family(heads=("pred_layer", "sequence_summary")),
+    "flaubert": Family(heads=("pred_layer", "sequence_summary")),
+    "xlnet": Family(heads=("lm_loss", "sequence_summary", "logits_proj")),
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
@@ -172,6 +187,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "convbert": Family(heads=("generator_lm_head",)),
     "luke": Family(heads=("entity_predictions",)),
     # object detectors share their box and class heads
+    "grounding-dino": DETR,
+    "mm-grounding-dino": DETR,
+    "deformable_detr": DETR,
     "d_fine": DETR,
     "deimv2": DETR,
     "rt_detr": DETR,
@@ -179,12 +197,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "pp_doclayout_v3": DETR,
     "pp_doclayout_v4": replace(
         DETR,
+        keep=(*DETR.keep, (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head")),
         heads=(
             *DETR.heads,
             *(f"{prefix}decoder.{head}_order_head" for prefix in ("", "model.") for head in ("relative", "successor")),
         ),
     ),
     "lw_detr": DETR,
+    "dab-detr": Family(
+        keep=((r"^bbox_predictor\.", "tied to other heads of the detector"),), heads=("model.decoder.bbox_embed",)
+    ),
     # experts that load packed in transformers 4 and 5 alike, once they are split
     "llama4": Family(splits_experts=True),
     "llama4_text": Family(splits_experts=True),

@@ -6,6 +6,8 @@ Multimodal checkpoints keep the names they were first saved with, in two styles,
     language_model.model.layers.0    model.language_model.layers.0       language_model.model.layers.0
     model.layers.0                   model.language_model.layers.0       language_model.model.layers.0
     vision_tower.…, visual.…         model.vision_tower.…                vision_tower.…, visual.…
+
+A model without its head, as AutoModel loads it, has no "model." in front (here, and skip_list.complete_for_base).
 """
 
 import re
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nf4conv.checkpoint.families import Family, families_of
-from nf4conv.checkpoint.skip_list import HEADS
+from nf4conv.checkpoint.skip_list import ADDED
 
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 OTHER_CONFIGS: Final = ("vision_config", "vit_config", "visual", "img_processor", "audio_config", "speech_config")
@@ -64,7 +66,7 @@ class ModuleNames:
     def absent(self) -> tuple[str, ...]:
         """Modules that a loader may build although the checkpoint holds nothing for them, or under other names."""
         tied = tuple(head for family in self.families for head in family.heads)
-        return HEADS + tied + (TOWERS if self.multimodal else ())
+        return ADDED + tied + (TOWERS if self.multimodal else ())
 
     def spellings(self, path: str) -> tuple[str, ...]:
         """Every path that a loader may know a module by; the path on disk comes first."""
@@ -82,6 +84,7 @@ class ModuleNames:
 def _multimodal_spellings(path: str) -> tuple[str, ...]:
     inner = _LANGUAGE.match(path)
     if inner is not None:
-        return (f"model.language_model.{inner[1]}", f"language_model.model.{inner[1]}", f"model.{inner[1]}")
+        forms = "model.language_model", "language_model.model", "model", "language_model"
+        return tuple(f"{form}.{inner[1]}" for form in forms)
     bare = re.sub(r"^(model\.|language_model\.(?=lm_head))", "", path)
     return (bare, f"model.{bare}")

@@ -15,7 +15,7 @@ different paths is listed under each of them.
 
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from nf4conv.errors import PlanError
@@ -23,7 +23,13 @@ from nf4conv.errors import PlanError
 Predicate = Callable[[str], bool]
 
 HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
-"""Heads that a loader may add to a checkpoint that has none: they have to stay out of the 4-bit modules."""
+"""The most common names of heads."""
+
+ADDED: Final = (*HEADS, "classification_head", "pooler")
+"""What a loader may add to a checkpoint that has none of it, which has to stay out of the 4-bit modules."""
+
+_DECODERS: Final = ("model", "transformer")
+"""What decoders call their base, which has no pooler; encoders call it by the name of the family."""
 
 
 def _nothing(path: str) -> bool:  # noqa: ARG001
@@ -181,7 +187,7 @@ def _fused_path(path: str) -> str | None:
 
 
 def build_skip_modules(
-    packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = HEADS
+    packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = ADDED
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The shortest list of full paths that covers every kept module, and if possible no packed one.
 
@@ -215,6 +221,34 @@ def build_skip_modules(
     entries |= absent
     _check_names(entries)
     return tuple(sorted(entries, key=natural_order)), mistaken_for_skipped(entries, mistaken)
+
+
+def complete_for_base(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
+    """Complete a list for the model without its head, and for another head on the same base.
+
+    What is "model.layers.0.gate" in a Qwen2MoeForCausalLM is "layers.0.gate" in a Qwen2MoeModel, into which AutoModel
+    loads the same checkpoint. An entry that would hit a packed module is left out.
+
+    Args:
+        entries: the list.
+        packed: paths of the packed modules, in every spelling.
+    """
+    packed = tuple(packed)
+    base = _base(packed)
+    prefix = f"{base}."
+    more = {entry.removeprefix(prefix) for entry in entries if base and entry.startswith(prefix)}
+    more |= {f"{prefix}pooler"} if base and base not in _DECODERS else set()
+    paths = (*packed, *(path.removeprefix(prefix) for path in packed)) if more else ()
+    mistaken = mistaken_for_skipped(more, paths)
+    more = {entry for entry in more if not mistaken_for_skipped([entry], mistaken)}
+    return tuple(sorted({*entries, *more}, key=natural_order))
+
+
+def _base(packed: Sequence[str]) -> str | None:
+    """The component that all paths begin with, unless it is itself the list of layers."""
+    base, dot, _ = packed[0].partition(".") if packed else ("", "", "")
+    begins = re.compile(rf"{re.escape(base)}\.(?!\d+\.)").match
+    return base if dot and all(map(begins, packed)) else None
 
 
 def _check_names(entries: Iterable[str]) -> None:
