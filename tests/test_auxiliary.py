@@ -23,6 +23,7 @@ def found(folder: Path, *names: str) -> list[str]:
         "merges.txt", "generation_config.json", "preprocessor_config.json", "processor_config.json",
         "chat_template.jinja", "modeling_own.py", "LICENSE", "USE_POLICY.md", "modules.json",
         "additional_chat_templates/tool_use.jinja", "vision/encoder/layers.py", "tekken.json", "spiece.model",
+        "spk_dict.pt",
     ],
 )  # fmt: skip
 def test_comes_along(tmp_path, name):

@@ -135,6 +135,7 @@ def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module(
         pytest.param(["layers.0.gate"], ["layers.0.up", "layers.1.up"], set(), id="no base: a list of layers"),
         pytest.param(["encoder.gate"], ["encoder.up", "decoder.up"], set(), id="no base: two parts"),
         pytest.param(["gate"], ["up"], set(), id="no base: a single component"),
+        pytest.param(["wavlm.gate"], ["wavlm.up", "wavlm.down", "projector"], {"gate", "wavlm.pooler"}, id="most"),
         pytest.param(["lm_head"], [], set(), id="nothing packed"),
     ],
 )

@@ -20,6 +20,9 @@ QUANTIZATION_LEFTOVERS: Final = frozenset(
 )
 """Files by which loaders recognise another quantization method; they must not survive into our output."""
 
+_NO_WEIGHTS: Final = frozenset(("spk_dict.pt",))
+"""Files that look like weights and are data of a model: the voices of Qwen 2.5 Omni, without which it does not load."""
+
 _REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS"))
 _FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml"))
 
@@ -48,7 +51,7 @@ def _belongs(path: PurePosixPath) -> bool:
         path.name.startswith(".")
         or path.name in _REWRITTEN
         or path.name in QUANTIZATION_LEFTOVERS
-        or path.suffix in WEIGHT_SUFFIXES
+        or (path.suffix in WEIGHT_SUFFIXES and path.name not in _NO_WEIGHTS)
         or (".index." in path.name and path.suffix == ".json")
         or path.name == "params.json"  # goes with consolidated weights, which are not copied either
     )

@@ -52,6 +52,7 @@ DIFFUSERS: Final = Family(
     linear=r"^proj_out$",
     keep=((r"^(?!.*\.\d+\.)(?!proj_out$)", "outside the blocks of a diffusion model"),),
 )
+SAM3_TRACKER: Final = Family(renamed=((r"^tracker_model\.", ""),))
 ATTENTION: Final = (r"\.attention\.", ".self_attn.")
 DETR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
@@ -162,7 +163,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
     # the encoder has the decoder's layers, not on disk: skipping "encoder" as a whole would skip them
     "diffusion_gemma": Family(renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)),
-    "sam3_tracker": Family(renamed=((r"^tracker_model\.", ""),)),
+    "sam3_tracker": SAM3_TRACKER,
+    "sam3_video": SAM3_TRACKER,
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
     # modules that are not on disk under their own name
     "gpt_neox_japanese": Family(heads=("embed_out",)),
@@ -217,6 +219,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "inkling2_text": Family(float32=r"sconv|convolution"),
     # a vision part without a name of its own
     "cosmos3_omni": Family(keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)),
+    "deepseek_ocr2": Family(keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),)),
     # heads whose name, listed, would hit every attention output
     "git": Family(linear=r"^output$"),
 }

@@ -84,7 +84,7 @@ class ModuleNames:
 def _multimodal_spellings(path: str) -> tuple[str, ...]:
     inner = _LANGUAGE.match(path)
     if inner is not None:
-        forms = "model.language_model", "language_model.model", "model", "language_model"
-        return tuple(f"{form}.{inner[1]}" for form in forms)
+        forms = "model.language_model.", "language_model.model.", "model.", "language_model."
+        return tuple(f"{form}{inner[1]}" for form in (*forms, *([""] if inner[1].startswith("decoder.") else [])))
     bare = re.sub(r"^(model\.|language_model\.(?=lm_head))", "", path)
     return (bare, f"model.{bare}")

@@ -15,6 +15,7 @@ different paths is listed under each of them.
 
 import re
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -245,10 +246,12 @@ def complete_for_base(entries: Iterable[str], packed: Iterable[str]) -> tuple[st
 
 
 def _base(packed: Sequence[str]) -> str | None:
-    """The component that all paths begin with, unless it is itself the list of layers."""
-    base, dot, _ = packed[0].partition(".") if packed else ("", "", "")
-    begins = re.compile(rf"{re.escape(base)}\.(?!\d+\.)").match
-    return base if dot and all(map(begins, packed)) else None
+    """The component that most paths begin with, unless it is itself the list of layers."""
+    if not packed:
+        return None
+    [(base, count)] = Counter(path.partition(".")[0] for path in packed).most_common(1)
+    is_list = re.compile(rf"{re.escape(base)}(\.\d+(\.|$)|$)").match
+    return base if 2 * count > len(packed) and not any(map(is_list, packed)) else None
 
 
 def _check_names(entries: Iterable[str]) -> None:

@@ -8,127 +8,224 @@ def _names(text: str) -> tuple[str, ...]:
 CASES = {
     "causal language models": _names("""
         AXK1ForCausalLM AXK2ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
-        BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BeamForCausalLM BertGenerationDecoder BertLMHeadModel
-        BigBirdForCausalLM BigBirdPegasusForCausalLM BioGptForCausalLM BitNetForCausalLM BlenderbotForCausalLM
-        BlenderbotSmallForCausalLM BloomForCausalLM CTRLLMHeadModel CamembertForCausalLM CodeGenForCausalLM
-        Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CpmAntForCausalLM CwmForCausalLM
-        Data2VecTextForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
-        DogeForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM ElectraForCausalLM Emu3ForCausalLM Ernie4_5ForCausalLM
-        Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM
-        FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel
-        GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM Gemma2ForCausalLM
-        Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
-        Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM GitForCausalLM Glm4ForCausalLM
-        Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GlmMoeDsaForCausalLM GotOcr2ForConditionalGeneration
-        GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
-        GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HYV4ForCausalLM HeliumForCausalLM
-        HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Inkling2ForCausalLM
-        InklingForCausalLM Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM
-        LagunaForCausalLM Lfm2ForCausalLM Lfm3ForCausalLM LlamaForCausalLM MBartForCausalLM MambaForCausalLM
-        MarianForCausalLM MegatronBertForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
-        MiniMaxForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
-        MistralForCausalLM MixtralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM
-        MossTranscribeDiarizeForConditionalGeneration MptForCausalLM MusicgenForCausalLM MusicgenMelodyForCausalLM
-        MvpForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM OPTForCausalLM Olmo2ForCausalLM
-        Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM OpenAIGPTLMHeadModel PLBartForCausalLM
-        PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM ProphetNetForCausalLM
-        Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-        Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RemBertForCausalLM
-        RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM RwkvForCausalLM SeedOssForCausalLM
-        SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM TrOCRForCausalLM
-        VaultGemmaForCausalLM WhisperForCausalLM XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
-        XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM YoutuForCausalLM xLSTMForCausalLM
+        BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BeamForCausalLM BertGenerationDecoder
+        BertLMHeadModel BigBirdForCausalLM BigBirdPegasusForCausalLM BioGptForCausalLM BitNetForCausalLM
+        BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM BltForCausalLM CTRLLMHeadModel
+        CamembertForCausalLM CodeGenForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM
+        CohereCompassForCausalLM CohereForCausalLM CpmAntForCausalLM CwmForCausalLM Data2VecTextForCausalLM
+        DbrxForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
+        DiffLlamaForCausalLM DogeForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM ElectraForCausalLM
+        Emu3ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM
+        ExaoneMoeForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM
+        FuyuForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
+        GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+        Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
+        Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM GitForCausalLM
+        Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GlmMoeDsaForCausalLM
+        GotOcr2ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+        GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+        HYV3ForCausalLM HYV4ForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM
+        HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Inkling2ForCausalLM InklingForCausalLM Jais2ForCausalLM
+        JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM
+        MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM
+        MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
+        MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM MixtralForCausalLM
+        MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM
+        MossTranscribeDiarizeForConditionalGeneration MptForCausalLM MusicgenForCausalLM
+        MusicgenMelodyForCausalLM MvpForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM
+        OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM
+        OpenAIGPTLMHeadModel PLBartForCausalLM PegasusForCausalLM PersimmonForCausalLM Phi3ForCausalLM
+        Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM ProphetNetForCausalLM Qwen2ForCausalLM
+        Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+        Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM ReformerModelWithLMHead
+        RemBertForCausalLM RoCBertForCausalLM RoFormerForCausalLM RobertaForCausalLM
+        RobertaPreLayerNormForCausalLM RwkvForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+        SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM TrOCRForCausalLM VaultGemmaForCausalLM
+        WhisperForCausalLM XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM XLMWithLMHeadModel
+        XLNetLMHeadModel XmodForCausalLM YoutuForCausalLM Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+        xLSTMForCausalLM
     """),
     "encoder-decoders": _names("""
-        AudioFlamingo3ForConditionalGeneration EncoderDecoderModel FSMTForConditionalGeneration
-        GlmAsrForConditionalGeneration GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
-        LEDForConditionalGeneration LongT5ForConditionalGeneration M2M100ForConditionalGeneration
-        MT5ForConditionalGeneration MusicFlamingoForConditionalGeneration NllbMoeForConditionalGeneration
-        PegasusXForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen3ASRForConditionalGeneration
-        SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText SwitchTransformersForConditionalGeneration
-        T5ForConditionalGeneration T5Gemma2ForConditionalGeneration T5GemmaForConditionalGeneration
-        UMT5ForConditionalGeneration VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration
+        AudioFlamingo3ForConditionalGeneration BigBirdPegasusForConditionalGeneration
+        BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration EncoderDecoderModel
+        FSMTForConditionalGeneration GlmAsrForConditionalGeneration GraniteSpeechForConditionalGeneration
+        GraniteSpeechPlusForConditionalGeneration LEDForConditionalGeneration LongT5ForConditionalGeneration
+        M2M100ForConditionalGeneration MT5ForConditionalGeneration MarianMTModel
+        MusicFlamingoForConditionalGeneration NllbMoeForConditionalGeneration PLBartForConditionalGeneration
+        PegasusForConditionalGeneration PegasusXForConditionalGeneration ProphetNetForConditionalGeneration
+        Qwen2AudioForConditionalGeneration Qwen3ASRForConditionalGeneration SeamlessM4TForTextToText
+        SeamlessM4Tv2ForTextToText SwitchTransformersForConditionalGeneration T5ForConditionalGeneration
+        T5Gemma2ForConditionalGeneration T5GemmaForConditionalGeneration UMT5ForConditionalGeneration
+        VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration
     """),
     "encoders": _names("""
-        AlbertForMaskedLM ConvBertForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM
-        EsmForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FlaubertWithLMHeadModel FunnelForMaskedLM GteForMaskedLM
-        JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM LongformerForMaskedLM MPNetForMaskedLM MobileBertForMaskedLM
-        ModernBertForMaskedLM ModernVBertForMaskedLM MraForMaskedLM NeoMMEForMaskedLM NomicBertForMaskedLM
-        NystromformerForMaskedLM SqueezeBertForMaskedLM TapasForMaskedLM UltraVBertForMaskedLM UltrabertForMaskedLM
-        YosoForMaskedLM
+        AlbertForMaskedLM BartForConditionalGeneration BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM
+        ConvBertForMaskedLM Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM
+        DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM EsmForMaskedLM EsmcForMaskedLM
+        EuroBertForMaskedLM FNetForMaskedLM FlaubertWithLMHeadModel FunnelForMaskedLM GteForMaskedLM
+        JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM LongformerForMaskedLM LukeForMaskedLM
+        MBartForConditionalGeneration MPNetForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM
+        ModernBertForMaskedLM ModernVBertForMaskedLM MraForMaskedLM MvpForConditionalGeneration
+        NeoMMEForMaskedLM NomicBertForMaskedLM NystromformerForMaskedLM PerceiverForMaskedLM ReformerForMaskedLM
+        RemBertForMaskedLM RoCBertForMaskedLM RoFormerForMaskedLM RobertaForMaskedLM
+        RobertaPreLayerNormForMaskedLM SqueezeBertForMaskedLM TapasForMaskedLM UltraVBertForMaskedLM
+        UltrabertForMaskedLM XLMRobertaForMaskedLM XLMRobertaXLForMaskedLM XmodForMaskedLM YosoForMaskedLM
+    """),
+    "sequence classifiers": _names("""
+        AXK1ForSequenceClassification AXK2ForSequenceClassification AlbertForSequenceClassification
+        ArceeForSequenceClassification BartForSequenceClassification BertForSequenceClassification
+        BigBirdForSequenceClassification BigBirdPegasusForSequenceClassification BioGptForSequenceClassification
+        BloomForSequenceClassification CTRLForSequenceClassification CamembertForSequenceClassification
+        CanineForSequenceClassification ConvBertForSequenceClassification Data2VecTextForSequenceClassification
+        DebertaForSequenceClassification DebertaV2ForSequenceClassification DeepseekV2ForSequenceClassification
+        DeepseekV3ForSequenceClassification DistilBertForSequenceClassification DogeForSequenceClassification
+        ElectraForSequenceClassification ErnieForSequenceClassification EsmForSequenceClassification
+        EuroBertForSequenceClassification Exaone4ForSequenceClassification FNetForSequenceClassification
+        FlaubertForSequenceClassification FunnelForSequenceClassification GPT2ForSequenceClassification
+        GPTBigCodeForSequenceClassification GPTJForSequenceClassification GPTNeoXForSequenceClassification
+        Gemma2ForSequenceClassification Gemma3ForSequenceClassification Gemma3TextForSequenceClassification
+        GemmaForSequenceClassification Glm4ForSequenceClassification GlmForSequenceClassification
+        GptOssForSequenceClassification GteForSequenceClassification HeliumForSequenceClassification
+        HunYuanDenseV1ForSequenceClassification HunYuanMoEV1ForSequenceClassification
+        JambaForSequenceClassification JetMoeForSequenceClassification JinaEmbeddingsV3ForSequenceClassification
+        LayoutLMForSequenceClassification LayoutLMv3ForSequenceClassification LiltForSequenceClassification
+        LlamaForSequenceClassification LongformerForSequenceClassification MBartForSequenceClassification
+        MPNetForSequenceClassification MT5ForSequenceClassification MarkupLMForSequenceClassification
+        MegatronBertForSequenceClassification MiniCPM3ForSequenceClassification MiniMaxForSequenceClassification
+        Ministral3ForSequenceClassification MinistralForSequenceClassification Mistral4ForSequenceClassification
+        MistralForSequenceClassification MixtralForSequenceClassification MobileBertForSequenceClassification
+        ModernBertDecoderForSequenceClassification ModernBertForSequenceClassification
+        ModernVBertForSequenceClassification MptForSequenceClassification MraForSequenceClassification
+        MvpForSequenceClassification NemotronForSequenceClassification NomicBertForSequenceClassification
+        NystromformerForSequenceClassification OPTForSequenceClassification Olmo2ForSequenceClassification
+        Olmo3ForSequenceClassification OlmoForSequenceClassification OpenAIGPTForSequenceClassification
+        PLBartForSequenceClassification PersimmonForSequenceClassification Phi3ForSequenceClassification
+        PhiForSequenceClassification PhimoeForSequenceClassification Qwen2ForSequenceClassification
+        Qwen2MoeForSequenceClassification Qwen3ForSequenceClassification Qwen3MoeForSequenceClassification
+        Qwen3NextForSequenceClassification Qwen3_5ForSequenceClassification Qwen3_5TextForSequenceClassification
+        RemBertForSequenceClassification RoFormerForSequenceClassification RobertaForSequenceClassification
+        RobertaPreLayerNormForSequenceClassification SeedOssForSequenceClassification
+        SmolLM3ForSequenceClassification SqueezeBertForSequenceClassification StableLmForSequenceClassification
+        Starcoder2ForSequenceClassification T5ForSequenceClassification T5Gemma2ForSequenceClassification
+        T5GemmaForSequenceClassification TapasForSequenceClassification UMT5ForSequenceClassification
+        UltraVBertForSequenceClassification UltrabertForSequenceClassification XLMForSequenceClassification
+        XLMRobertaForSequenceClassification XLMRobertaXLForSequenceClassification XLNetForSequenceClassification
+        XmodForSequenceClassification YosoForSequenceClassification
     """),
     "models with another head, or none": _names("""
-        BertForQuestionAnswering BertForSequenceClassification BertModel DistilBertForSequenceClassification
-        GPT2ForSequenceClassification LlamaForSequenceClassification LlamaModel MPNetModel
-        ModernBertForSequenceClassification Qwen3ForSequenceClassification Qwen3Model
-        RobertaForSequenceClassification T5EncoderModel
+        BertForQuestionAnswering BertModel LlamaModel MPNetModel Qwen3Model T5EncoderModel
         WhisperForConditionalGeneration XLMRobertaForTokenClassification XLMRobertaModel
     """),
     "multimodal models": _names("""
         AriaForConditionalGeneration AyaVisionForConditionalGeneration Blip2ForConditionalGeneration
-        BlipForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekVLForConditionalGeneration
-        DeepseekVLHybridForConditionalGeneration DiffusionGemmaForBlockDiffusion EvollaForProteinText2Text
-        Exaone4_5_ForConditionalGeneration Glm46VForConditionalGeneration Glm4vForConditionalGeneration
-        Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration GraniteDoclingForConditionalGeneration
-        HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
+        BlipForConditionalGeneration ChameleonForConditionalGeneration Cohere2VisionForConditionalGeneration
+        Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration
+        DeepseekOcr2ForConditionalGeneration DeepseekVLForConditionalGeneration
+        DeepseekVLHybridForConditionalGeneration DiffusionGemmaForBlockDiffusion Emu3ForConditionalGeneration
+        Ernie4_5_VLMoeForConditionalGeneration EvollaForProteinText2Text Exaone4_5_ForConditionalGeneration
+        Glm46VForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
+        Glm5NextForConditionalGeneration GlmOcrForConditionalGeneration Granite4VisionForConditionalGeneration
+        GraniteDoclingForConditionalGeneration HunYuanVLForConditionalGeneration
+        HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
         Idefics3ForConditionalGeneration IdeficsForVisionText2Text Inkling2ForConditionalGeneration
-        InklingForConditionalGeneration InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration
-        InternVLForConditionalGeneration Kimi_K25ForConditionalGeneration Kosmos2ForConditionalGeneration
-        Kosmos2_5ForConditionalGeneration Lfm2VlForConditionalGeneration Lfm3VlForConditionalGeneration
-        LightOnOcrForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-        LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration MiniCPMOcrForConditionalGeneration
-        MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration MiniMaxM3SparseForConditionalGeneration
-        Mistral3ForConditionalGeneration Mistral4ForCausalLM MistralLarge4ForConditionalGeneration
+        InklingForConditionalGeneration InstructBlipForConditionalGeneration
+        InstructBlipVideoForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
+        Kimi_K25ForConditionalGeneration Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration
+        Lfm2VlForConditionalGeneration Lfm3VlForConditionalGeneration LightOnOcrForConditionalGeneration
+        LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
+        LlavaOnevisionForConditionalGeneration MiniCPMOcrForConditionalGeneration
+        MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+        MiniMaxM3SparseForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
+        MistralLarge4ForConditionalGeneration MllamaForConditionalGeneration Molmo2ForConditionalGeneration
+        MuseGlimmerForConditionalGeneration MuseSparkForConditionalGeneration NemotronH_Omni_Reasoning_V3
         Ovis2ForConditionalGeneration PI0ForConditionalGeneration PPFormulaNetForConditionalGeneration
         PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration Pix2StructForConditionalGeneration
-        QianfanOCRForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
-        Qwen2_5_VLForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration
-        Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
+        QianfanOCRForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration
+        Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+        Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration
+        Qwen3VLMoeForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+        Qwen4ExpForConditionalGeneration SmolVLMForConditionalGeneration Step3p7ForConditionalGeneration
         UdopForConditionalGeneration UnlimitedOcrForConditionalGeneration VideoLlama3ForConditionalGeneration
         VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration VisionEncoderDecoderModel
     """),
     "speech": _names("""
-        ASTForAudioClassification CanaryForConditionalGeneration CohereAsrForConditionalGeneration Data2VecAudioForCTC
-        GraniteSpeech5ForCTC HubertForCTC LasrForCTC MoonshineForConditionalGeneration ParakeetForCTC
-        Pop2PianoForConditionalGeneration SEWDForCTC SEWForCTC Speech2TextForConditionalGeneration
-        SpeechEncoderDecoderModel SpeechT5ForSpeechToText UniSpeechForCTC UniSpeechSatForCTC Wav2Vec2BertForCTC
-        Wav2Vec2ConformerForCTC Wav2Vec2ForCTC WavLMForCTC
+        ASTForAudioClassification BarkModel CanaryForConditionalGeneration CohereAsrForConditionalGeneration
+        CsmForConditionalGeneration Data2VecAudioForCTC Data2VecAudioForSequenceClassification
+        DiaForConditionalGeneration FastSpeech2ConformerWithHifiGan FunAsrNanoForConditionalGeneration
+        GraniteSpeech5ForCTC HubertForCTC HubertForSequenceClassification
+        KyutaiSpeechToTextForConditionalGeneration LasrForCTC MoonshineForConditionalGeneration
+        MoonshineStreamingForConditionalGeneration MusicgenForConditionalGeneration
+        MusicgenMelodyForConditionalGeneration ParakeetForCTC PocketTTSForConditionalGeneration
+        Pop2PianoForConditionalGeneration SEWDForCTC SEWDForSequenceClassification SEWForCTC
+        SEWForSequenceClassification SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText
+        Speech2TextForConditionalGeneration SpeechEncoderDecoderModel SpeechT5ForSpeechToText UniSpeechForCTC
+        UniSpeechForSequenceClassification UniSpeechSatForCTC UniSpeechSatForSequenceClassification VitsModel
+        Wav2Vec2BertForCTC Wav2Vec2BertForSequenceClassification Wav2Vec2ConformerForCTC
+        Wav2Vec2ConformerForSequenceClassification Wav2Vec2ForCTC Wav2Vec2ForSequenceClassification WavLMForCTC
+        WavLMForSequenceClassification WhisperForAudioClassification
     """),
     "vision": _names("""
-        AltCLIPModel BeitForImageClassification CLIPForImageClassification CLIPSegModel ChineseCLIPModel
-        ConvNextForImageClassification ConvNextV2ForImageClassification Data2VecVisionForImageClassification
-        DeiTForImageClassification Dinov2ForImageClassification Dinov2WithRegistersForImageClassification
-        FocalNetForImageClassification HieraForImageClassification IJepaForImageClassification
-        ImageGPTForImageClassification MetaClip2ForImageClassification MobileViTForImageClassification
-        SegformerForImageClassification Siglip2ForImageClassification SiglipForImageClassification
-        SwiftFormerForImageClassification SwinForImageClassification Tipsv2Model ViTForImageClassification
-        ViTMSNForImageClassification VideoPrismClipModel
+        AltCLIPModel BeitForImageClassification Blip2ForImageTextRetrieval BlipModel CHMv2ForDepthEstimation
+        CLIPForImageClassification CLIPModel CLIPSegModel ChineseCLIPModel ConditionalDetrForObjectDetection
+        ConvNextForImageClassification ConvNextV2ForImageClassification DFineForObjectDetection
+        DPTForDepthEstimation DPTForSemanticSegmentation DabDetrForObjectDetection
+        Data2VecVisionForImageClassification Data2VecVisionForSemanticSegmentation
+        DeformableDetrForObjectDetection DeiTForImageClassification DeiTForImageClassificationWithTeacher
+        Deimv2ForObjectDetection DepthAnythingForDepthEstimation DetrForObjectDetection
+        Dinov2ForImageClassification Dinov2WithRegistersForImageClassification DonutSwinForImageClassification
+        EomtDinov3ForUniversalSegmentation EomtForUniversalSegmentation FocalNetForImageClassification
+        GLPNForDepthEstimation GroundingDinoForObjectDetection HieraForImageClassification
+        IJepaForImageClassification ImageGPTForImageClassification LevitForImageClassification
+        LwDetrForObjectDetection MMGroundingDinoForObjectDetection Mask2FormerForUniversalSegmentation
+        MaskFormerForInstanceSegmentation MetaClip2ForImageClassification MetaClip2Model
+        MobileViTForImageClassification MobileViTForSemanticSegmentation OneFormerForUniversalSegmentation
+        OwlViTForObjectDetection Owlv2ForObjectDetection PPDocLayoutV2ForObjectDetection
+        PPDocLayoutV3ForObjectDetection PPDocLayoutV4ForObjectDetection PromptDepthAnythingForDepthEstimation
+        PvtForImageClassification PvtV2ForImageClassification RTDetrForObjectDetection
+        RTDetrV2ForObjectDetection RfDetrForInstanceSegmentation RfDetrForObjectDetection Sam2Model
+        Sam3TrackerModel SamHQModel SamModel SegformerForImageClassification SegformerForSemanticSegmentation
+        ShieldGemma2ForImageClassification Siglip2ForImageClassification Siglip2Model
+        SiglipForImageClassification SiglipModel SwiftFormerForImageClassification SwinForImageClassification
+        Swinv2ForImageClassification TableTransformerForObjectDetection TimesformerForVideoClassification
+        Tipsv2DptForDepthEstimation Tipsv2DptForSemanticSegmentation Tipsv2Model VJEPA2ForVideoClassification
+        ViTForImageClassification ViTMSNForImageClassification VideoMAEForVideoClassification
+        VideoPrismClipModel VideoPrismForVideoClassification VideomtForUniversalSegmentation
+        VivitForVideoClassification YolosForObjectDetection ZoeDepthForDepthEstimation
     """),
     "other models": _names("""
-        Aimv2Model Aimv2VisionModel AudioFlamingo3Encoder Blip2QFormerModel BridgeTowerModel BrosModel CLIPVisionModel
-        CanineModel ChineseCLIPVisionModel ClvpModelForConditionalGeneration CohereCompassVisionModel
-        ColModernVBertForRetrieval ColPaliForRetrieval ColQwen2ForRetrieval Cosmos3EdgeVisionModel DINOv3ConvNextModel
-        DINOv3ViTModel DPRQuestionEncoder DPTModel DecisionTransformerModel EmbeddingGemma2Model
-        EmbeddingGemma2TextModel Exaone4_5_VisionModel FastSpeech2ConformerModel FlavaForPreTraining FunAsrNanoEncoder
-        Gemma3nAudioEncoder Gemma4AudioModel Gemma4VisionModel Glm4vMoeTextModel Glm4vMoeVisionModel Glm4vTextModel
-        Glm4vVisionModel Glm5NextVisionModel GlmAsrEncoder GlmImageModel GlmImageTextModel GlmImageVisionModel
-        GlmOcrTextModel GlmOcrVisionModel GraniteDoclingTextModel GraniteDoclingVisionModel GraniteSpeech5Encoder
-        GroundingDinoModel HunYuanVLTextModel HunYuanVLVisionTransformer Idefics3VisionTransformer Inkling2VisionModel
-        InternVLVisionModel Kimi_K25VisionModel LasrEncoder LayoutLMv3Model Lfm3VlVisionModel
-        LightGlueForKeypointMatching LiltModel LxmertForPreTraining MLCDVisionModel MMGroundingDinoModel MarkupLMModel
+        Aimv2Model Aimv2VisionModel AlbertModel AudioFlamingo3Encoder BigBirdModel Blip2QFormerModel
+        BridgeTowerModel BrosModel CLIPTextModel CLIPVisionModel CanineModel ChineseCLIPVisionModel
+        ClvpModelForConditionalGeneration CohereCompassVisionModel ColModernVBertForRetrieval
+        ColPaliForRetrieval ColQwen2ForRetrieval Cosmos3EdgeVisionModel DINOv3ConvNextModel DINOv3ViTModel
+        DPRQuestionEncoder DPTModel Data2VecTextModel DebertaModel DebertaV2Model DecisionTransformerModel
+        DiffusionGemmaModel DistilBertModel ElectraModel EmbeddingGemma2Model EmbeddingGemma2TextModel
+        Emu3TextModel Exaone4_5_VisionModel FastSpeech2ConformerModel FlaubertModel FlavaForPreTraining
+        FunAsrNanoEncoder Gemma3nAudioEncoder Gemma4AudioModel Gemma4VisionModel Glm4vMoeTextModel
+        Glm4vMoeVisionModel Glm4vTextModel Glm4vVisionModel Glm5NextVisionModel GlmAsrEncoder GlmImageModel
+        GlmImageTextModel GlmImageVisionModel GlmOcrTextModel GlmOcrVisionModel GraniteDoclingTextModel
+        GraniteDoclingVisionModel GraniteSpeech5Encoder GroundingDinoModel HunYuanVLTextModel
+        HunYuanVLVisionTransformer IBertModel Idefics3VisionTransformer Inkling2VisionModel InternVLVisionModel
+        Kimi_K25VisionModel LasrEncoder LayoutLMv3Model Lfm3VlVisionModel LightGlueForKeypointMatching LiltModel
+        LongformerModel LxmertForPreTraining MLCDVisionModel MMGroundingDinoModel MT5EncoderModel MarkupLMModel
         Mask2FormerModel MgpstrForSceneTextRecognition MiniCPMOcrVisionModel MiniCPMV4_7VisionModel
-        MistralLarge4TextModel MossTranscribeDiarizeAudioModel MuseGlimmerAssistantModel MuseGlimmerTextModel
-        MuseGlimmerVisionModel MuseSparkVisionModel Nemotron3DiarizationAudioModel Nemotron3_5AsrForRNNT
-        Nemotron3_5TranscribeAsrAudioModel NemotronAsrStreamingEncoder NemotronAsrStreamingForRNNT
-        OpenAIPrivacyFilterModel OwlViTModel Owlv2Model ParakeetEncoder ParakeetForRNNT ParakeetForTDT PatchTSMixerModel
-        PatchTSTModel PixioModel PixtralVisionModel PocketTTSAudioTokenizerEncoderModel QianfanOCRVisionModel
-        Qwen2AudioEncoder Qwen2VLTextModel Qwen2_5_VLTextModel Qwen2_5_VisionTransformerPretrainedModel Qwen3ASREncoder
-        Qwen3VLMoeTextModel Qwen3VLMoeVisionModel Qwen3VLTextModel Qwen3VLVisionModel Qwen3_5MoeVisionModel
-        Qwen3_5VisionModel Qwen4ExpVisionModel RadioModel RfDetrModel Sam3LiteTextModel Sam3Model Sam3ViTModel
-        Sam3VisionModel SamHQVisionModel SamVisionModel Sapiens2Model SegGptModel Siglip2VisionModel SiglipVisionModel
-        SmolVLMVisionTransformer SplinterForPreTraining TimesFm2_5Model TimesFmModel TimesformerModel Tipsv2VisionModel
-        ViTMAEForPreTraining VideoLlama3VisionModel VideoPrismVisionModel ViltModel VisionTextDualEncoderModel
-        VisualBertForPreTraining VitDetModel VivitModel VoxtralEncoder VoxtralRealtimeEncoder XCLIPModel YolosModel
+        MistralLarge4TextModel MllamaTextModel MobileBertModel Molmo2TextModel MossTranscribeDiarizeAudioModel
+        MuseGlimmerAssistantModel MuseGlimmerTextModel MuseGlimmerVisionModel MuseSparkVisionModel
+        Nemotron3DiarizationAudioModel Nemotron3_5AsrForRNNT Nemotron3_5TranscribeAsrAudioModel
+        NemotronAsrStreamingEncoder NemotronAsrStreamingForRNNT NystromformerModel OpenAIPrivacyFilterModel
+        OwlViTModel Owlv2Model ParakeetEncoder ParakeetForRNNT ParakeetForTDT PatchTSMixerModel PatchTSTModel
+        PixioModel PixtralVisionModel PocketTTSAudioTokenizerEncoderModel QianfanOCRVisionModel
+        Qwen2AudioEncoder Qwen2VLTextModel Qwen2_5_VLTextModel Qwen2_5_VisionTransformerPretrainedModel
+        Qwen3ASREncoder Qwen3VLMoeTextModel Qwen3VLMoeVisionModel Qwen3VLTextModel Qwen3VLVisionModel
+        Qwen3_5MoeVisionModel Qwen3_5VisionModel Qwen4ExpVisionModel RadioModel RemBertModel RfDetrModel
+        RoCBertModel RoFormerModel RobertaModel RobertaPreLayerNormModel Sam3LiteTextModel Sam3Model
+        Sam3TrackerVideoModel Sam3ViTModel Sam3VideoModel Sam3VisionModel SamHQVisionModel SamVisionModel
+        Sapiens2Model SegGptModel Siglip2VisionModel SiglipVisionModel SmolVLMVisionTransformer
+        SplinterForPreTraining SqueezeBertModel T5GemmaEncoderModel TimesFm2_5Model TimesFmModel
+        TimesformerModel Tipsv2TextModel Tipsv2VisionModel UMT5EncoderModel ViTMAEForPreTraining
+        VideoLlama3VisionModel VideoPrismVisionModel ViltModel VisionTextDualEncoderModel
+        VisualBertForPreTraining VitDetModel VivitModel VoxtralEncoder VoxtralRealtimeEncoder XCLIPModel
+        XLMModel XLMRobertaXLModel YolosModel
     """),
 }  # fmt: skip
 
@@ -143,36 +240,62 @@ FAST = _names("""
 """What CI runs."""
 
 FORWARD_UNKNOWN = _names("""
-    ASTForAudioClassification AXK2ForCausalLM Aimv2Model AltCLIPModel AudioFlamingo3Encoder
-    Blip2ForConditionalGeneration Blip2QFormerModel BridgeTowerModel BrosModel CLIPSegModel
-    CanaryForConditionalGeneration ChineseCLIPModel ClvpModelForConditionalGeneration
-    CohereAsrForConditionalGeneration CohereCompassVisionModel ColQwen2ForRetrieval Cosmos3EdgeVisionModel
-    DebertaForMaskedLM DecisionTransformerModel DiffusionGemmaForBlockDiffusion Exaone4_5_VisionModel
-    FNetForMaskedLM FastSpeech2ConformerModel FocalNetForImageClassification FunAsrNanoEncoder Gemma3nAudioEncoder
-    Gemma4VisionModel Glm46VForConditionalGeneration Glm4vMoeForConditionalGeneration Glm4vMoeTextModel
-    Glm4vMoeVisionModel Glm4vTextModel Glm4vVisionModel Glm5NextVisionModel GlmImageModel GlmImageTextModel
-    GlmImageVisionModel GlmOcrForConditionalGeneration GlmOcrTextModel GlmOcrVisionModel GraniteDoclingVisionModel
-    GraniteMoeHybridForCausalLM GraniteSpeech5Encoder GraniteSpeech5ForCTC GroundingDinoModel
-    HunYuanVLForConditionalGeneration HunYuanVLTextModel HunYuanVLVisionTransformer Idefics3VisionTransformer
-    IdeficsForVisionText2Text Inkling2ForCausalLM Inkling2ForConditionalGeneration Inkling2VisionModel
-    InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration Kimi_K25VisionModel
-    Kosmos2ForConditionalGeneration LasrEncoder LasrForCTC LayoutLMv3Model Lfm3VlVisionModel
-    LightGlueForKeypointMatching LiltModel LxmertForPreTraining MMGroundingDinoModel Mask2FormerModel
-    MgpstrForSceneTextRecognition MiniCPMOcrVisionModel MiniCPMV4_7VisionModel Mistral4ForCausalLM MraForMaskedLM
-    MuseGlimmerAssistantModel MuseGlimmerVisionModel MuseSparkVisionModel MusicgenForCausalLM
-    MusicgenMelodyForCausalLM Nemotron3DiarizationAudioModel Nemotron3_5AsrForRNNT
-    Nemotron3_5TranscribeAsrAudioModel NemotronAsrStreamingEncoder NemotronAsrStreamingForRNNT OwlViTModel
-    Owlv2Model PI0ForConditionalGeneration PaddleOCRVLForConditionalGeneration ParakeetEncoder ParakeetForCTC
+    ASTForAudioClassification AXK2ForCausalLM AXK2ForSequenceClassification Aimv2Model AltCLIPModel
+    AudioFlamingo3Encoder BarkModel BartForSequenceClassification BigBirdPegasusForSequenceClassification
+    Blip2ForConditionalGeneration Blip2ForImageTextRetrieval Blip2QFormerModel BlipModel BltForCausalLM
+    BridgeTowerModel BrosModel CHMv2ForDepthEstimation CLIPModel CLIPSegModel CanaryForConditionalGeneration
+    ChineseCLIPModel ClvpModelForConditionalGeneration CohereAsrForConditionalGeneration
+    CohereCompassVisionModel ColQwen2ForRetrieval Cosmos3EdgeVisionModel DFineForObjectDetection
+    DPTForDepthEstimation DPTForSemanticSegmentation DabDetrForObjectDetection
+    Data2VecVisionForSemanticSegmentation DebertaForMaskedLM DebertaForSequenceClassification DebertaModel
+    DecisionTransformerModel DeepseekOcr2ForConditionalGeneration Deimv2ForObjectDetection
+    DepthAnythingForDepthEstimation DiaForConditionalGeneration EomtDinov3ForUniversalSegmentation
+    EomtForUniversalSegmentation Exaone4_5_VisionModel FNetForMaskedLM FNetForSequenceClassification
+    FastSpeech2ConformerModel FastSpeech2ConformerWithHifiGan FocalNetForImageClassification FunAsrNanoEncoder
+    GPTJForSequenceClassification Gemma3nAudioEncoder Gemma4VisionModel Glm46VForConditionalGeneration
+    Glm4vMoeForConditionalGeneration Glm4vMoeTextModel Glm4vMoeVisionModel Glm4vTextModel Glm4vVisionModel
+    Glm5NextForConditionalGeneration Glm5NextVisionModel GlmImageModel GlmImageTextModel GlmImageVisionModel
+    GlmOcrForConditionalGeneration GlmOcrTextModel GlmOcrVisionModel GraniteDoclingVisionModel
+    GraniteMoeHybridForCausalLM GraniteSpeech5Encoder GraniteSpeech5ForCTC GroundingDinoForObjectDetection
+    GroundingDinoModel HunYuanVLForConditionalGeneration HunYuanVLTextModel HunYuanVLVisionTransformer
+    Idefics3VisionTransformer IdeficsForVisionText2Text Inkling2ForCausalLM Inkling2ForConditionalGeneration
+    Inkling2VisionModel InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration
+    Kimi_K25VisionModel Kosmos2ForConditionalGeneration KyutaiSpeechToTextForConditionalGeneration LasrEncoder
+    LasrForCTC LayoutLMv3ForSequenceClassification LayoutLMv3Model LevitForImageClassification Lfm3VlVisionModel
+    LightGlueForKeypointMatching LiltForSequenceClassification LiltModel LwDetrForObjectDetection
+    LxmertForPreTraining MBartForSequenceClassification MMGroundingDinoForObjectDetection MMGroundingDinoModel
+    MT5ForSequenceClassification Mamba2ForCausalLM Mask2FormerForUniversalSegmentation Mask2FormerModel
+    MaskFormerForInstanceSegmentation MetaClip2Model MgpstrForSceneTextRecognition MiniCPMOcrVisionModel
+    MiniCPMV4_7VisionModel Mistral4ForCausalLM Mistral4ForSequenceClassification MraForMaskedLM
+    MraForSequenceClassification MuseGlimmerAssistantModel MuseGlimmerVisionModel MuseSparkVisionModel
+    MusicgenForCausalLM MusicgenForConditionalGeneration MusicgenMelodyForCausalLM
+    MusicgenMelodyForConditionalGeneration MvpForSequenceClassification Nemotron3DiarizationAudioModel
+    Nemotron3_5AsrForRNNT Nemotron3_5TranscribeAsrAudioModel NemotronAsrStreamingEncoder
+    NemotronAsrStreamingForRNNT NemotronH_Omni_Reasoning_V3 OneFormerForUniversalSegmentation
+    OwlViTForObjectDetection OwlViTModel Owlv2ForObjectDetection Owlv2Model PI0ForConditionalGeneration
+    PLBartForSequenceClassification PPDocLayoutV2ForObjectDetection PPDocLayoutV3ForObjectDetection
+    PPDocLayoutV4ForObjectDetection PaddleOCRVLForConditionalGeneration ParakeetEncoder ParakeetForCTC
     ParakeetForRNNT ParakeetForTDT PatchTSMixerModel PatchTSTModel Pix2StructForConditionalGeneration
-    PocketTTSAudioTokenizerEncoderModel Qwen2VLTextModel Qwen2_5OmniThinkerForConditionalGeneration
-    Qwen2_5_VLTextModel Qwen2_5_VisionTransformerPretrainedModel Qwen3ASREncoder Qwen3VLMoeVisionModel
-    Qwen3VLVisionModel Qwen3_5MoeVisionModel Qwen3_5VisionModel Qwen4ExpVisionModel RfDetrModel Sam3LiteTextModel
-    Sam3Model SegGptModel Siglip2ForImageClassification Siglip2VisionModel SmolVLMVisionTransformer
-    Speech2TextForConditionalGeneration SpeechEncoderDecoderModel SplinterForPreTraining
-    Step3p7ForConditionalGeneration SwiftFormerForImageClassification SwinForImageClassification TimesFm2_5Model
-    TimesFmModel TimesformerModel UdopForConditionalGeneration VideoLlama3VisionModel VideoPrismClipModel
-    VideoPrismVisionModel ViltModel VisionTextDualEncoderModel VivitModel VoxtralRealtimeEncoder
-    VoxtralRealtimeForConditionalGeneration Wav2Vec2BertForCTC XCLIPModel XLNetLMHeadModel XmodForCausalLM
+    PocketTTSAudioTokenizerEncoderModel PromptDepthAnythingForDepthEstimation Qwen2VLTextModel
+    Qwen2_5OmniForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLTextModel
+    Qwen2_5_VisionTransformerPretrainedModel Qwen3ASREncoder Qwen3VLMoeVisionModel Qwen3VLVisionModel
+    Qwen3_5ForConditionalGeneration Qwen3_5ForSequenceClassification Qwen3_5MoeForConditionalGeneration
+    Qwen3_5MoeVisionModel Qwen3_5VisionModel Qwen4ExpForConditionalGeneration Qwen4ExpVisionModel
+    RTDetrForObjectDetection RTDetrV2ForObjectDetection ReformerForMaskedLM ReformerModelWithLMHead
+    RfDetrForInstanceSegmentation RfDetrForObjectDetection RfDetrModel Sam2Model Sam3LiteTextModel Sam3Model
+    Sam3TrackerModel Sam3TrackerVideoModel Sam3VideoModel SamHQModel SamModel SeamlessM4TForSpeechToText
+    SeamlessM4Tv2ForSpeechToText SegGptModel ShieldGemma2ForImageClassification Siglip2ForImageClassification
+    Siglip2Model Siglip2VisionModel SiglipModel SmolVLMVisionTransformer Speech2TextForConditionalGeneration
+    SpeechEncoderDecoderModel SplinterForPreTraining Step3p7ForConditionalGeneration
+    SwiftFormerForImageClassification SwinForImageClassification Swinv2ForImageClassification
+    T5ForSequenceClassification TimesFm2_5Model TimesFmModel TimesformerForVideoClassification TimesformerModel
+    Tipsv2DptForDepthEstimation Tipsv2DptForSemanticSegmentation UMT5ForSequenceClassification
+    UdopForConditionalGeneration VJEPA2ForVideoClassification VideoLlama3VisionModel
+    VideoMAEForVideoClassification VideoPrismClipModel VideoPrismForVideoClassification VideoPrismVisionModel
+    VideomtForUniversalSegmentation ViltModel VisionTextDualEncoderModel VitsModel VivitForVideoClassification
+    VivitModel VoxtralRealtimeEncoder VoxtralRealtimeForConditionalGeneration Wav2Vec2BertForCTC
+    Wav2Vec2BertForSequenceClassification XCLIPModel XLNetForSequenceClassification XLNetLMHeadModel
+    XmodForCausalLM XmodForMaskedLM XmodForSequenceClassification Zamba2ForCausalLM ZoeDepthForDepthEstimation
 """)
 """Models that the sweep has no inputs for, or whose random weights give no finite output: bytes are compared only."""
 

