@@ -336,6 +336,36 @@ def test_a_diffusion_transformer_is_packed_in_its_blocks():
     assert {"x_embedder", "time_text_embed", "norm_out"} <= set(selection.skip_modules)
 
 
+@pytest.mark.parametrize(
+    ("denoiser", "name", "is_packed"),
+    [
+        ("SD3Transformer2DModel", "proj_out", False),  # none in the blocks: it can be listed
+        ("FluxTransformer2DModel", "blocks.0.proj_out", True),
+        ("HiDreamImageTransformer2DModel", "blocks.0.ff_i.experts.1.w1", True),
+        ("HiDreamImageTransformer2DModel", "blocks.0.ff_i.gate", False),
+        ("Krea2Transformer2DModel", "blocks.0.ff.gate", True),
+        ("Kandinsky5Transformer3DModel", "blocks.0.text_modulation.out_layer", False),
+        ("DiTTransformer2DModel", "blocks.0.norm1.emb.class_embedder.embedding_table", False),
+        ("UNet2DModel", "down_blocks.0.attentions.0.query", False),
+    ],
+)
+def test_what_diffusers_cannot_load_packed_is_kept(denoiser, name, is_packed):
+    blocks = [tensor("blocks.0.attn1.to_q.weight", (64, 64)), tensor("blocks.0.attn1.to_q.bias", (64,))]
+    selection = select([*blocks, tensor(f"{name}.weight", (64, 64))], {"_class_name": denoiser}, SelectionOptions())
+    assert packed(selection) == ["blocks.0.attn1.to_q.weight"] + [f"{name}.weight"] * is_packed
+
+
+def test_what_diffusers_keeps_in_float32_is_not_cast():
+    source = [
+        tensor("blocks.0.attn1.to_q.weight", (64, 64)),
+        tensor("condition_embedder.time_embedder.linear_1.weight", (64, 64), "F32"),
+        tensor("blocks.0.scale_shift_table", (1, 6, 64), "F32"),
+        tensor("blocks.0.attn1.norm_q.weight", (64,), "F32"),
+    ]
+    decisions = select(source, {"_class_name": "WanTransformer3DModel"}, SelectionOptions()).decisions
+    assert [decision.keep_dtype for decision in decisions.values() if isinstance(decision, Keep)] == [True, True, False]
+
+
 def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
     names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
     names += ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"]

@@ -13,11 +13,13 @@ from nf4conv.checkpoint.module_names import is_multimodal
 ROUTER: Final = "a router"
 EXPERT: Final = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
 STACKED_EXPERTS: Final = "experts stacked in one tensor, which loaders take in 16 bits only"
+OUTSIDE_BLOCKS: Final = "outside the blocks of a diffusion model"
 TOWER: Final = "in a vision or audio part (--quantize-towers packs it)"
 
 _EMBEDDING: Final = re.compile(
     r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared"
-    r"|codebook|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias|.*position_bias.*)$"
+    r"|embedding_table|codebook|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias"
+    r"|.*position_bias.*)$"
 )
 _HEAD: Final = re.compile(
     r"(^|\.)(lm_head\w*|embed_out|output_projection|generator_lm_head|\w*predictions|cls|score|scores|classifier\w*"
@@ -52,6 +54,7 @@ class Evidence:
         layers: the largest number of layers that the config names; 0 when it names none.
         multimodal: whether encoders of other inputs stand beside a language model.
         mostly_half: whether most bytes are not float32.
+        names_in_blocks: every component of the path of a matrix below something numbered; only where families ask.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -60,18 +63,22 @@ class Evidence:
     layers: int
     multimodal: bool
     mostly_half: bool
+    names_in_blocks: frozenset[str] = frozenset()
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
         numbers = list(_numbers(config))
         float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
+        families = families_of(config)
+        only_blocks = any(family.only_blocks for family in families)
         return cls(
             shapes={tensor.name: tensor.shape for tensor in tensors},
-            families=families_of(config),
+            families=families,
             vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
             layers=max((number for key, number in numbers if key == "num_hidden_layers"), default=0),
             multimodal=is_multimodal(config),
             mostly_half=2 * float32 < sum(tensor.nbytes for tensor in tensors),
+            names_in_blocks=frozenset(_names_in_blocks(tensors)) if only_blocks else frozenset(),
         )
 
     def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -106,6 +113,9 @@ class Evidence:
                     return reason
         if self._is_linear_by_family(module):
             return None
+        if any(family.only_blocks for family in self.families) and not _in_layer(module):
+            # a top-level proj_out cannot be listed without hitting every proj_out of the blocks
+            return None if module in self.names_in_blocks else OUTSIDE_BLOCKS
         if self.multimodal and not towers and _in_tower(module):
             return TOWER
         if self.is_transposed(module):
@@ -143,6 +153,8 @@ class Evidence:
         """Why a matrix that looks like an `nn.Linear` may be none."""
         bias = self.shapes.get(f"{module}.bias")
         if bias == (shape[0],) or self._is_linear_by_family(module) or self.is_transposed(module):
+            return None
+        if module in self.names_in_blocks:
             return None
         if bias is not None:
             return f"unsure: its bias has shape {list(bias)}"
@@ -215,6 +227,12 @@ def _is_embedding(leaf: str) -> bool:
 
 def _in_layer(module: str) -> bool:
     return _place(module.rpartition(".")[0]).in_layer
+
+
+def _names_in_blocks(tensors: Sequence[TensorInfo]) -> Iterator[str]:
+    for tensor in tensors:
+        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and _in_layer(tensor.name):
+            yield from tensor.name.removesuffix(".weight").split(".")
 
 
 def _in_tower(module: str) -> bool:

@@ -22,6 +22,7 @@ class Family:
         heads: modules that are in memory but, being tied or merged, not on disk; none is packed.
         float32: modules whose weights loaders want in float32, if that is how they are stored.
         splits_experts: whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed.
+        only_blocks: whether linear layers that are below nothing numbered are kept.
     """
 
     transposed: str = ""
@@ -31,6 +32,7 @@ class Family:
     heads: tuple[str, ...] = ()
     float32: str = ""
     splits_experts: bool = False
+    only_blocks: bool = False
 
 
 SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
@@ -47,12 +49,25 @@ RETRIEVAL: Final = Family(keep=((r"(^|\.)embedding_proj_layer$", READ),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", "")))
+
+
+def _float32(names: str) -> Family:
+    """What the class of a denoiser lists as _keep_in_fp32_modules: diffusers skips linear layers below such a name."""
+    return Family(keep=((rf"({names})(\.|$)", "diffusers keeps this in float32"),), float32=rf"(^|\.)({names})(\.|$)")
+
+
 DIFFUSERS: Final = Family(
-    # a top-level proj_out cannot be named without hitting those of the blocks
-    linear=r"^proj_out$",
-    keep=((r"^(?!.*\.\d+\.)(?!proj_out$)", "outside the blocks of a diffusion model"),),
+    only_blocks=True,
+    linear=r"\.experts\.\d+\.",  # one nn.Linear each, as in HiDream
 )
 SAM3_TRACKER: Final = Family(renamed=((r"^tracker_model\.", ""),))
+OLD_ATTENTION: Final = Family(
+    keep=((r"\.(query|key|value|proj_attn)$", "diffusers renames this weight of an old checkpoint when it loads it"),),
+    renamed=((r"\.query$", ".to_q"), (r"\.key$", ".to_k"), (r"\.value$", ".to_v"), (r"\.proj_attn$", ".to_out.0")),
+)
+WAN: Final = _float32("rope|time_embedder|scale_shift_table|norm1|norm2|norm3")
+JOY_IMAGE: Final = _float32("time_embedder|norm1|norm2|norm_out")
+KANDINSKY: Final = _float32(r"time_embeddings|pooled_bias|\w*modulation")
 ATTENTION: Final = (r"\.attention\.", ".self_attn.")
 DETR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
@@ -76,6 +91,33 @@ MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 FAMILIES: Final[Mapping[str, Family]] = {
     # components of a diffusers pipeline name a class instead of a model_type
     "_class_name": DIFFUSERS,
+    "AnyFlowTransformer3DModel": WAN,
+    "AnyFlowFARTransformer3DModel": WAN,
+    "ChronoEditTransformer3DModel": WAN,
+    "Cosmos3OmniTransformer": _float32("time_embedder"),
+    "Flux3Transformer2DModel": _float32("norm_q|norm_k"),
+    "HeliosTransformer3DModel": _float32("time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"),
+    "JoyImageEditTransformer3DModel": JOY_IMAGE,
+    "JoyImageEditPlusTransformer3DModel": JOY_IMAGE,
+    "Kandinsky5Transformer3DModel": KANDINSKY,
+    "Kandinsky6Transformer3DModel": KANDINSKY,
+    "Kandinsky6SRTransformer3DModel": KANDINSKY,
+    "Krea2Transformer2DModel": replace(
+        _float32("norm|norm1|norm2|norm_q|norm_k"),
+        linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
+    ),
+    "MiniMaxH3Transformer3DModel": _float32("proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"),
+    "RFD4ProteinaTransformer": _float32("cond_factory|norm|ln_out"),
+    "SkyReelsV2Transformer3DModel": WAN,
+    "UNet2DModel": OLD_ATTENTION,
+    "WanTransformer3DModel": WAN,
+    "WanAnimateTransformer3DModel": _float32(
+        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"
+    ),
+    "WanAnimate2Transformer3DModel": _float32(
+        "time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"
+    ),
+    "WanVACETransformer3DModel": WAN,
     # Conv1D stores [in, out]
     "gpt2": GPT2,
     "openai-gpt": GPT2,
@@ -236,9 +278,10 @@ def is_transposed(module: str, families: Sequence[Family]) -> bool:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """model_type at every level of a config, the outermost first; "_class_name" for a component of diffusers."""
+    """model_type at every level of a config, the outermost first; of a component of diffusers its class, too."""
     if "_class_name" in config:
         yield "_class_name"
+        yield str(config["_class_name"])
     if isinstance(config.get("model_type"), str):
         yield config["model_type"]
     for value in config.values():
