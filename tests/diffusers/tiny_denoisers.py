@@ -1,0 +1,596 @@
+"""Tiny denoisers of diffusers, one function each: how the class is made small, what goes in, what we keep.
+
+Widths are multiples of 64 where layers are packed: bitsandbytes' CPU kernels decode other weights wrongly.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+WIDTH: Final = 64
+HEADS: Final = {"num_attention_heads": 4, "attention_head_dim": 16}
+TOKENS: Final = 5
+"""Of the prompt."""
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """A class of diffusers, made small.
+
+    Attributes:
+        name: of the class.
+        config: what it is made with.
+        inputs: of its forward.
+        kept: linear layers that diffusers packs by itself and we do not, numbers as N.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    kept: frozenset[str]
+
+    def make(self) -> torch.nn.Module:
+        import diffusers
+
+        return getattr(diffusers, self.name)(**self.config)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def image(channels: int = 4) -> torch.Tensor:
+    return noise(1, channels, 8, 8)
+
+
+def video(channels: int = 4) -> torch.Tensor:
+    return noise(1, channels, 1, 8, 8)
+
+
+def prompt() -> torch.Tensor:
+    return noise(1, TOKENS, WIDTH)
+
+
+def mask() -> torch.Tensor:
+    return torch.ones(1, TOKENS, dtype=torch.bool)
+
+
+def time() -> torch.Tensor:
+    return torch.tensor([3])
+
+
+def below(parent: str, *names: str) -> frozenset[str]:
+    return frozenset(f"{parent}.{name}" for name in names)
+
+
+def mlp(parent: str) -> frozenset[str]:
+    """What diffusers names linear_1 and linear_2."""
+    return below(parent, "linear_1", "linear_2")
+
+
+def flux() -> Denoiser:
+    return Denoiser(
+        "FluxTransformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "joint_attention_dim": WIDTH,
+            "pooled_projection_dim": WIDTH,
+            "axes_dims_rope": [4, 4, 8],
+        },
+        {
+            "hidden_states": noise(1, 16, 4),
+            "encoder_hidden_states": prompt(),
+            "pooled_projections": noise(1, WIDTH),
+            "timestep": time(),
+            "img_ids": torch.zeros(16, 3),
+            "txt_ids": torch.zeros(TOKENS, 3),
+        },
+        frozenset({"context_embedder", "norm_out.linear", "x_embedder"})
+        | mlp("time_text_embed.text_embedder")
+        | mlp("time_text_embed.timestep_embedder"),
+    )
+
+
+def flux_2() -> Denoiser:
+    return Denoiser(
+        "Flux2Transformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "joint_attention_dim": WIDTH,
+            "timestep_guidance_channels": WIDTH,
+            "axes_dims_rope": (4, 4, 4, 4),
+        },
+        {
+            "hidden_states": noise(1, 16, 16),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "guidance": torch.ones(1),
+            "img_ids": torch.zeros(1, 16, 4),
+            "txt_ids": torch.zeros(1, TOKENS, 4),
+        },
+        frozenset({"context_embedder", "norm_out.linear", "proj_out", "x_embedder"})
+        | {f"{stream}.linear" for stream in ("double_stream_modulation_img", "double_stream_modulation_txt")}
+        | {"single_stream_modulation.linear"}
+        | mlp("time_guidance_embed.guidance_embedder")
+        | mlp("time_guidance_embed.timestep_embedder"),
+    )
+
+
+def chroma() -> Denoiser:
+    return Denoiser(
+        "ChromaTransformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "joint_attention_dim": WIDTH,
+            "axes_dims_rope": (4, 4, 8),
+            "approximator_num_channels": WIDTH,
+            "approximator_hidden_dim": WIDTH,
+            "approximator_layers": 1,
+        },
+        {
+            "hidden_states": noise(1, 16, 4),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "img_ids": torch.zeros(16, 3),
+            "txt_ids": torch.zeros(TOKENS, 3),
+        },
+        frozenset({"context_embedder", "x_embedder"}) | below("distilled_guidance_layer", "in_proj", "out_proj"),
+    )
+
+
+def stable_diffusion_3() -> Denoiser:
+    return Denoiser(
+        "SD3Transformer2DModel",
+        {
+            **HEADS,
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "joint_attention_dim": WIDTH,
+            "caption_projection_dim": WIDTH,
+            "pooled_projection_dim": WIDTH,
+            "pos_embed_max_size": 8,
+            "dual_attention_layers": (0,),
+            "qk_norm": "rms_norm",
+        },
+        {
+            "hidden_states": image(),
+            "encoder_hidden_states": prompt(),
+            "pooled_projections": noise(1, WIDTH),
+            "timestep": time(),
+        },
+        frozenset({"context_embedder", "norm_out.linear", "proj_out"})
+        | mlp("time_text_embed.text_embedder")
+        | mlp("time_text_embed.timestep_embedder"),
+    )
+
+
+def pixart() -> Denoiser:
+    return Denoiser(
+        "PixArtTransformer2DModel",
+        {
+            "num_attention_heads": 12,  # the width is split in three by the conditions
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "cross_attention_dim": 3 * WIDTH,
+            "caption_channels": WIDTH,
+            "sample_size": 8,
+            "use_additional_conditions": True,
+        },
+        {
+            "hidden_states": image(),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "added_cond_kwargs": {"resolution": noise(1, 2), "aspect_ratio": noise(1, 1)},
+        },
+        frozenset({"adaln_single.linear", "proj_out"})
+        | mlp("caption_projection")
+        | mlp("adaln_single.emb.timestep_embedder")
+        | mlp("adaln_single.emb.resolution_embedder")
+        | mlp("adaln_single.emb.aspect_ratio_embedder"),
+    )
+
+
+def sana() -> Denoiser:
+    return Denoiser(
+        "SanaTransformer2DModel",
+        {
+            **HEADS,
+            "num_cross_attention_heads": 4,
+            "cross_attention_head_dim": 16,
+            "cross_attention_dim": WIDTH,
+            "caption_channels": WIDTH,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 1,
+            "sample_size": 8,
+        },
+        {"hidden_states": image(), "encoder_hidden_states": prompt(), "timestep": time()},
+        frozenset({"proj_out", "time_embed.linear"})
+        | mlp("caption_projection")
+        | mlp("time_embed.emb.timestep_embedder"),
+    )
+
+
+def auraflow() -> Denoiser:
+    return Denoiser(
+        "AuraFlowTransformer2DModel",
+        {
+            **HEADS,
+            "sample_size": 8,
+            "num_mmdit_layers": 1,
+            "num_single_dit_layers": 1,
+            "joint_attention_dim": WIDTH,
+            "caption_projection_dim": WIDTH,
+            "pos_embed_max_size": 16,
+        },
+        {"hidden_states": image(), "encoder_hidden_states": prompt(), "timestep": noise(1)},
+        frozenset({"context_embedder", "norm_out.linear", "pos_embed.proj", "proj_out"}) | mlp("time_step_proj"),
+    )
+
+
+def lumina_2() -> Denoiser:
+    return Denoiser(
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": 4,
+            "hidden_size": WIDTH,
+            "num_layers": 1,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": WIDTH,
+            "axes_dim_rope": (4, 6, 6),
+            "axes_lens": (32, 16, 16),
+            "cap_feat_dim": WIDTH,
+        },
+        {
+            "hidden_states": image(),
+            "timestep": noise(1),
+            "encoder_hidden_states": prompt(),
+            "encoder_attention_mask": mask(),
+        },
+        frozenset({"time_caption_embed.caption_embedder.N", "x_embedder"})
+        | mlp("norm_out")
+        | mlp("time_caption_embed.timestep_embedder"),
+    )
+
+
+def z_image() -> Denoiser:
+    return Denoiser(
+        "ZImageTransformer2DModel",
+        {
+            "in_channels": 4,
+            "dim": WIDTH,
+            "n_layers": 1,
+            "n_refiner_layers": 1,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "cap_feat_dim": WIDTH,
+            "axes_dims": [4, 6, 6],
+            "axes_lens": [64, 16, 16],
+        },
+        {"x": [noise(4, 1, 8, 8)], "t": noise(1), "cap_feats": [noise(TOKENS, WIDTH)]},
+        frozenset({"all_final_layer.2-1.adaLN_modulation.N", "all_final_layer.2-1.linear", "all_x_embedder.2-1"})
+        | {"cap_embedder.N", "t_embedder.mlp.N"},
+    )
+
+
+def qwen_image() -> Denoiser:
+    return Denoiser(
+        "QwenImageTransformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 16,
+            "out_channels": 4,
+            "num_layers": 1,
+            "joint_attention_dim": WIDTH,
+            "axes_dims_rope": (4, 6, 6),
+        },
+        {
+            "hidden_states": noise(1, 16, 16),
+            "encoder_hidden_states": prompt(),
+            "encoder_hidden_states_mask": mask(),
+            "timestep": time(),
+            "img_shapes": [[(1, 4, 4)]],
+        },
+        frozenset({"img_in", "norm_out.linear", "proj_out", "txt_in"}) | mlp("time_text_embed.timestep_embedder"),
+    )
+
+
+def hidream() -> Denoiser:
+    return Denoiser(
+        "HiDreamImageTransformer2DModel",
+        {
+            **HEADS,
+            "patch_size": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "caption_channels": [WIDTH, WIDTH],
+            "text_emb_dim": WIDTH,
+            "axes_dims_rope": (8, 4, 4),
+            "max_resolution": (8, 8),
+            "llama_layers": [0, 1],
+            "force_inference_output": True,
+        },
+        {
+            "hidden_states": image(),
+            "timesteps": time(),
+            "encoder_hidden_states_t5": prompt(),
+            "encoder_hidden_states_llama3": noise(2, 1, TOKENS, WIDTH),
+            "pooled_embeds": noise(1, WIDTH),
+        },
+        below("final_layer", "adaLN_modulation.N", "linear")
+        | {"x_embedder.proj"}
+        | mlp("p_embedder.pooled_embedder")
+        | mlp("t_embedder.timestep_embedder"),
+    )
+
+
+def wan() -> Denoiser:
+    return Denoiser(
+        "WanTransformer3DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": WIDTH,
+            "freq_dim": WIDTH,
+            "ffn_dim": 2 * WIDTH,
+            "num_layers": 2,
+            "rope_max_seq_len": 32,
+        },
+        {"hidden_states": video(), "timestep": time(), "encoder_hidden_states": prompt()},
+        frozenset({"condition_embedder.time_proj", "proj_out"}) | mlp("condition_embedder.text_embedder"),
+    )
+
+
+def wan_from_image() -> Denoiser:
+    text = wan()
+    return Denoiser(
+        text.name,
+        {**text.config, "image_dim": WIDTH, "added_kv_proj_dim": WIDTH},
+        {**text.inputs, "encoder_hidden_states_image": noise(1, 257, WIDTH)},
+        text.kept | {"condition_embedder.image_embedder.ff.net.N"},
+    )
+
+
+def ltx_video() -> Denoiser:
+    return Denoiser(
+        "LTXVideoTransformer3DModel",
+        {
+            **HEADS,
+            "in_channels": 8,
+            "out_channels": 8,
+            "cross_attention_dim": WIDTH,
+            "caption_channels": WIDTH,
+            "num_layers": 1,
+        },
+        {
+            "hidden_states": noise(1, 16, 8),
+            "encoder_hidden_states": prompt(),
+            "encoder_attention_mask": mask(),
+            "timestep": time(),
+            "num_frames": 1,
+            "height": 4,
+            "width": 4,
+        },
+        frozenset({"proj_in", "proj_out", "time_embed.linear"})
+        | mlp("caption_projection")
+        | mlp("time_embed.emb.timestep_embedder"),
+    )
+
+
+def hunyuan_video() -> Denoiser:
+    return Denoiser(
+        "HunyuanVideoTransformer3DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": WIDTH,
+            "pooled_projection_dim": WIDTH,
+            "rope_axes_dim": (4, 6, 6),
+        },
+        {
+            "hidden_states": video(),
+            "timestep": time(),
+            "encoder_hidden_states": prompt(),
+            "encoder_attention_mask": mask(),
+            "pooled_projections": noise(1, WIDTH),
+            "guidance": torch.ones(1),
+        },
+        # the refiner's norm_out cannot be told from the one outside
+        frozenset({"context_embedder.token_refiner.refiner_blocks.N.norm_out.linear"})
+        | {"context_embedder.proj_in", "norm_out.linear"}
+        | mlp("context_embedder.time_text_embed.text_embedder")
+        | mlp("context_embedder.time_text_embed.timestep_embedder")
+        | mlp("time_text_embed.guidance_embedder")
+        | mlp("time_text_embed.text_embedder")
+        | mlp("time_text_embed.timestep_embedder"),
+    )
+
+
+def cogvideox() -> Denoiser:
+    return Denoiser(
+        "CogVideoXTransformer3DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "time_embed_dim": WIDTH,
+            "text_embed_dim": WIDTH,
+            "num_layers": 1,
+            "sample_width": 8,
+            "sample_height": 8,
+            "sample_frames": 1,
+            "max_text_seq_length": TOKENS,
+        },
+        {"hidden_states": noise(1, 1, 4, 8, 8), "encoder_hidden_states": prompt(), "timestep": time()},
+        frozenset({"norm_out.linear", "patch_embed.text_proj", "proj_out"}) | mlp("time_embedding"),
+    )
+
+
+def cogview_4() -> Denoiser:
+    return Denoiser(
+        "CogView4Transformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 1,
+            "text_embed_dim": WIDTH,
+            "time_embed_dim": WIDTH,
+            "condition_dim": WIDTH,
+            "sample_size": 8,
+            "rope_axes_dim": (16, 16),
+        },
+        {
+            "hidden_states": image(),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "original_size": torch.full((1, 2), 64.0),
+            "target_size": torch.full((1, 2), 64.0),
+            "crop_coords": torch.zeros(1, 2),
+        },
+        frozenset({"norm_out.linear", "proj_out"})
+        | below("patch_embed", "proj", "text_proj")
+        | mlp("time_condition_embed.condition_embedder")
+        | mlp("time_condition_embed.timestep_embedder"),
+    )
+
+
+def mochi() -> Denoiser:
+    return Denoiser(
+        "MochiTransformer3DModel",
+        {
+            **HEADS,
+            "num_layers": 2,
+            "pooled_projection_dim": WIDTH,
+            "in_channels": 4,
+            "text_embed_dim": WIDTH,
+            "time_embed_dim": WIDTH,
+        },
+        {
+            "hidden_states": video(),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "encoder_attention_mask": mask(),
+        },
+        frozenset({"norm_out.linear", "proj_out", "time_embed.caption_proj"})
+        | below("time_embed.pooler", "to_kv", "to_out", "to_q")
+        | mlp("time_embed.timestep_embedder"),
+    )
+
+
+def kandinsky_5() -> Denoiser:
+    return Denoiser(
+        "Kandinsky5Transformer3DModel",
+        {
+            "in_text_dim": WIDTH,
+            "in_text_dim2": WIDTH,
+            "time_dim": WIDTH,
+            "model_dim": WIDTH,
+            "ff_dim": 2 * WIDTH,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 1,
+            "axes_dims": (4, 6, 6),
+        },
+        {
+            "hidden_states": noise(1, 1, 8, 8, 4),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+            "pooled_projections": noise(1, WIDTH),
+            "visual_rope_pos": [torch.arange(1), torch.arange(4), torch.arange(4)],
+            "text_rope_pos": torch.arange(TOKENS),
+        },
+        # what modulates inside the blocks, diffusers itself keeps in float32
+        frozenset({"out_layer.out_layer"})
+        | {f"{part}.in_layer" for part in ("pooled_text_embeddings", "text_embeddings", "visual_embeddings")},
+    )
+
+
+def krea_2() -> Denoiser:
+    return Denoiser(
+        "Krea2Transformer2DModel",
+        {
+            **HEADS,
+            "in_channels": 16,
+            "num_layers": 1,
+            "num_key_value_heads": 2,
+            "intermediate_size": 2 * WIDTH,
+            "timestep_embed_dim": WIDTH,
+            "text_hidden_dim": WIDTH,
+            "num_text_layers": 2,
+            "text_num_attention_heads": 4,
+            "text_num_key_value_heads": 4,
+            "text_intermediate_size": 2 * WIDTH,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": (4, 6, 6),
+        },
+        {
+            "hidden_states": noise(1, 16, 16),
+            "encoder_hidden_states": noise(1, TOKENS, 2, WIDTH),
+            "timestep": noise(1),
+            "position_ids": torch.zeros(TOKENS + 16, 3),
+        },
+        frozenset({"final_layer.linear", "img_in", "text_fusion.projector", "time_mod_proj"})
+        | mlp("time_embed")
+        | mlp("txt_in"),
+    )
+
+
+def dit() -> Denoiser:
+    return Denoiser(
+        "DiTTransformer2DModel",
+        {**HEADS, "num_layers": 1, "sample_size": 8, "num_embeds_ada_norm": 7},
+        {"hidden_states": image(), "timestep": time(), "class_labels": torch.tensor([2])},
+        frozenset({"proj_out_1", "proj_out_2"}),
+    )
+
+
+DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
+    make.__name__: make
+    for make in (
+        flux,
+        flux_2,
+        chroma,
+        stable_diffusion_3,
+        pixart,
+        sana,
+        auraflow,
+        lumina_2,
+        z_image,
+        qwen_image,
+        hidream,
+        wan,
+        wan_from_image,
+        ltx_video,
+        hunyuan_video,
+        cogvideox,
+        cogview_4,
+        mochi,
+        kandinsky_5,
+        krea_2,
+        dit,
+    )
+}
