@@ -57,8 +57,12 @@ $(VENV)/.diffusers: $(VENV)/.installed
 	$(BIN)/pip install --quiet diffusers accelerate
 	touch $@
 
-test-diffusers: $(VENV)/.diffusers ## tiny Flux, SD and SDXL pipelines against diffusers' own quantization
+test-diffusers: $(VENV)/.diffusers ## tiny denoisers and pipelines against diffusers' own quantization
 	$(BIN)/python -m pytest tests/diffusers
+
+docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a table
+	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
+	mv $@.new $@
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as a table
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python > $@.new

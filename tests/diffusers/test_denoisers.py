@@ -4,7 +4,10 @@ import pytest
 import torch
 from comparison import output, quantize_both_ways, unequal
 from safetensors.torch import load_file
-from tiny_denoisers import DENOISERS, wan
+from tiny_denoisers import DENOISERS, flux, wan
+
+from nf4conv.components import execute_quantizing, plan_quantizing
+from nf4conv.options import QuantizeOptions, RunOptions
 
 pytestmark = pytest.mark.architectures
 
@@ -28,3 +31,15 @@ def test_what_diffusers_computes_in_float32_is_kept_in_float32(tmp_path):
     assert stored["blocks.0.scale_shift_table"].dtype == torch.float32
     assert stored["proj_out.weight"].dtype == torch.bfloat16
     assert unequal(both.ours, both.theirs) == []
+
+
+def test_a_denoiser_in_several_files_loads(tmp_path):
+    import diffusers
+
+    torch.manual_seed(0)
+    whole = quantize_both_ways(flux(), tmp_path).ours
+    plan = plan_quantizing(tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000))
+    execute_quantizing(plan, tmp_path / "shards", RunOptions(device="cpu"))
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    sharded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "shards", torch_dtype=torch.bfloat16)
+    assert unequal(sharded, whole) == []

@@ -70,6 +70,39 @@ def mlp(parent: str) -> frozenset[str]:
     return below(parent, "linear_1", "linear_2")
 
 
+def stable_diffusion() -> Denoiser:
+    return Denoiser(
+        "UNet2DConditionModel",
+        {
+            "block_out_channels": (32, 64),
+            "layers_per_block": 1,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": WIDTH,
+            "norm_num_groups": 8,
+        },
+        {"sample": noise(1, 4, 16, 16), "timestep": time(), "encoder_hidden_states": prompt()},
+        mlp("time_embedding"),
+    )
+
+
+def stable_diffusion_xl() -> Denoiser:
+    plain = stable_diffusion()
+    return Denoiser(
+        plain.name,
+        {
+            **plain.config,
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": WIDTH + 6 * 8,
+            "transformer_layers_per_block": (1, 2),
+        },
+        {**plain.inputs, "added_cond_kwargs": {"text_embeds": noise(1, WIDTH), "time_ids": torch.ones(1, 6)}},
+        plain.kept | mlp("add_embedding"),
+    )
+
+
 def flux() -> Denoiser:
     return Denoiser(
         "FluxTransformer2DModel",
@@ -571,6 +604,8 @@ def dit() -> Denoiser:
 DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
     make.__name__: make
     for make in (
+        stable_diffusion,
+        stable_diffusion_xl,
         flux,
         flux_2,
         chroma,

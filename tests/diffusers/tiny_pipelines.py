@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from tiny_denoisers import WIDTH, Denoiser, flux, mlp, noise, pixart, prompt, stable_diffusion_3, time, wan
+from tiny_denoisers import WIDTH, Denoiser, flux, pixart, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, wan
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,6 @@ def vae() -> torch.nn.Module:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(block_out_channels=(4,), latent_channels=1, norm_num_groups=1)
-
-
-def unet(**more: Any) -> torch.nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=WIDTH,
-        norm_num_groups=8,
-        **more,
-    )
 
 
 def _with_transformer(whole: Any, denoiser: Denoiser, encoders: int) -> Pipeline:
@@ -119,35 +105,21 @@ def wan_pipeline() -> Pipeline:
 def stable_diffusion_pipeline() -> Pipeline:
     import diffusers
 
+    denoiser, scheduler = stable_diffusion(), diffusers.EulerDiscreteScheduler()
     whole = diffusers.StableDiffusionPipeline(
-        vae(), clip(), None, unet(), diffusers.EulerDiscreteScheduler(), None, None, requires_safety_checker=False
+        vae(), clip(), None, denoiser.make(), scheduler, None, None, requires_safety_checker=False
     )
-    inputs = {"sample": noise(1, 4, 16, 16), "timestep": time(), "encoder_hidden_states": prompt()}
-    return Pipeline(whole, {**words("text_encoder"), "unet": inputs}, {"unet": mlp("time_embedding")})
+    return Pipeline(whole, {**words("text_encoder"), "unet": denoiser.inputs}, {"unet": denoiser.kept})
 
 
 def stable_diffusion_xl_pipeline() -> Pipeline:
     import diffusers
 
-    denoiser = unet(
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=WIDTH + 6 * 8,
-        transformer_layers_per_block=(1, 2),
-    )
-    encoders, scheduler = (clip(), clip("CLIPTextModelWithProjection")), diffusers.EulerDiscreteScheduler()
-    inputs = {
-        "sample": noise(1, 4, 16, 16),
-        "timestep": time(),
-        "encoder_hidden_states": prompt(),
-        "added_cond_kwargs": {"text_embeds": noise(1, WIDTH), "time_ids": torch.ones(1, 6)},
-    }
-    return Pipeline(
-        diffusers.StableDiffusionXLPipeline(vae(), *encoders, None, None, denoiser, scheduler),
-        {**words("text_encoder", "text_encoder_2"), "unet": inputs},
-        {"unet": mlp("time_embedding") | mlp("add_embedding")},
-    )
+    denoiser, scheduler = stable_diffusion_xl(), diffusers.EulerDiscreteScheduler()
+    encoders = clip(), clip("CLIPTextModelWithProjection")
+    whole = diffusers.StableDiffusionXLPipeline(vae(), *encoders, None, None, denoiser.make(), scheduler)
+    inputs = {**words("text_encoder", "text_encoder_2"), "unet": denoiser.inputs}
+    return Pipeline(whole, inputs, {"unet": denoiser.kept})
 
 
 PIPELINES: Final[Mapping[str, Callable[[], Pipeline]]] = {
