@@ -147,7 +147,10 @@ def test_choosing_nothing_is_refused(pipeline):
         plan_quantizing(pipeline, QuantizeOptions(include=("vae/*",)))
 
 
-@pytest.mark.parametrize("name", ["transformer", "transformer_2", "unet", "prior", "controlnet", "text_encoder_3"])
+@pytest.mark.parametrize(
+    "name",
+    ["transformer", "transformer_2", "unconditional_transformer", "unet", "prior", "controlnet", "text_encoder_3"],
+)
 def test_packed_by_default(name):
     assert is_packed_by_default(name)
 

@@ -16,8 +16,9 @@ from nf4conv.checkpoint.weight_files import PIPELINE_INDEX, find_weights
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 
-_PACKED: Final = re.compile(r"(transformer|unet|prior|controlnet|text_encoder)(_\d+)?")
-"""Names that diffusers gives to components worth packing, such as transformer_2 of Wan and text_encoder_3 of SD 3."""
+_PACKED: Final = re.compile(r"(unconditional_|prior_)?(transformer|unet|prior|controlnet|text_encoder)(_\d+)?")
+"""Names that diffusers gives to components worth packing, such as transformer_2 of Wan, unconditional_transformer of
+Ideogram 4 and text_encoder_3 of SD 3."""
 
 _WEIGHTS: Final = (".safetensors", ".bin")
 
