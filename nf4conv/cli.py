@@ -387,11 +387,12 @@ def compare(a: str, b: str, json_file: Path | None, quiet: bool, **chosen: Any) 
     Exit codes: 0 every byte is equal, or no tensor is farther off than the tolerance; 1 otherwise; 2 bad input.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, CompareOptions, SourceOptions))
-    from nf4conv.compare import execute_comparison, plan_comparison
+    from nf4conv.compare import execute_comparison
+    from nf4conv.components import plan_comparing
     from nf4conv.report import write_json
 
     _quieten_downloads(quiet)
-    plan = plan_comparison(a, b, options, where)
+    plan = plan_comparing(a, b, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
         found = execute_comparison(plan, run, advance)
     if json_file is not None:

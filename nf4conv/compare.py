@@ -38,6 +38,8 @@ _STATUSES: Final = (ONLY_A, ONLY_B, SHAPE, DIFFERENT, EQUAL, IDENTICAL)
 _WITHOUT_VALUES: Final = ("C64",)
 """Dtypes of which only the bytes are compared."""
 
+TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
+
 
 @dataclass(frozen=True)
 class ComparisonPlan:
@@ -50,10 +52,10 @@ class ComparisonPlan:
         tensors: (in A, in B) of every name; None where there is none.
     """
 
-    a: Source
-    b: Source
+    a: str
+    b: str
     options: CompareOptions
-    tensors: Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
+    tensors: TensorPairs
 
     @property
     def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
@@ -121,17 +123,31 @@ def plan_comparison(
         PlanError: the request makes no sense.
     """
     options = options or CompareOptions()
+    first, second = open_source(a, where), open_source(b, where)
+    return make_plan(str(first), str(second), options, pair_tensors(first, second, options))
+
+
+def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs) -> ComparisonPlan:
+    """Complete a plan.
+
+    Raises:
+        PlanError: the request makes no sense.
+    """
     if options.tolerance is not None and not options.tolerance >= 0:
         raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
-    first, second = open_source(a, where), open_source(b, where)
-    in_a, in_b = (
-        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
-        for side in (alike(first.tensors, second.tensors), alike(second.tensors, first.tensors))
-    )
-    tensors = {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
-    return ComparisonPlan(first, second, options, tensors)
+    return ComparisonPlan(a, b, options, tensors)
+
+
+def pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -> TensorPairs:
+    """The wanted tensors of two checkpoints, of which one may be absent."""
+    first, second = (() if side is None else side.tensors for side in (a, b))
+    in_a, in_b = (
+        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
+        for side in (alike(first, second), alike(second, first))
+    )
+    return {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
 
 
 def compare_checkpoints(
@@ -156,7 +172,9 @@ def compare_checkpoints(
         SourceError: one of them cannot be read.
         PlanError: the request makes no sense.
     """
-    return execute_comparison(plan_comparison(a, b, options, where), run, progress)
+    from nf4conv.components import plan_comparing  # which builds on this
+
+    return execute_comparison(plan_comparing(a, b, options, where), run, progress)
 
 
 def execute_comparison(
@@ -175,13 +193,14 @@ def execute_comparison(
     unlike = [result for result in results.values() if not result.is_identical and _has_values(result)]
     pipeline.run(value_tasks(unlike, pipeline.piece))
     found = (
-        _row(results[name]) if name in results else _unpaired_row(name, a, b) for name, (a, b) in plan.tensors.items()
+        _row(name, results[name]) if name in results else _unpaired_row(name, a, b)
+        for name, (a, b) in plan.tensors.items()
     )
     rows = tuple({**row, "passed": _passes(row, plan.options.tolerance)} for row in found)
     counts = Counter(row["status"] for row in rows)
     return ComparisonReport(
-        a=str(plan.a),
-        b=str(plan.b),
+        a=plan.a,
+        b=plan.b,
         passed=all(row["passed"] for row in rows),
         tensors=rows,
         kinds=tuple(_kinds(rows)),
@@ -208,7 +227,7 @@ def _has_values(result: TensorDifference) -> bool:
     return result.a.dtype not in _WITHOUT_VALUES and result.b.dtype not in _WITHOUT_VALUES
 
 
-def _row(result: TensorDifference) -> dict[str, Any]:
+def _row(name: str, result: TensorDifference) -> dict[str, Any]:
     found = result.difference
     status = IDENTICAL if result.is_identical else DIFFERENT
     error = None
@@ -218,7 +237,7 @@ def _row(result: TensorDifference) -> dict[str, Any]:
     elif not result.is_identical and result.a.elements == 0:
         status = EQUAL
     return {
-        **_described(result.a.name, result.a, result.b),
+        **_described(name, result.a, result.b),
         "status": status,
         "differing": None if found is None else found.differing,
         "relative_error": error,

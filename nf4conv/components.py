@@ -17,7 +17,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from nf4conv import __version__
 from nf4conv.checkpoint.components import PipelineFolder, is_packed_by_default, open_pipeline
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.source import open_source
 from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
+from nf4conv.compare import ComparisonPlan, make_plan, pair_tensors, plan_comparison
 from nf4conv.dequantize import (
     DequantizationPlan,
     DequantizeReport,
@@ -25,9 +28,17 @@ from nf4conv.dequantize import (
     plan_dequantization,
     plan_dequantized_component,
 )
-from nf4conv.errors import PipelineError, PlanError
+from nf4conv.errors import PipelineError, PlanError, SourceError
 from nf4conv.inspect import Inspection, inspect_checkpoint
-from nf4conv.options import DequantizeOptions, PushOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.options import (
+    CompareOptions,
+    DequantizeOptions,
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from nf4conv.output import check_apart, ignore, source_stamps, space_needed
 from nf4conv.quantize import QuantizationPlan, QuantizeReport, execute_plan, plan_component, plan_quantization
 from nf4conv.verify import (
@@ -39,7 +50,7 @@ from nf4conv.verify import (
 
 PlanT = TypeVar("PlanT", QuantizationPlan, DequantizationPlan)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
-OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)
 
 _ADDED: Final = frozenset(("packed", "decoded", "copied", "shards", "parameters", "bytes_in", "bytes_out"))
 
@@ -142,7 +153,7 @@ def _applying(patterns: tuple[str, ...], component: str) -> tuple[str, ...]:
     return tuple(rest for owner, _, rest in split if not owner or fnmatchcase(component, owner))
 
 
-def _is_included(component: str, options: QuantizeOptions | DequantizeOptions) -> bool:
+def _is_included(component: str, options: QuantizeOptions | DequantizeOptions | CompareOptions) -> bool:
     return not options.include or bool(_applying(options.include, component))
 
 
@@ -339,6 +350,34 @@ def _named(component: str, row: Mapping[str, Any], *keys: str) -> dict[str, Any]
     """A row with the component before what is named by these keys, and before the stack of layers if there is one."""
     stack = {"stack": f"{component}/{row['stack']}"} if row.get("stack") else {}
     return {**row, **{key: f"{component}/{row[key]}" for key in keys if key != "kind" or not stack}, **stack}
+
+
+def plan_comparing(
+    a: str | Path, b: str | Path, options: CompareOptions | None = None, where: SourceOptions | None = None
+) -> ComparisonPlan:
+    """As `plan_comparison`, of two pipelines too; the component and a slash stand before each name."""
+    try:
+        return plan_comparison(a, b, options, where)
+    except PipelineError:
+        sides = tuple(_open_to_compare(side, where) for side in (a, b))
+    options = options or CompareOptions()
+    tensors: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = {}
+    for name in dict.fromkeys((*sides[0].components, *sides[1].components)):
+        if not _is_included(name, options):
+            continue
+        first, second = (
+            open_source(side.place, side.components[name]) if name in side.components else None for side in sides
+        )
+        pairs = pair_tensors(first, second, _for_component(name, options))
+        tensors |= {f"{name}/{tensor}": pair for tensor, pair in pairs.items()}
+    return make_plan(str(a), str(b), options, tensors)
+
+
+def _open_to_compare(side: str | Path, where: SourceOptions | None) -> PipelineFolder:
+    try:
+        return open_pipeline(side, where)
+    except SourceError as error:
+        raise PlanError(f"a pipeline can only be compared with a pipeline: {error}") from error
 
 
 def inspect_any(path: str | Path, where: SourceOptions | None = None) -> Inspection:

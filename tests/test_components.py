@@ -1,6 +1,7 @@
 """Pipelines of diffusers: what is packed, what stays, and that the whole is finished last."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,19 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.checkpoint.components import is_packed_by_default, open_pipeline
 from nf4conv.cli import main
+from nf4conv.compare import execute_comparison
 from nf4conv.components import (
     execute_dequantizing,
     execute_quantizing,
     execute_verifying,
     inspect_any,
+    plan_comparing,
     plan_dequantizing,
     plan_quantizing,
     plan_verifying,
 )
 from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.options import QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.options import CompareOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
 from nf4conv.verify import verify_checkpoint
 
 RUN = RunOptions(device="cpu", workers=2)
@@ -228,6 +231,74 @@ def test_verification(pipeline, tmp_path):
     assert [(finding.check, finding.file) for finding in found.findings] == [("copies", "vae/" + file.name)]
     assert not found.passed
     assert execute_verifying(plan_verifying(out), RUN).passed  # the change is not one that the pipeline itself tells
+
+
+@pytest.fixture
+def quantized(pipeline, tmp_path) -> Path:
+    execute_quantizing(plan_quantizing(pipeline), tmp_path / "out", RUN)
+    return tmp_path / "out"
+
+
+def compared(a: Path, b: Path, options: CompareOptions | None = None):
+    return execute_comparison(plan_comparing(a, b, options), RUN)
+
+
+def test_comparison(pipeline, quantized):
+    assert compared(pipeline, pipeline).verdict == "identical: 7 tensors, every byte"
+    found = compared(pipeline, quantized)
+    assert {row["name"] for row in found.tensors if row["status"] == "different"} == PACKED
+    assert not found.passed
+    assert compared(pipeline, quantized, CompareOptions(tolerance=0.112)).passed
+    assert {row["stack"] for row in found.kinds if row["stack"]} == {
+        "transformer/transformer_blocks",
+        "transformer/single_transformer_blocks",
+        "text_encoder/encoder.layers",
+        "vae/decoder.mid_block.attentions",
+    }
+
+
+def test_a_comparison_names_the_component_of_a_changed_byte(quantized, tmp_path):
+    copy = Path(shutil.copytree(quantized, tmp_path / "copy"))
+    file = copy / "vae/diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    [changed] = [row for row in compared(quantized, copy).tensors if row["status"] != "identical"]
+    assert changed["name"] == "vae/decoder.mid_block.attentions.0.to_q.weight"
+    assert changed["differing"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tensors"),
+    [
+        (CompareOptions(include=("vae/*",)), 1),
+        (CompareOptions(include=("*.attn.*",)), 2),
+        (CompareOptions(exclude=("transformer/*", "text_encoder/*.fc1.*")), 2),
+    ],
+    ids=["a component", "in all", "exclude"],
+)
+def test_comparison_of_a_part(pipeline, options, tensors):
+    assert len(compared(pipeline, pipeline, options).tensors) == tensors
+
+
+def test_comparison_with_a_pipeline_that_lacks_a_component(pipeline, tmp_path):
+    copy = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+    (copy / "model_index.json").write_text(json.dumps(INDEX | {"vae": [None, None]}))
+    found = compared(pipeline, copy)
+    assert found.counts == {"only in A": 1, "identical": 6}
+    assert not found.passed
+    assert compared(copy, pipeline).counts == {"only in B": 1, "identical": 6}
+
+
+@pytest.mark.parametrize("other", ["text_encoder", "text_encoder/model.safetensors", "scheduler", "nowhere"])
+def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
+    for sides in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
+        result = CliRunner().invoke(main, ["compare", *map(str, sides), "--device", "cpu"])
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_nothing_to_compare(pipeline):
+    with pytest.raises(PlanError, match="leave no tensor"):
+        plan_comparing(pipeline, pipeline, CompareOptions(include=("unet/*",)))
 
 
 def test_inspection(pipeline, tmp_path):

@@ -81,7 +81,7 @@ def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names
         parent, _, rest = name.partition("/")
         inside.setdefault(parent if rest else "", []).append(rest or name)
     components: dict[str, SourceOptions] = {}
-    files = [path for path in auxiliary_names(inside[""], None) if path.name != PIPELINE_INDEX]
+    files = [path for path in auxiliary_names(inside.get("", ()), None) if path.name != PIPELINE_INDEX]
     for name in _component_names(read_json(index)):
         if not inside.get(name):
             raise SourceError(f"{index}: {name}: there is no such folder; the download is incomplete")
