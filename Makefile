@@ -64,9 +64,8 @@ docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a 
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
 	mv $@.new $@
 
-docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as a table
-	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python > $@.new
-	mv $@.new $@
+docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as tables, here and in the README
+	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -207,6 +207,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "diffusion_gemma": Family(renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)),
     "sam3_tracker": SAM3_TRACKER,
     "sam3_video": SAM3_TRACKER,
+    # as transformers 4 saves it
+    "gemma3n_text": Family(
+        renamed=(
+            (r"^model\.language_model\.", "model."),
+            (r"^model\.language_model\.per_layer_model\.language_model_", "model.per_layer_model_"),
+        )
+    ),
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
     # modules that are not on disk under their own name
     "gpt_neox_japanese": Family(heads=("embed_out",)),
@@ -227,6 +234,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
+    "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
     "electra": Family(heads=("generator_lm_head",)),
     "convbert": Family(heads=("generator_lm_head",)),
     "luke": Family(heads=("entity_predictions",)),

@@ -2,6 +2,7 @@
 
     python in_another_transformers.py save FOLDER ARCHITECTURE ...
     python in_another_transformers.py load FOLDER
+    python in_another_transformers.py resemble FOLDER       where it packs less by itself: only compare with the source
 
 FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it. Both print a JSON
 object: architecture → "ok", "unknown to it", "cannot read the source either", or what went wrong.
@@ -53,6 +54,16 @@ def load(folder: Path) -> str:
         message = f"{type(error).__name__}: {str(error)[:200]}"
         return message if can_read(model_class, folder / "source") else "cannot read the source either"
     return compare(ours, theirs)
+
+
+def resemble(folder: Path) -> str:
+    model_class = getattr(transformers, folder.name)
+    outputs = [
+        first_output(model_class.from_pretrained(folder / name, dtype=torch.bfloat16, device_map="cpu"))
+        for name in ("source", "out")
+    ]
+    correlation = torch.corrcoef(torch.stack([output.float().flatten() for output in outputs]))[0, 1]
+    return "ok" if correlation > 0.95 else f"a correlation of {correlation:.2f}"
 
 
 def can_read(model_class: type, source: Path) -> bool:
@@ -112,4 +123,5 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     command, folder, *names = sys.argv[1:]
     folders = [Path(folder, name) for name in names] or sorted(Path(folder).iterdir())
-    print(json.dumps({path.name: {"save": save, "load": load}[command](path) for path in folders}))
+    answer = {"save": save, "load": load, "resemble": resemble}[command]
+    print(json.dumps({path.name: answer(path) for path in folders}))

@@ -1,17 +1,20 @@
-"""Writes the table of docs/architectures.md: every architecture of the sweep, with what was found.
+"""Writes docs/architectures.md, every architecture of the sweep with what was found, and the README's table.
 
-python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4 > docs/architectures.md
+python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4
 """
 
+import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import bitsandbytes
 import torch
 import transformers
-from cases import CASES, FORWARD_UNKNOWN
+from cases import CASES, FORWARD_UNKNOWN, MOST_USED
 from roundtrip import (
     UNKNOWN,
     UNREADABLE,
@@ -21,7 +24,10 @@ from roundtrip import (
     packed_weights,
     quantize_both_ways,
 )
-from test_architectures import DELIBERATE
+from test_architectures import DELIBERATE, ONE_CLASS
+
+from nf4conv.options import QuantizeOptions
+from nf4conv.quantize import quantize_checkpoint
 
 INTRODUCTION = """# Architectures
 
@@ -33,27 +39,59 @@ some of them.
 - **5**: it loads in transformers {transformers}; its packed weights are, byte for byte, those of the model that
   transformers quantizes itself with the same skip list (bitsandbytes {bitsandbytes}, CPU), and so is the model's
   output. "bytes": the sweep has no inputs for the model, and the weights alone were compared.
-- **4**: the same in transformers 4.57.6. A dash: it does not know the architecture. "cannot read": it cannot read what
-  transformers 5 saves for this architecture, which says nothing of checkpoints that transformers 4 has saved.
+- **4**: the same in transformers 4.57.6. A dash: it does not know the architecture. "its own": it cannot read what
+  transformers 5 saves for this architecture, but what it saved itself loads in both, quantized. "cannot read": neither
+  could be tried.
 - **kept on purpose**: what transformers, left to its own list, packs and nf4conv does not, and why.
+
+The same checkpoints load, too, as the model without its head (`AutoModel`) and with one for sequence classification,
+where transformers has such classes, except {one_class}.
 
 """
 
 
 CLOSING = """## Known gaps
 
-transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon TTS, NeMo SpeechLM,
-TIPSv2 DPT and the SAM 3 tracker read from a SAM 3 video checkpoint. `--plan-with transformers` reads the names from the
-installed transformers and is right about them. Falcon (not Falcon 3, H1 or Mamba) and I-BERT use linear layers of their
-own, which transformers 5 does not quantize; they are refused, as are purely convolutional networks.
+transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon TTS, NeMo SpeechLM
+and Jev. `--plan-with transformers` reads the names from the installed transformers and is right about them. Falcon (not
+Falcon 3, H1 or Mamba) and I-BERT use linear layers of their own, which transformers 5 does not quantize; they are
+refused, as are purely convolutional networks. Architectures that need timm (Gemma 3n with pictures, FastVLM, Perception
+LM) are not in the sweep.
 
 bitsandbytes' CPU kernels want rows in multiples of 32 and columns in multiples of 64 (on AVX-512 some other shapes are
 decoded wrongly); its CUDA kernels do not.
 """
 
+README_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)", re.DOTALL)
 
-def examine(architecture: str, folder: Path) -> tuple[str, str, str]:
-    """(packed, loads in 5, kept on purpose) of one architecture; its checkpoints stay in the folder."""
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of an architecture.
+
+    Attributes:
+        architecture: its class.
+        packed: linear layers that are packed.
+        linear: those that transformers could pack.
+        in_5: "yes", "bytes" or "**no**".
+        kept: why others are not packed that transformers packs; empty if it packs the same.
+    """
+
+    architecture: str
+    packed: int
+    linear: int
+    in_5: str
+    kept: str
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        name: str = getattr(transformers, self.architecture).config_class.model_type
+        return name
+
+
+def examine(architecture: str, folder: Path) -> Row:
+    """Quantize and load one architecture; its checkpoints stay in the folder."""
     both = quantize_both_ways(architecture, folder)
     ours, theirs = packed_weights(both.ours), packed_weights(both.theirs)
     same = ours.keys() == theirs.keys() and all(
@@ -69,24 +107,65 @@ def examine(architecture: str, folder: Path) -> tuple[str, str, str]:
         reason if reason in DELIBERATE else reason.split(":")[0] for reason in modules.differences.values()
     )
     kept = "; ".join(f"{count} × {reason.split(' (--')[0]}" for reason, count in sorted(reasons.items()))
-    return f"{len(ours)} / {len(modules.linear)}", loads, kept
+    return Row(architecture, len(ours), len(modules.linear), loads, kept)
+
+
+def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -> dict[str, str]:
+    """What transformers 4 makes of our output for checkpoints that it saved itself."""
+    saved = ask_transformers(python, "save", folder, *architectures)
+    known = [name for name, answer in saved.items() if answer == "ok"]
+    for name in known:
+        quantize_checkpoint(folder / name / "source", folder / name / "out", QuantizeOptions(double_quant=False))
+    found = [ask_transformers(one, "load", folder, *known) for one in (python, sys.executable)] if known else [{}]
+    return {name: "its own" for name in known if all(answers[name] == "ok" for answers in found)}
+
+
+def full_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
+    for group, names in CASES.items():
+        yield f"## {group.capitalize()}: {len(names)}\n\n"
+        yield "| architecture | model type | packed | 5 | 4 | kept on purpose |\n|---|---|---|---|---|---|\n"
+        for row in (rows[name] for name in names):
+            packed = f"{row.packed} / {row.linear}"
+            yield f"| {row.architecture} | {row.model_type} | {packed} | {row.in_5} | {in_4[row.architecture]} "
+            yield f"| {row.kept} |\n"
+        yield "\n"
+
+
+def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
+    """For the README: how many of each kind, and the most used by name."""
+    yield "| | architectures | load in 5 | load in 4.57, of those it knows | identical module set |\n"
+    yield "|---|---|---|---|---|\n"
+    for group, names in CASES.items():
+        known = [name for name in names if in_4[name] not in ("–", "cannot read")]
+        loads = sum(rows[name].in_5 != "**no**" for name in names)
+        loads_in_4 = sum(in_4[name] in ("yes", "its own") for name in known)
+        identical = sum(not rows[name].kept for name in names)
+        yield f"| {group} | {len(names)} | {loads} | {loads_in_4} / {len(known)} | {identical} |\n"
+    yield "\n<details><summary>The most used, by model type</summary>\n\n"
+    yield "| model type | loads in 5 | in 4.57 | identical module set |\n|---|---|---|---|\n"
+    for row in (rows[name] for name in MOST_USED):
+        loads_in_4 = {"its own": "yes"}.get(in_4[row.architecture], in_4[row.architecture])
+        loads = row.in_5.replace("bytes", "yes")
+        yield f"| {row.model_type} | {loads} | {loads_in_4} | {(row.kept and f'but for {row.kept}') or 'yes'} |\n"
+    yield "\n</details>\n"
 
 
 def main(python: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        rows = {name: examine(name, Path(folder) / name) for group in CASES.values() for name in group}
-        in_4 = ask_transformers(python, "load", Path(folder))
+    """Write both tables."""
+    with tempfile.TemporaryDirectory() as made_by_5, tempfile.TemporaryDirectory() as made_by_4:
+        rows = {name: examine(name, Path(made_by_5) / name) for group in CASES.values() for name in group}
+        answers = ask_transformers(python, "load", Path(made_by_5))
+        unreadable = [name for name, answer in answers.items() if answer == UNREADABLE]
+        its_own = ask_about_its_own(python, unreadable, Path(made_by_4))
     words = {"ok": "yes", UNKNOWN: "–", UNREADABLE: "cannot read"}
-    versions = {"transformers": transformers.__version__, "bitsandbytes": bitsandbytes.__version__}
-    sys.stdout.write(INTRODUCTION.format(**versions))
-    for group, names in CASES.items():
-        sys.stdout.write(f"## {group.capitalize()}: {len(names)}\n\n")
-        sys.stdout.write("| architecture | packed | 5 | 4 | kept on purpose |\n|---|---|---|---|---|\n")
-        for name in names:
-            packed, loads, kept = rows[name]
-            sys.stdout.write(f"| {name} | {packed} | {loads} | {words.get(in_4[name], '**no**')} | {kept} |\n")
-        sys.stdout.write("\n")
-    sys.stdout.write(CLOSING)
+    in_4 = {name: its_own.get(name, words.get(answer, "**no**")) for name, answer in answers.items()}
+    introduction = INTRODUCTION.format(
+        transformers=transformers.__version__, bitsandbytes=bitsandbytes.__version__, one_class=", ".join(ONE_CLASS)
+    )
+    Path("docs/architectures.md").write_text(introduction + "".join(full_table(rows, in_4)) + CLOSING)
+    readme = Path("README.md")
+    table = "".join(short_table(rows, in_4))
+    readme.write_text(README_TABLE.sub(lambda found: f"{found[1]}{table}{found[2]}", readme.read_text()))
 
 
 if __name__ == "__main__":

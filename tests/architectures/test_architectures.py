@@ -171,3 +171,10 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(python_with_tra
         assert b".experts.3." in header
         assert header.count(b"absmax") > 20
     assert ask_transformers(python_with_transformers_4, "load", tmp_path) == dict.fromkeys(architectures, "ok")
+
+
+@pytest.mark.architectures
+def test_transformers_4_loads_the_experts_of_llama_4(python_with_transformers_4, tmp_path):
+    source = save_tiny("Llama4ForCausalLM", tmp_path / "Llama4ForCausalLM")
+    quantize_checkpoint(source, tmp_path / "Llama4ForCausalLM" / "out")
+    assert ask_transformers(python_with_transformers_4, "resemble", tmp_path) == {"Llama4ForCausalLM": "ok"}
