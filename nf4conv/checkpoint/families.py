@@ -39,6 +39,8 @@ SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
 CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
 FLOAT32: Final = "transformers never quantizes this weight of the family"
 
+SHARED: Final = "shared by layers and stored with any one of them, of which transformers 5 finds some only unpacked"
+
 READ: Final = "transformers reads this weight outside of its module, which a packed one does not survive"
 
 T5: Final = Family(keep=((r"(^|\.)wo$", FLOAT32),))
@@ -234,6 +236,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
+    "zamba": Family(
+        keep=((r"\.shared_transf\.", SHARED),),
+        heads=(
+            "shared_transf",
+            *(f"shared_transf.self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+            *(f"shared_transf.feed_forward.{name}_proj" for name in ("gate", "up", "down")),
+        ),
+    ),
     "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
     "electra": Family(heads=("generator_lm_head",)),
     "convbert": Family(heads=("generator_lm_head",)),

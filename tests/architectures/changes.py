@@ -1,6 +1,9 @@
 """What single architectures need to be different from the sizes of tiny.py."""
 
+PLAIN_ROPE = {"rope_scaling": {"rope_type": "default"}}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+OLD_MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+"""As transformers 4 spells it, which 5 also reads."""
 
 RESNET_CONFIG = {
     "model_type": "resnet",
@@ -113,6 +116,7 @@ CHANGES: dict[str, dict[str, object]] = {
         "downsample_rate": "1/2",
         "qformer_config": {"num_hidden_layers": 1},
     },
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "JanusForConditionalGeneration": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 1]}},
     "KyutaiSpeechToTextForConditionalGeneration": {
         "pad_token_id": 3,
@@ -152,6 +156,9 @@ CHANGES: dict[str, dict[str, object]] = {
             "image_size": 64,
         }
     },
+    "MllamaForCausalLM": PLAIN_ROPE,
+    "MllamaForConditionalGeneration": {"text_config": PLAIN_ROPE},
+    "MllamaTextModel": PLAIN_ROPE,
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}},
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 2},
     "MuseSparkForConditionalGeneration": {
@@ -186,14 +193,21 @@ CHANGES: dict[str, dict[str, object]] = {
             }
         }
     },
+    "Qwen3VLForConditionalGeneration": {"text_config": OLD_MROPE},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": OLD_MROPE},
+    "Qwen3VLMoeTextModel": OLD_MROPE,
+    "Qwen3VLTextModel": OLD_MROPE,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": OLD_MROPE},
     "ReformerForMaskedLM": {"is_decoder": False, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
+    "SwinForImageClassification": {"num_heads": [2, 2, 2, 2]},
     "Swinv2ForImageClassification": {"depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "TableTransformerForObjectDetection": RESNET,
     "Zamba2ForCausalLM": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
         "hybrid_layer_ids": [1, 3],
         "mamba_headdim": 32,
         "n_mamba_heads": 4,
@@ -203,6 +217,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "ZambaForCausalLM": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
         "attention_hidden_size": 128,
         "attention_head_dim": 64,
         "num_attention_heads": 2,

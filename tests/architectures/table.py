@@ -55,8 +55,8 @@ CLOSING = """## Known gaps
 transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon TTS, NeMo SpeechLM
 and Jev. `--plan-with transformers` reads the names from the installed transformers and is right about them. Falcon (not
 Falcon 3, H1 or Mamba) and I-BERT use linear layers of their own, which transformers 5 does not quantize; they are
-refused, as are purely convolutional networks. Architectures that need timm (Gemma 3n with pictures, FastVLM, Perception
-LM) are not in the sweep.
+refused, as are purely convolutional networks. Architectures that need timm are not in the sweep; Gemma 3n with pictures
+and sound, and FastVLM, were tried by hand. Llama 4, whose experts are split, has tests of its own.
 
 bitsandbytes' CPU kernels want rows in multiples of 32 and columns in multiples of 64 (on AVX-512 some other shapes are
 decoded wrongly); its CUDA kernels do not.

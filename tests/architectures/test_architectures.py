@@ -25,7 +25,7 @@ from roundtrip import (
 from tiny import save_tiny
 
 from nf4conv.checkpoint.evidence import EXPERT, ROUTER, TOWER
-from nf4conv.checkpoint.families import CONVERTED, READ
+from nf4conv.checkpoint.families import CONVERTED, READ, SHARED
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.quantize import quantize_checkpoint
@@ -42,6 +42,7 @@ DELIBERATE = (
     TOWER,
     CONVERTED,
     READ,
+    SHARED,
     "an output head",
     "an input embedding",
     "fewer than 32 rows",
