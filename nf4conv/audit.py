@@ -4,7 +4,6 @@ The worker that has completed a weight compares its codes and scales, while the 
 disk, where that of a stream does not stay. The comparison is that of `nf4conv verify` (check.py).
 """
 
-import statistics
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +15,7 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
 from nf4conv.checkpoint.structure import QuantStateFields, StoredWeight
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline import Worker
-from nf4conv.results import CopyResult, WeightResult
+from nf4conv.results import CopyResult, WeightResult, summarize
 from nf4conv.shards import ShardProgress
 from nf4conv.verify import weight_faults, weight_row
 
@@ -77,17 +76,9 @@ class Audit:
                 yield f"{copy.tensor.name}: {copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
 
     def summary(self) -> dict[str, Any]:
-        """Counts, the largest and the median relative error, and a row for each weight as `verify` gives it."""
+        """What has been looked at, as `results.summarize` gives it."""
         rows = [weight_row(self._weights[name], self._options) for name in sorted(self._weights)]
-        errors = [row["relative_error"] for row in rows]
-        return {
-            "weights": len(rows),
-            "copies": len(self._copies),
-            "largest_relative_error": max(errors, default=0.0),
-            "median_relative_error": statistics.median(errors) if errors else 0.0,
-            "bytes_differing": sum(row["bytes_differing"] for row in rows),
-            "rows": rows,
-        }
+        return summarize(rows, len(self._copies))
 
 
 def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:

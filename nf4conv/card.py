@@ -1,17 +1,20 @@
 """The model card of a 4-bit checkpoint, its README.md, as the Hub shows it. Two runs of one job write the same one."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 from nf4conv import __version__
 from nf4conv.checkpoint.config import architecture_of
-from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Plan
 from nf4conv.checkpoint.source import Source
+
+if TYPE_CHECKING:
+    from nf4conv.checkpoint.hub import Origin
 
 _INHERITED: Final = (
     *("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets"),
@@ -44,6 +47,27 @@ class Figures:
     verified: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """What a card is about.
+
+    Attributes:
+        origin: where the original came from; None for one on this disk.
+        readme: the original's own card, if there is one.
+        library: that loads it.
+        format: of the packed weights.
+        jobs: what was written.
+        figures: sizes.
+    """
+
+    origin: "Origin | None"
+    readme: Path
+    library: str
+    format: Format
+    jobs: Sequence[PackJob | CopyJob]
+    figures: Figures
+
+
 def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
     """The card: front matter by which the Hub files the model under its original, and what was done to it.
 
@@ -53,21 +77,56 @@ def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, fig
         config: the content of the output's config.json.
         figures: sizes.
     """
-    front = yaml.safe_dump(_front_matter(source, plan), sort_keys=False, allow_unicode=True)
-    parts = [f"---\n{front}---\n", _introduction(source, plan), _settings(plan, config, figures), _kept(plan)]
-    return "\n".join([*parts, _loading(config), _checking(source)])
+    origin = None if source.fetched is None else source.fetched.origin
+    library = "transformers" if source.stem == "model" else "diffusers"
+    subject = _Subject(origin, source.folder / "README.md", library, plan.format, list(plan.jobs), figures)
+    compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
+    return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(config)])
 
 
-def _front_matter(source: Source, plan: Plan) -> dict[str, Any]:
-    before = _card_of(source.folder / "README.md")
+def pipeline_card(
+    folder: Path,
+    class_name: str,
+    components: Mapping[str, tuple[Source, Plan]],
+    figures: Mapping[str, Figures],
+    verified: Mapping[str, Any] | None,
+) -> str:
+    """The card of a pipeline of diffusers, as `model_card`.
+
+    Args:
+        folder: of the original.
+        class_name: of the pipeline.
+        components: (original, what was written) of each that has weights, by name.
+        figures: of each.
+        verified: an audit's summary of all of them; None if nothing was verified.
+    """
+    (source, plan), *_ = components.values()
+    origin = None if source.fetched is None else replace(source.fetched.origin, subfolder="")
+    jobs = [job for _, plan in components.values() for job in plan.jobs]
+    before = sum(part.bytes_before for part in figures.values())
+    whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
+    subject = _Subject(origin, folder / "README.md", "diffusers", plan.format, jobs, whole)
+    loading = (
+        f"## Use\n\n```python\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
+        f'pipeline = {class_name}.from_pretrained("path or name of this model", torch_dtype="auto")\n```\n'
+    )
+    return _document(subject, [_settings(subject, None), _parts(components, figures), _kept(jobs), loading])
+
+
+def _document(subject: _Subject, sections: Sequence[str]) -> str:
+    front = yaml.safe_dump(_front_matter(subject), sort_keys=False, allow_unicode=True)
+    return "\n".join([f"---\n{front}---\n", _introduction(subject), *sections, _checking(subject.origin)])
+
+
+def _front_matter(subject: _Subject) -> dict[str, Any]:
+    before = _card_of(subject.readme)
     front: dict[str, Any] = {}
-    if source.fetched is not None:
-        front |= {"base_model": source.fetched.origin.repo, "base_model_relation": "quantized"}
+    if subject.origin is not None:
+        front |= {"base_model": subject.origin.repo, "base_model_relation": "quantized"}
     front |= {key: before[key] for key in _INHERITED if before.get(key)}
-    if "library_name" not in front:
-        front["library_name"] = "transformers" if source.stem == "model" else "diffusers"
+    front.setdefault("library_name", subject.library)
     tags = before.get("tags", [])
-    own = ["bitsandbytes", "4-bit", plan.format.quant_type, "nf4conv"]
+    own = ["bitsandbytes", "4-bit", subject.format.quant_type, "nf4conv"]
     front["tags"] = list(dict.fromkeys([*(tags if isinstance(tags, list) else [tags]), *own]))
     return front
 
@@ -86,11 +145,10 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
-def _introduction(source: Source, plan: Plan) -> str:
-    name = plan.format.quant_type.upper()
-    if source.fetched is None:
+def _introduction(subject: _Subject) -> str:
+    name, origin = subject.format.quant_type.upper(), subject.origin
+    if origin is None:
         return f"# A 4-bit {name} checkpoint\n\nMade with nf4conv {__version__}.\n"
-    origin = source.fetched.origin
     link = f"[{origin.repo}]({_HUB}/{origin.repo})" + (f", `{origin.subfolder}`," if origin.subfolder else "")
     return (
         f"# {origin.repo.partition('/')[2]} in 4 bits\n\n"
@@ -99,13 +157,11 @@ def _introduction(source: Source, plan: Plan) -> str:
     )
 
 
-def _settings(plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
-    format = plan.format
-    jobs = list(plan.jobs)
-    packed = [job for job in jobs if isinstance(job, PackJob)]
-    parameters = sum(job.elements for job in jobs)
+def _settings(subject: _Subject, compute: str | None) -> str:
+    format, figures = subject.format, subject.figures
+    packed = [job for job in subject.jobs if isinstance(job, PackJob)]
+    parameters = sum(job.elements for job in subject.jobs)
     share = sum(job.elements for job in packed) / parameters
-    compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
     rows = {
         "4-bit data type": format.quant_type.upper(),
         "block size": str(format.blocksize),
@@ -120,6 +176,15 @@ def _settings(plan: Plan, config: Mapping[str, Any] | None, figures: Figures) ->
     return "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
 
 
+def _parts(components: Mapping[str, tuple[Source, Plan]], figures: Mapping[str, Figures]) -> str:
+    rows = (
+        f"| {name} | {sum(isinstance(job, PackJob) for job in plan.jobs):,} "
+        f"| {_bytes(figures[name].bytes_before)} → {_bytes(figures[name].bytes_after)} |\n"
+        for name, (_, plan) in components.items()
+    )
+    return "## Components\n\n| component | packed weights | size |\n|---|---|---|\n" + "".join(rows)
+
+
 def _verified(summary: Mapping[str, Any]) -> str:
     return (
         f"every value against the original: relative error at most {summary['largest_relative_error']:.4f}, "
@@ -127,9 +192,9 @@ def _verified(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
+def _kept(jobs: Sequence[PackJob | CopyJob]) -> str:
     sizes: dict[str, tuple[int, int]] = {}
-    for job in plan.jobs:
+    for job in jobs:
         if isinstance(job, CopyJob):
             count, size = sizes.get(job.reason, (0, 0))
             sizes[job.reason] = (count + 1, size + job.nbytes)
@@ -153,8 +218,8 @@ def _loading(config: Mapping[str, Any] | None) -> str:
     )
 
 
-def _checking(source: Source) -> str:
-    original = source.fetched.origin.repo if source.fetched is not None else "ORIGINAL"
+def _checking(origin: "Origin | None") -> str:
+    original = "ORIGINAL" if origin is None else origin.repo
     return (
         "## Check\n\nEvery packed byte is the one that bitsandbytes' CUDA kernels make of the original weight. "
         f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"

@@ -9,16 +9,17 @@ What is no pipeline goes to the command's own functions as it is.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from nf4conv import __version__
 from nf4conv.checkpoint.components import PipelineFolder, is_packed_by_default, open_pipeline
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.source import open_source
+from nf4conv.checkpoint.source import open_source, read_json
 from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
 from nf4conv.compare import ComparisonPlan, make_plan, pair_tensors, plan_comparison
 from nf4conv.dequantize import (
@@ -40,13 +41,27 @@ from nf4conv.options import (
     VerifyOptions,
 )
 from nf4conv.output import check_apart, ignore, source_stamps, space_needed
-from nf4conv.quantize import QuantizationPlan, QuantizeReport, execute_plan, plan_component, plan_quantization
+from nf4conv.quantize import (
+    QuantizationPlan,
+    QuantizeReport,
+    execute_component,
+    execute_plan,
+    open_push,
+    plan_component,
+    plan_quantization,
+    prepared,
+    pushed,
+)
+from nf4conv.results import summarize
 from nf4conv.verify import (
     VerificationPlan,
     VerifyReport,
     execute_verification,
     plan_verification,
 )
+
+if TYPE_CHECKING:
+    from nf4conv.push import Push
 
 PlanT = TypeVar("PlanT", QuantizationPlan, DequantizationPlan)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
@@ -167,9 +182,43 @@ def execute_quantizing(
     """As `execute_plan`, of a pipeline too."""
     if isinstance(plan, QuantizationPlan):
         return execute_plan(plan, out, run, progress, push)
-    if push is not None and push.push_to_hub is not None:
-        raise PlanError("--push-to-hub takes a single checkpoint; upload a pipeline with: hf upload REPO OUT")
-    return _execute(plan, Path(out), run or RunOptions(), progress or ignore, execute_plan)
+    started = time.perf_counter()
+    run = run or RunOptions()
+    check_apart(plan.folder.folder, Path(out))
+    plan = replace(plan, components={name: prepared(part, run) for name, part in plan.components.items()})
+    with open_push(push, run) as repository:
+
+        def execute(
+            part: QuantizationPlan, folder: Path, run: RunOptions, progress: Callable[[int], None]
+        ) -> QuantizeReport:
+            offer = None if repository is None else partial(_offer, repository, folder.name)
+            return execute_component(part, folder, run, progress, offer)
+
+        report: QuantizeReport = _execute(plan, Path(out), run, progress or ignore, execute, partial(_card, plan))
+        if repository is None:
+            return report
+        return pushed(report, repository, next(iter(plan.components.values())).plan.format, started)
+
+
+def _offer(repository: "Push", component: str, name: str, path: Path) -> None:
+    repository.offer(f"{component}/{name}", path)
+
+
+def _card(plan: PipelinePlan[QuantizationPlan], report: QuantizeReport) -> str:
+    from nf4conv.card import Figures, pipeline_card  # importing a reader of YAML takes a moment
+
+    class_name = read_json(plan.folder.index).get("_class_name")
+    figures = {
+        name: Figures(part.totals()["bytes_in"], _bytes_on_disk(Path(report.out), name, part))
+        for name, part in plan.components.items()
+    }
+    return pipeline_card(
+        plan.folder.folder,
+        class_name if isinstance(class_name, str) and class_name.isidentifier() else "DiffusionPipeline",
+        {name: (part.source, part.plan) for name, part in plan.components.items()},
+        figures,
+        report.verification,
+    )
 
 
 def execute_dequantizing(
@@ -181,7 +230,8 @@ def execute_dequantizing(
     """As `execute_dequantization`, of a pipeline too."""
     if isinstance(plan, DequantizationPlan):
         return execute_dequantization(plan, out, run, progress)
-    return _execute(plan, Path(out), run or RunOptions(), progress or ignore, execute_dequantization)
+    check_apart(plan.folder.folder, Path(out))
+    return _execute(plan, Path(out), run or RunOptions(), progress or ignore, execute_dequantization, lambda _: None)
 
 
 def _execute(
@@ -190,12 +240,14 @@ def _execute(
     run: RunOptions,
     progress: Callable[[int], None],
     execute: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+    card: Callable[[ReportT], str | None],
 ) -> ReportT:
     started = time.perf_counter()
-    check_apart(plan.folder.folder, out)
     reports: list[ReportT] = []
     kept, last = 0, list(plan.components)[-1]
     with Workspace(out, _fingerprint(plan, run), overwrite=run.overwrite, checksum=False) as workspace:
+        if run.verify:
+            workspace.forget()  # components of an earlier run, which nobody may have looked at
         workspace.check_space(sum(_space_needed(workspace, name, part) for name, part in plan.components.items()))
         for name, part in plan.components.items():
             marker = _marker(name, part)
@@ -210,8 +262,12 @@ def _execute(
                 workspace.record(marker, (out / marker).stat().st_size)
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
+        report = _joined(plan, out, reports, kept, time.perf_counter() - started)
+        readme = card(report)
+        if readme is not None:
+            workspace.write("README.md", readme.encode())
         workspace.complete({plan.folder.index.name: plan.folder.index.read_bytes()})
-    return _joined(plan, out, reports, kept, time.perf_counter() - started)
+    return report
 
 
 def _marker(name: str, plan: QuantizationPlan | DequantizationPlan) -> str:
@@ -239,9 +295,7 @@ def _fingerprint(plan: PipelinePlan[Any], run: RunOptions) -> dict[str, Any]:
 def _joined(plan: PipelinePlan[Any], out: Path, reports: list[ReportT], kept: int, seconds: float) -> ReportT:
     """One report of all components; what an earlier run finished is counted, but took no time."""
     first, totals = reports[0], plan.totals()
-    after = sum(
-        (out / name / shard.name).stat().st_size for name, part in plan.components.items() for shard in part.plan.shards
-    )
+    after = sum(_bytes_on_disk(out, name, part) for name, part in plan.components.items())
     figures: dict[str, Any] = {
         "out": str(out),
         **{key: totals[key] for key in ("packed", "decoded", "copied", "parameters") if key in totals},
@@ -257,7 +311,25 @@ def _joined(plan: PipelinePlan[Any], out: Path, reports: list[ReportT], kept: in
     }
     if "parameters" in totals:
         figures["bits_per_parameter"] = 8 * after / max(totals["parameters"], 1)
+        figures["verification"] = _verification(plan, reports)
     return replace(first, **figures)
+
+
+def _bytes_on_disk(out: Path, component: str, plan: QuantizationPlan | DequantizationPlan) -> int:
+    return sum((out / component / shard.name).stat().st_size for shard in plan.plan.shards)
+
+
+def _verification(plan: PipelinePlan[Any], reports: Sequence[Any]) -> dict[str, Any] | None:
+    """An audit's summary of all components; without verification none has one, and with it none is skipped."""
+    found = [report.verification for report in reports]
+    if None in found:
+        return None
+    rows = [
+        _named(name, row, "name", "file")
+        for name, summary in zip(plan.components, found, strict=True)
+        for row in summary["rows"]
+    ]
+    return summarize(rows, sum(summary["copies"] for summary in found))
 
 
 def _added(parts: list[Mapping[str, float]]) -> dict[str, float]:

@@ -357,20 +357,28 @@ def execute_plan(
     """Carry out a plan; arguments, result and errors as `quantize_checkpoint`."""
     started = time.perf_counter()
     run = run or RunOptions()
-    out = Path(out)
+    check_apart(job.source.folder, Path(out))
+    job = prepared(job, run)
+    with open_push(push, run) as repository:
+        announce = None if repository is None else repository.offer
+        report = _write(job, Path(out), run, progress or ignore, started, announce)
+        return report if repository is None else pushed(report, repository, job.plan.format, started)
+
+
+def execute_component(
+    job: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    announce: Callable[[str, Path], None] | None,
+) -> QuantizeReport:
+    """Carry out the prepared plan of a component of a pipeline; `announce` is told each finished shard by name."""
+    started = time.perf_counter()
     check_apart(job.source.folder, out)
-    if job.options.non_finite == "keep":
-        job = _without_non_finite(job, run)
-    _check_anything_packed(job)
-    with _open_push(push, run) as repository:
-        report = _write(job, out, run, progress or ignore, started, repository)
-        if repository is None:
-            return report
-        address = repository.commit(_files_of(out), f"Quantize to {job.plan.format.quant_type} with nf4conv")
-        return replace(report, pushed=address, seconds=time.perf_counter() - started)
+    return _write(job, out, run, progress, started, announce)
 
 
-def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
+def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
     """A repository to push to, before anything is computed, so that what is wrong with it is known at once."""
     if push is None or push.push_to_hub is None:
         return nullcontext()
@@ -379,8 +387,12 @@ def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMan
     return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
 
 
-def _files_of(out: Path) -> Mapping[str, Path]:
-    return {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
+def pushed(report: QuantizeReport, repository: "Push", format: Format, started: float) -> QuantizeReport:
+    """The report of a run whose output is complete on the Hub, too."""
+    out = Path(report.out)
+    files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
+    address = repository.commit(files, f"Quantize to {format.quant_type} with nf4conv")
+    return replace(report, pushed=address, seconds=time.perf_counter() - started)
 
 
 def _write(
@@ -389,7 +401,7 @@ def _write(
     run: RunOptions,
     progress: Callable[[int], None],
     started: float,
-    repository: "Push | None",
+    announce: Callable[[str, Path], None] | None,
 ) -> QuantizeReport:
     engine, shard_tasks = choose_engine(job, run)
     pipeline = make_pipeline(engine, run, progress)
@@ -403,7 +415,6 @@ def _write(
     with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         audit = _open_audit(workspace, pipeline, run)
         resumed = len(workspace.finished)
-        announce = None if repository is None else repository.offer
         try:
             write_checkpoint(job, workspace, pipeline, shard_tasks, announce, audit)
         except NonFiniteError as error:
@@ -421,9 +432,13 @@ def _open_audit(workspace: Workspace, pipeline: Pipeline[Any], run: RunOptions) 
     return Audit(pipeline.piece, run.tolerance)
 
 
-def _check_anything_packed(job: QuantizationPlan) -> None:
+def prepared(job: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
+    """A plan to carry out: as it is, unless weights are to be looked through for NaN and infinity first."""
+    if job.options.non_finite == "keep":
+        job = _without_non_finite(job, run)
     if not job.is_component and not any(isinstance(entry, PackJob) for entry in job.plan.jobs):
         raise PlanError(f"{job.source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept")
+    return job
 
 
 def choose_engine(job: QuantizationPlan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:

@@ -2,9 +2,11 @@
 
 import math
 import re
+import statistics
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.structure import StoredWeight
@@ -202,3 +204,16 @@ class TensorDifference:
             return None
         columns = list(zip(*(self._pieces[start] for start in sorted(self._pieces)), strict=True))
         return PieceDifference(math.fsum(columns[0]), math.fsum(columns[1]), max(columns[2]), sum(columns[3]))
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], copies: int) -> dict[str, Any]:
+    """Counts, the largest and the median relative error, and a row for each weight as `verify` gives it."""
+    errors = [row["relative_error"] for row in rows]
+    return {
+        "weights": len(rows),
+        "copies": copies,
+        "largest_relative_error": max(errors, default=0.0),
+        "median_relative_error": statistics.median(errors) if errors else 0.0,
+        "bytes_differing": sum(row["bytes_differing"] for row in rows),
+        "rows": list(rows),
+    }

@@ -70,7 +70,8 @@ def open_pipeline(source: str | Path, where: SourceOptions | None = None) -> Pip
 
     listing = list_pipeline(str(source), where)
     pipeline = _describe(listing.folder, str(source), replace(where, revision=listing.commit), prefix, listing.names)
-    listing.fetch([str(name) for name in pipeline.files])
+    own_card = [name for name in listing.names if name == "README.md"]
+    listing.fetch([*(str(name) for name in pipeline.files), *own_card])
     return pipeline
 
 
