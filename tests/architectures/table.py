@@ -133,7 +133,7 @@ def full_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str
 
 def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
     """For the README: how many of each kind, and the most used by name."""
-    yield "| | architectures | load in 5 | load in 4.57, of those it knows | identical module set |\n"
+    yield "| | architectures | load in 5 | load in 4.57, of those it can read | identical module set |\n"
     yield "|---|---|---|---|---|\n"
     for group, names in CASES.items():
         known = [name for name in names if in_4[name] not in ("–", "cannot read")]
