@@ -1,8 +1,9 @@
 """The floor under nf4conv's commands: moves the same bytes with the same threads and computes nothing.
 
 Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a thread), brings KEPT
-bytes back for each byte read, and writes those to as many files, several at a time as nf4conv does. Prints the seconds
-from the first read to the last write, without start-up, as JSON.
+bytes back for each byte read, and writes those to files as large, and as many at a time, as nf4conv does, because one
+file takes the writes of one thread at a time. Prints the seconds from the first read to the last write, without
+start-up, as JSON.
 
 Usage: python -m benchmarks.floor SOURCE OUT DEVICE THREADS PIECE_BYTES KEPT
 """
@@ -13,30 +14,51 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from nf4conv.pipeline import interleave
 
+SHARD_SIZE = 1_000_000_000
+"""`--max-shard-size` of nf4conv, unless it is told otherwise."""
+FILES_AT_A_TIME = 8
+"""As in nf4conv/output.py."""
 
-def main() -> None:
-    source, out, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
-    threads, piece, kept_ratio = int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
-    # what becomes larger is taken in pieces that become a piece
-    piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
-    out.mkdir(parents=True)
-    files = []
+
+class Job(NamedTuple):
+    """A piece to move: what to read from where, and where in which file to write what is kept of it."""
+
+    reading: int
+    start: int
+    length: int
+    writing: int
+    place: int
+    kept: int
+
+
+def plan(source: Path, out: Path, piece: int, kept_ratio: float) -> list[Job]:
+    """All pieces, those of several output files in turn."""
+    files: list[list[Job]] = []
+    written = first = 0
     for path in sorted(source.glob("*.safetensors")):
-        size = path.stat().st_size
-        reading = os.open(path, os.O_RDONLY)
-        writing = os.open(out / path.name, os.O_RDWR | os.O_CREAT)
-        os.ftruncate(writing, int(size * kept_ratio))
-        files.append([(reading, writing, start, min(piece, size - start)) for start in range(0, size, piece)])
-    jobs = list(interleave(files, 4))
-    todo = iter(jobs)
-    lock = threading.Lock()
+        size, reading = path.stat().st_size, os.open(path, os.O_RDONLY)
+        for start in range(0, size, piece):
+            if written >= SHARD_SIZE * len(files):
+                files.append([])
+                first, writing = written, os.open(out / f"{len(files)}.safetensors", os.O_RDWR | os.O_CREAT)
+            length = min(piece, size - start)
+            files[-1].append(Job(reading, start, length, writing, written - first, int(length * kept_ratio)))
+            written += files[-1][-1].kept
+    for jobs in files:
+        os.ftruncate(jobs[-1].writing, jobs[-1].place + jobs[-1].kept)
+    return list(interleave(files, FILES_AT_A_TIME))
+
+
+def move(jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int) -> float:
+    """Carry out the jobs; the seconds that took."""
+    todo, lock, ready = iter(jobs), threading.Lock(), threading.Barrier(threads + 1)
     cuda = device.type == "cuda"
-    ready = threading.Barrier(threads + 1)
 
     def work() -> None:
         host = torch.empty(piece, dtype=torch.uint8, pin_memory=cuda)
@@ -49,15 +71,13 @@ def main() -> None:
                 job = next(todo, None)
             if job is None:
                 return
-            reading, writing, start, length = job
-            os.preadv(reading, [host.numpy()[:length].data], start)
-            kept = int(length * kept_ratio)
+            os.preadv(job.reading, [host.numpy()[: job.length].data], job.start)
             if stream is not None:
                 with torch.cuda.stream(stream):
-                    held[:length].copy_(host[:length], non_blocking=True)
-                    back[:kept].copy_(held[:kept], non_blocking=True)
+                    held[: job.length].copy_(host[: job.length], non_blocking=True)
+                    back[: job.kept].copy_(held[: job.kept], non_blocking=True)
                 stream.synchronize()
-            os.pwrite(writing, back.numpy()[:kept].data, int(start * kept_ratio))
+            os.pwrite(job.writing, back.numpy()[: job.kept].data, job.place)
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
@@ -66,7 +86,18 @@ def main() -> None:
     started = time.perf_counter()
     for worker in workers:
         worker.join()
-    print(json.dumps({"seconds": time.perf_counter() - started, "bytes": sum(job[3] for job in jobs)}))
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    source, out, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
+    threads, piece, kept_ratio = int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
+    # what becomes larger is taken in pieces that become a piece
+    piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
+    out.mkdir(parents=True)
+    jobs = plan(source, out, piece, kept_ratio)
+    seconds = move(jobs, device, threads, piece, returned)
+    print(json.dumps({"seconds": seconds, "bytes": sum(job.length for job in jobs)}))
 
 
 if __name__ == "__main__":
