@@ -15,6 +15,7 @@ EXPERT: Final = "an expert, which transformers 5 loads in 16 bits only (--moe pe
 STACKED_EXPERTS: Final = "experts stacked in one tensor, which loaders take in 16 bits only"
 OUTSIDE_BLOCKS: Final = "outside the blocks of a diffusion model"
 TOWER: Final = "in a vision or audio part (--quantize-towers packs it)"
+RENAMED_TOWER: Final = "in a vision or audio part, which transformers 5 loads under other names"
 
 _EMBEDDING: Final = re.compile(
     r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared"
@@ -116,8 +117,9 @@ class Evidence:
         if any(family.only_blocks for family in self.families) and not _in_layer(module):
             # a top-level proj_out cannot be listed without hitting every proj_out of the blocks
             return None if module in self.names_in_blocks else OUTSIDE_BLOCKS
-        if self.multimodal and not towers and _in_tower(module):
-            return TOWER
+        renames_towers = any(family.renames_towers for family in self.families)
+        if self.multimodal and (renames_towers or not towers) and _in_tower(module):
+            return RENAMED_TOWER if renames_towers else TOWER
         if self.is_transposed(module):
             return None
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)

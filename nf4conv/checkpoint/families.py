@@ -23,6 +23,8 @@ class Family:
         float32: modules whose weights loaders want in float32, if that is how they are stored.
         splits_experts: whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed.
         only_blocks: whether linear layers that are below nothing numbered are kept.
+        renames_towers: whether loaders take vision and audio parts under other names, by which nothing in them could be
+            told from the rest.
     """
 
     transposed: str = ""
@@ -33,6 +35,7 @@ class Family:
     float32: str = ""
     splits_experts: bool = False
     only_blocks: bool = False
+    renames_towers: bool = False
 
 
 SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
@@ -49,6 +52,7 @@ FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 T5_UNPROTECTED: Final = Family(keep=((r"(^|\.)wo$", READ),))
 RETRIEVAL: Final = Family(keep=((r"(^|\.)embedding_proj_layer$", READ),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
+RENAMED_TOWERS: Final = Family(renames_towers=True)
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", "")))
 
@@ -135,7 +139,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v32": INDEXER,
     "glm_moe_dsa": INDEXER,
     "axk2": replace(INDEXER, renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2"))),
-    "mistral_large4": INDEXER,
+    "mistral_large4": replace(INDEXER, renames_towers=True),
     "mistral_large4_text": INDEXER,
     "deepseek_v4": Family(
         keep=(
@@ -164,7 +168,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "jina_embeddings_v3": _converted("Wqkv", QKV),
     "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
     "hrm_text": _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP),
-    "molmo2": MOLMO2,
+    "molmo2": replace(MOLMO2, renames_towers=True),
     "molmo2_text": MOLMO2,
     "tipsv2": TIPS,
     "tipsv2_dpt": replace(
@@ -201,7 +205,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "bailing_hybrid": Family(renamed=((r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"), ATTENTION)),
     "lfm3": Family(renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
     "nemotron_h": NEMOTRON_H,
-    "nemotron_h_omni": NEMOTRON_H,
+    "nemotron_h_omni": replace(NEMOTRON_H, renames_towers=True),
     "qwen2_5_omni": Family(renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)),
     "pi0": Family(renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
@@ -277,6 +281,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "inkling_text": Family(float32=r"sconv"),
     "inkling_model": Family(float32=r"sconv"),
     "inkling2_text": Family(float32=r"sconv|convolution"),
+    # vision parts that --quantize-towers cannot pack
+    "blip-2": Family(keep=((r"^qformer\.", FLOAT32),)),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "hunyuan_vl", "inkling2", "kimi_k25", "qianfan_ocr", "step3p7", "unlimited_ocr"),
+        RENAMED_TOWERS,
+    ),
     # a vision part without a name of its own
     "cosmos3_omni": Family(keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)),
     "deepseek_ocr2": Family(keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),)),

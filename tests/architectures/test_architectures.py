@@ -4,6 +4,7 @@ CI runs FAST; `make test-architectures` runs all.
 """
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -24,11 +25,11 @@ from roundtrip import (
 )
 from tiny import save_tiny
 
-from nf4conv.checkpoint.evidence import EXPERT, ROUTER, TOWER
+from nf4conv.checkpoint.evidence import EXPERT, RENAMED_TOWER, ROUTER, TOWER
 from nf4conv.checkpoint.families import CONVERTED, READ, SHARED
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
-from nf4conv.quantize import quantize_checkpoint
+from nf4conv.quantize import plan_quantization, quantize_checkpoint
 
 EVERY = [architecture for group in CASES.values() for architecture in group]
 ALL = [
@@ -38,6 +39,7 @@ ALL = [
 
 DELIBERATE = (
     EXPERT,
+    RENAMED_TOWER,
     ROUTER,
     TOWER,
     CONVERTED,
@@ -159,6 +161,21 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
         found = ask_transformers(python, "load", tmp_path, *known)
         assert {name: result for name, result in found.items() if result not in ("ok", UNREADABLE)} == {}
         assert sum(result == "ok" for result in found.values()) >= 400
+
+
+@pytest.mark.architectures
+def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_path):
+    options = QuantizeOptions(double_quant=False, quantize_towers=True)
+    for architecture in EVERY:
+        source = save_tiny(architecture, tmp_path / architecture)
+        if any(row["reason"] == TOWER for row in plan_quantization(source).rows()):
+            quantize_checkpoint(source, tmp_path / architecture / "out", options)
+        else:
+            shutil.rmtree(tmp_path / architecture)
+    for python, fewest in ((sys.executable, 80), (python_with_transformers_4, 25)):
+        found = ask_transformers(python, "load", tmp_path)
+        assert {name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)} == {}
+        assert sum(result == "ok" for result in found.values()) >= fewest
 
 
 @pytest.mark.architectures
