@@ -327,3 +327,11 @@ MOST_USED = _names("""
     ViTForImageClassification Wav2Vec2ForCTC
 """)
 """Those that the README names."""
+
+EXPERTS_ONE_BY_ONE = _names("""
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM Dots1ForCausalLM Ernie4_5_MoeForCausalLM FlexOlmoForCausalLM
+    Glm4MoeForCausalLM Glm4vMoeForConditionalGeneration HunYuanMoEV1ForCausalLM JambaForCausalLM
+    LongcatFlashForCausalLM MiniMaxForCausalLM MixtralForCausalLM OlmoeForCausalLM PhimoeForCausalLM
+    Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration
+""")
+"""Mixtures of experts that transformers 4 stores expert by expert, and loads so in 4 bits."""
