@@ -50,7 +50,15 @@ T5: Final = Family(keep=((r"(^|\.)wo$", FLOAT32),))
 GPT2: Final = Family(transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$")
 FALCON: Final = Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 T5_UNPROTECTED: Final = Family(keep=((r"(^|\.)wo$", READ),))
-RETRIEVAL: Final = Family(keep=((r"(^|\.)embedding_proj_layer$", READ),))
+RETRIEVAL: Final = Family(
+    keep=((r"(^|\.)embedding_proj_layer$", READ),),
+    heads=(
+        "vlm.model.vision_tower",
+        "vlm.model.visual",
+        "vlm.model.multi_modal_projector",
+    ),  # as transformers 5.0 has them
+)
+CODEC: Final = Family(keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
 RENAMED_TOWERS: Final = Family(renames_towers=True)
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
@@ -281,6 +289,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "inkling_text": Family(float32=r"sconv"),
     "inkling_model": Family(float32=r"sconv"),
     "inkling2_text": Family(float32=r"sconv|convolution"),
+    # computes in float32 what it makes sound of
+    "csm": CODEC,
+    "kyutai_speech_to_text": CODEC,
+    "moshi": CODEC,
     # vision parts that --quantize-towers cannot pack
     "blip-2": Family(keep=((r"^qformer\.", FLOAT32),)),
     **dict.fromkeys(

@@ -52,6 +52,7 @@ DELIBERATE = (
     "state-space kernels read this weight directly",
     "nn.MultiheadAttention reads this weight directly",
     "in the vision part",
+    "an audio codec",
     "tied to other heads of the detector",
     "a loader could not tell its name from that of a skipped module",
     "not on disk under its own name",
