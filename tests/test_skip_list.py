@@ -1,5 +1,7 @@
 """Skip lists and the three loaders' rules, against the loaders' own code where it can be installed beside ours."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from nf4conv.checkpoint.skip_list import (
     check_skip_modules,
     complete_for_base,
     fused_modules,
+    hits,
+    mistaken_for_skipped,
     transformers_4,
     transformers_5,
     transformers_5_0,
@@ -140,7 +144,32 @@ def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module(
     ],
 )
 def test_a_list_is_completed_for_the_model_without_its_head(entries, packed, added):
-    assert set(complete_for_base(entries, packed)) - set(entries) == added
+    assert set(complete_for_base(entries, packed, entries)) - set(entries) == added
+
+
+def test_an_entry_that_is_too_wide_without_the_base_gives_way_to_its_modules():
+    packed = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
+    found = complete_for_base(["lm_head", "model.mlp"], packed, ["lm_head", "model.mlp.fc9"])
+    assert found == ("lm_head", "mlp.fc9", "model.mlp")
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=2), min_size=1, max_size=3).map(".".join),
+    st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=4).map(".".join),
+)
+def test_a_single_entry_hits_what_a_list_of_it_hits(entry, path):
+    assert hits(entry, path) == bool(mistaken_for_skipped([entry], [path]))
+
+
+def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
+    packed = [f"model.layers.{layer}.mlp.up_proj" for layer in range(4000)]
+    kept = [f"model.layers.{layer}.mlp.{name}" for layer in range(4000) for name in ("proj", "gate")]
+    started = time.process_time()
+    entries, mistaken = build_skip_modules(packed, [*kept, "proj"])
+    complete_for_base(entries, packed, kept)
+    assert time.process_time() - started < 10
+    assert len(mistaken) == 4000
 
 
 def test_entries_are_in_natural_order():

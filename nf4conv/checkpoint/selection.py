@@ -182,7 +182,7 @@ def with_skip_list(
         skipped = [path for module in modules for path in names.spellings(module)] + list(not_on_disk)
         skip_modules, mistaken = build_skip_modules(spelled, skipped, names.absent)
         if not mistaken:
-            skip_modules = complete_for_base(skip_modules, spelled)
+            skip_modules = complete_for_base(skip_modules, spelled, skipped)
             check_skip_modules(skip_modules, mistaken, skipped)
             others = (note for note in notes if not note.startswith(_SPLIT))  # of an earlier decision
             return Selection(decisions, skip_modules, (*others, *_split_notes(split)))

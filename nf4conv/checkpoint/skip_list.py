@@ -16,7 +16,7 @@ different paths is listed under each of them.
 import re
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from nf4conv.errors import PlanError
@@ -215,34 +215,37 @@ def build_skip_modules(
         covered.setdefault(entry, []).append(path)
     _check_names(covered)
     absent = set(absent)
-    mistaken = mistaken_for_skipped([*covered, *absent], packed)  # seldom any; the rest need not be looked at again
-    absent = {entry for entry in absent if not mistaken_for_skipped([entry], mistaken)}
-    too_wide = {entry for entry in covered if mistaken_for_skipped([entry], mistaken)}
+    too_wide = _too_wide([*covered, *absent], packed)
     entries = {path for entry, paths in covered.items() for path in (paths if entry in too_wide else [entry])}
-    entries |= absent
+    entries |= absent - too_wide
     _check_names(entries)
-    return tuple(sorted(entries, key=natural_order)), mistaken_for_skipped(entries, mistaken)
+    return _in_order(entries), mistaken_for_skipped(entries, packed if too_wide else ())
 
 
-def complete_for_base(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
+def complete_for_base(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
     """Complete a list for the model without its head, and for another head on the same base.
 
     What is "model.layers.0.gate" in a Qwen2MoeForCausalLM is "layers.0.gate" in a Qwen2MoeModel, into which AutoModel
-    loads the same checkpoint. An entry that would hit a packed module is left out.
+    loads the same checkpoint. An entry that would hit a packed module gives way to the modules that it stands for, and
+    is left out where they would, too.
 
     Args:
         entries: the list.
         packed: paths of the packed modules, in every spelling.
+        kept: paths of the others, in every spelling.
     """
-    packed = tuple(packed)
+    entries, packed = set(entries), tuple(packed)
     base = _base(packed)
+    if base is None:
+        return _in_order(entries)
     prefix = f"{base}."
-    more = {entry.removeprefix(prefix) for entry in entries if base and entry.startswith(prefix)}
-    more |= {f"{prefix}pooler"} if base and base not in _DECODERS else set()
+    more = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
+    more |= {f"{prefix}pooler"} if base not in _DECODERS else set()
     paths = (*packed, *(path.removeprefix(prefix) for path in packed)) if more else ()
-    mistaken = mistaken_for_skipped(more, paths)
-    more = {entry for entry in more if not mistaken_for_skipped([entry], mistaken)}
-    return tuple(sorted({*entries, *more}, key=natural_order))
+    too_wide = _too_wide(more, paths)
+    covered = tuple(f"{prefix}{entry}." for entry in too_wide)
+    instead = {path.removeprefix(prefix) for path in kept if too_wide and path.startswith(covered)}
+    return _in_order(entries | more - too_wide | instead - _too_wide(instead, paths))
 
 
 def _base(packed: Sequence[str]) -> str | None:
@@ -266,10 +269,41 @@ def _check_names(entries: Iterable[str]) -> None:
 
 def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
     """The paths that at least one loader would skip."""
-    entries = tuple(entries)
+    entries, packed = tuple(entries), tuple(packed)
+    if not packed:
+        return ()
     # whatever transformers 5.21 skips, 5.0 skips too
     by_4, by_5, by_vllm = transformers_4(entries), transformers_5_0(entries), vllm(entries)
     return tuple(path for path in packed if by_4(path) or by_vllm(path) or by_5(path))
+
+
+def _too_wide(entries: Collection[str], packed: Iterable[str]) -> set[str]:
+    """The entries, names all of them, by which at least one loader would skip a packed path.
+
+    Few paths tell most of them: there may be as many paths and entries as a checkpoint has tensors.
+    """
+    found: set[str] = set()
+    mistaken = mistaken_for_skipped(entries, packed)
+    while mistaken:
+        some = mistaken[:: len(mistaken) // _SOME + 1]
+        found |= {entry for entry in entries if entry not in found and any(hits(entry, path) for path in some)}
+        mistaken = mistaken_for_skipped([entry for entry in entries if entry not in found], mistaken)
+    return found
+
+
+_SOME: Final = 32
+
+
+def hits(entry: str, path: str) -> bool:
+    """Whether at least one loader would skip a path because of an entry that is a name: `mistaken_for_skipped`."""
+    if f"{entry}." in f"{path}.":
+        return True
+    # to transformers 5 a dot is any character
+    return len(entry) <= len(path) and all(mine in (".", its) for mine, its in zip(entry, path, strict=False))
+
+
+def _in_order(entries: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(entries, key=lambda entry: (natural_order(entry), entry)))
 
 
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:

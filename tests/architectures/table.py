@@ -58,8 +58,8 @@ Falcon 3, H1 or Mamba) and I-BERT use linear layers of their own, which transfor
 refused, as are purely convolutional networks. Architectures that need timm are not in the sweep; Gemma 3n with pictures
 and sound, and FastVLM, were tried by hand. Llama 4, whose experts are split, has tests of its own.
 
-What transformers 4.57 saved was loaded, once, by 4.53.3 and by 5.0.0 as well: 432 of the 435 that 4.53 knows (it looks for
-the quant states of ColPali, ShieldGemma 2 and CANINE under wrong names), and all 494 that 5.0 can read.
+What transformers 4.57 saved was loaded, once, by 4.53.3 and by 5.0.0 as well: 432 of the 435 that 4.53 knows (it looks
+for the quant states of ColPali, ShieldGemma 2 and CANINE under wrong names), and all 494 that 5.0 can read.
 
 bitsandbytes' CPU kernels want rows in multiples of 32 and columns in multiples of 64 (on AVX-512 some other shapes are
 decoded wrongly); its CUDA kernels do not.
