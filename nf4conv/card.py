@@ -100,17 +100,25 @@ def pipeline_card(
         figures: of each.
         verified: an audit's summary of all of them; None if nothing was verified.
     """
-    (source, plan), *_ = components.values()
-    origin = None if source.fetched is None else replace(source.fetched.origin, subfolder="")
+    # what is not packed keeps dtypes of its own
+    source, plan = next(
+        (source, plan) for source, plan in components.values() if any(isinstance(job, PackJob) for job in plan.jobs)
+    )
+    origin = None if source.fetched is None else _parent(source.fetched.origin)
     jobs = [job for _, plan in components.values() for job in plan.jobs]
     before = sum(part.bytes_before for part in figures.values())
     whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
     subject = _Subject(origin, folder / "README.md", "diffusers", plan.format, jobs, whole)
     loading = (
-        f"## Use\n\n```python\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
-        f'pipeline = {class_name}.from_pretrained("path or name of this model", torch_dtype="auto")\n```\n'
+        f"## Use\n\n```python\nimport torch\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
+        f'pipeline = {class_name}.from_pretrained("path or name of this model", '
+        f"torch_dtype=torch.{plan.format.dtype})\n```\n"
     )
     return _document(subject, [_settings(subject, None), _parts(components, figures), _kept(jobs), loading])
+
+
+def _parent(component: "Origin") -> "Origin":
+    return replace(component, subfolder=component.subfolder.rpartition("/")[0])
 
 
 def _document(subject: _Subject, sections: Sequence[str]) -> str:
@@ -220,6 +228,8 @@ def _loading(config: Mapping[str, Any] | None) -> str:
 
 def _checking(origin: "Origin | None") -> str:
     original = "ORIGINAL" if origin is None else origin.repo
+    if origin is not None and origin.subfolder:
+        original += f" --subfolder {origin.subfolder}"
     return (
         "## Check\n\nEvery packed byte is the one that bitsandbytes' CUDA kernels make of the original weight. "
         f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"

@@ -123,18 +123,23 @@ def plan_comparison(
         PlanError: the request makes no sense.
     """
     options = options or CompareOptions()
+    check_options(options)
     first, second = open_source(a, where), open_source(b, where)
     return make_plan(str(first), str(second), options, pair_tensors(first, second, options))
+
+
+def check_options(options: CompareOptions) -> None:
+    """Refuse, before anything is opened, what makes no sense: with a PlanError."""
+    if options.tolerance is not None and not options.tolerance >= 0:
+        raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
 
 
 def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs) -> ComparisonPlan:
     """Complete a plan.
 
     Raises:
-        PlanError: the request makes no sense.
+        PlanError: there is nothing to compare.
     """
-    if options.tolerance is not None and not options.tolerance >= 0:
-        raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
     return ComparisonPlan(a, b, options, tensors)

@@ -20,8 +20,8 @@ from nf4conv import __version__
 from nf4conv.checkpoint.components import PipelineFolder, is_packed_by_default, open_pipeline
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.source import open_source, read_json
-from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
-from nf4conv.compare import ComparisonPlan, make_plan, pair_tensors, plan_comparison
+from nf4conv.checkpoint.workspace import CHECKSUMS, WORK_FOLDER, Workspace
+from nf4conv.compare import ComparisonPlan, check_options, make_plan, pair_tensors, plan_comparison
 from nf4conv.dequantize import (
     DequantizationPlan,
     DequantizeReport,
@@ -29,7 +29,7 @@ from nf4conv.dequantize import (
     plan_dequantization,
     plan_dequantized_component,
 )
-from nf4conv.errors import PipelineError, PlanError, SourceError
+from nf4conv.errors import NoPipelineError, PipelineError, PlanError
 from nf4conv.inspect import Inspection, inspect_checkpoint
 from nf4conv.options import (
     CompareOptions,
@@ -132,9 +132,13 @@ def plan_quantizing(
         for name, place in folder.components.items()
     }
     plan = PipelinePlan(folder, components)
-    if not plan.totals()["packed"]:
-        raise PlanError(f"{source}: no tensor of this pipeline would be packed; --include and --exclude leave none")
+    _check_anything_packed(plan, source)
     return plan
+
+
+def _check_anything_packed(plan: PipelinePlan[QuantizationPlan], source: str | Path) -> None:
+    if not plan.totals()["packed"]:
+        raise PlanError(f"{source}: no tensor of this pipeline would be packed; --dry-run shows why each is kept")
 
 
 def plan_dequantizing(
@@ -186,6 +190,7 @@ def execute_quantizing(
     run = run or RunOptions()
     check_apart(plan.folder.folder, Path(out))
     plan = replace(plan, components={name: prepared(part, run) for name, part in plan.components.items()})
+    _check_anything_packed(plan, plan.folder.place)
     with open_push(push, run) as repository:
 
         def execute(
@@ -248,10 +253,13 @@ def _execute(
     with Workspace(out, _fingerprint(plan, run), overwrite=run.overwrite, checksum=False) as workspace:
         if run.verify:
             workspace.forget()  # components of an earlier run, which nobody may have looked at
-        workspace.check_space(sum(_space_needed(workspace, name, part) for name, part in plan.components.items()))
+        (out / plan.folder.index.name).unlink(missing_ok=True)  # of a run that ended between its last two steps
+        finished = {name for name, part in plan.components.items() if _is_finished(workspace, name, part, run)}
+        missing = [(name, part) for name, part in plan.components.items() if name not in finished]
+        workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing))
         for name, part in plan.components.items():
             marker = _marker(name, part)
-            if marker in workspace.finished:
+            if name in finished:
                 kept += len(part.plan.shards)
                 progress(part.totals()["bytes_in"])
                 continue
@@ -275,8 +283,15 @@ def _marker(name: str, plan: QuantizationPlan | DequantizationPlan) -> str:
     return f"{name}/{plan.plan.shards[0].name}"
 
 
-def _space_needed(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan) -> int:
-    return 0 if _marker(name, plan) in workspace.finished else space_needed(plan, ())
+def _is_finished(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan, run: RunOptions) -> bool:
+    has_checksums = (workspace.out / name / CHECKSUMS).is_file()
+    return _marker(name, plan) in workspace.finished and has_checksums == run.checksum
+
+
+def _space_needed(folder: Path, plan: QuantizationPlan | DequantizationPlan) -> int:
+    """What a component takes beyond what lies in its folder, which is deleted or kept as a part of it."""
+    present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return max(space_needed(plan, ()) - present, 0)
 
 
 def _fingerprint(plan: PipelinePlan[Any], run: RunOptions) -> dict[str, Any]:
@@ -427,12 +442,18 @@ def _named(component: str, row: Mapping[str, Any], *keys: str) -> dict[str, Any]
 def plan_comparing(
     a: str | Path, b: str | Path, options: CompareOptions | None = None, where: SourceOptions | None = None
 ) -> ComparisonPlan:
-    """As `plan_comparison`, of two pipelines too; the component and a slash stand before each name."""
+    """As `plan_comparison`, of two pipelines too; the component and a slash stand before each name.
+
+    Raises:
+        SourceError: one of them cannot be read.
+        PlanError: the request makes no sense, or only one of them is a pipeline.
+    """
+    options = options or CompareOptions()
+    check_options(options)
     try:
         return plan_comparison(a, b, options, where)
     except PipelineError:
         sides = tuple(_open_to_compare(side, where) for side in (a, b))
-    options = options or CompareOptions()
     tensors: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = {}
     for name in dict.fromkeys((*sides[0].components, *sides[1].components)):
         if not _is_included(name, options):
@@ -448,7 +469,7 @@ def plan_comparing(
 def _open_to_compare(side: str | Path, where: SourceOptions | None) -> PipelineFolder:
     try:
         return open_pipeline(side, where)
-    except SourceError as error:
+    except NoPipelineError as error:
         raise PlanError(f"a pipeline can only be compared with a pipeline: {error}") from error
 
 

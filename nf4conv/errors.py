@@ -2,7 +2,8 @@
 
 Nf4convError            everything below; the command line prints it as one line and exits with 2
 ├── SourceError         the input cannot be read: missing, truncated, malformed, unsupported
-│   └── PipelineError   it is a pipeline of diffusers, where one checkpoint was expected
+│   ├── PipelineError   it is a pipeline of diffusers, where one checkpoint was expected
+│   └── NoPipelineError the other way round
 ├── PlanError           the input is readable, but the request cannot be met
 ├── OutputError         the destination: exists, in use, disk full
 ├── CodecError          a tensor or quant state that the codec cannot take (also a ValueError)
@@ -20,6 +21,10 @@ class SourceError(Nf4convError):
 
 class PipelineError(SourceError):
     """The source is a pipeline of diffusers, several checkpoints in one folder, where one was expected."""
+
+
+class NoPipelineError(SourceError):
+    """The source is no pipeline of diffusers, where one was expected."""
 
 
 class PlanError(Nf4convError):

@@ -6,7 +6,6 @@ what the Hub lacks.
 """
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -21,6 +20,8 @@ from nf4conv.errors import Nf4convError, OutputError
 _WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds between tries, after those of huggingface_hub itself."""
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
+"""Beside other weights than those that they were written for."""
 
 
 class Push:
@@ -73,11 +74,11 @@ class Push:
         """Say that a file is finished; it is uploaded in the background. May be called from any thread."""
         self._queue.put((name, path))
 
-    def commit(self, files: Mapping[str, Path], message: str) -> str:
-        """Make the files a model, when those that were offered are uploaded.
+    def commit(self, folder: Path, message: str) -> str:
+        """Make the files of a folder a model, when those that were offered are uploaded.
 
         Args:
-            files: all files of the model, by name.
+            folder: that holds all files of the model.
             message: of the commit.
 
         Returns:
@@ -89,15 +90,15 @@ class Push:
         self._queue.put(None)
         while self._thread.is_alive():
             self._thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
+        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         try:
             if self._error is not None:
                 raise self._error
             additions = [self._uploaded.get(name) or _addition(name, path) for name, path in sorted(files.items())]
-            stale = sorted(name for name in self._before if name.endswith(_WEIGHTS) and name not in files)
+            stale = sorted(name for name in self._before - files.keys() if name.endswith((*_WEIGHTS, *_MISLEADING)))
             deletions = [CommitOperationDelete(path_in_repo=name) for name in stale]
             return str(self._api.create_commit(self.repo, [*additions, *deletions], commit_message=message).commit_url)
         except HUB_ERRORS as error:
-            folder = next(iter(files.values())).parent
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is complete, so this pushes "
                 f"it: hf upload {self.repo} {folder} ."

@@ -389,9 +389,7 @@ def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMana
 
 def pushed(report: QuantizeReport, repository: "Push", format: Format, started: float) -> QuantizeReport:
     """The report of a run whose output is complete on the Hub, too."""
-    out = Path(report.out)
-    files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
-    address = repository.commit(files, f"Quantize to {format.quant_type} with nf4conv")
+    address = repository.commit(Path(report.out), f"Quantize to {format.quant_type} with nf4conv")
     return replace(report, pushed=address, seconds=time.perf_counter() - started)
 
 
@@ -433,7 +431,11 @@ def _open_audit(workspace: Workspace, pipeline: Pipeline[Any], run: RunOptions) 
 
 
 def prepared(job: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
-    """A plan to carry out: as it is, unless weights are to be looked through for NaN and infinity first."""
+    """A plan to carry out: as it is, unless weights are to be looked through for NaN and infinity first.
+
+    Raises:
+        PlanError: nothing is left to pack.
+    """
     if job.options.non_finite == "keep":
         job = _without_non_finite(job, run)
     if not job.is_component and not any(isinstance(entry, PackJob) for entry in job.plan.jobs):

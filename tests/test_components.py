@@ -297,6 +297,35 @@ def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
         assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("text_encoder", "can only be compared with a pipeline.*no model_index.json"),
+        ("text_encoder/model.safetensors", "can only be compared with a pipeline.*a file"),
+        ("nowhere/at/all", "nowhere/at/all: no such file or folder"),
+        ("broken", "there is no such folder; the download is incomplete"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_compared_with(pipeline, other, message):
+    (pipeline / "broken").mkdir()
+    (pipeline / "broken" / "model_index.json").write_text(json.dumps(INDEX))
+    with pytest.raises((PlanError, SourceError), match=message):
+        plan_comparing(pipeline, pipeline / other)
+
+
+def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
+    with pytest.raises(PlanError, match="--tolerance"):
+        plan_comparing(tmp_path / "nowhere", tmp_path / "nowhere", CompareOptions(tolerance=-1.0))
+
+
+def test_a_pipeline_that_has_nothing_but_nan_to_pack(pipeline, tmp_path):
+    for file in (*pipeline.glob("transformer/*.safetensors"), *pipeline.glob("text_encoder/*.safetensors")):
+        save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(PlanError, match="no tensor of this pipeline would be packed"):
+        execute_quantizing(plan_quantizing(pipeline, QuantizeOptions(non_finite="keep")), tmp_path / "out", RUN)
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_to_compare(pipeline):
     with pytest.raises(PlanError, match="leave no tensor"):
         plan_comparing(pipeline, pipeline, CompareOptions(include=("unet/*",)))

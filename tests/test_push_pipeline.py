@@ -1,6 +1,7 @@
 """A pipeline's card, and pushing it: one commit of all components, which go up while later ones are made."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def pipeline(tmp_path: Path) -> Path:
         weight = torch.randn(256, 64, generator=generator).bfloat16()
         save_file({f"{module}.weight": weight}, folder / name / f"{stem}.safetensors")
         (folder / name / "config.json").write_text(json.dumps(config))
-    index = {"_class_name": "FluxPipeline", **{name: ["library", "Class"] for name in COMPONENTS}}
+    # the first component is one of which nothing is packed, as image_encoder of Wan
+    index = {"_class_name": "FluxPipeline", **{name: ["library", "Class"] for name in reversed(COMPONENTS)}}
     (folder / "model_index.json").write_text(json.dumps(index))
     (folder / "README.md").write_bytes(CARD)
     return folder
@@ -76,13 +78,15 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     }
     assert f"https://huggingface.co/org/flux/tree/{commit}" in body
     assert "from diffusers import FluxPipeline" in body
+    assert "torch_dtype=torch.bfloat16" in body
+    assert "| what is not packed | bfloat16 |" in body
     assert "| vae | 0 | 0.03 MB → 0.03 MB |" in body
     assert "| packed | 2 weights, 66.7 % of 49,152 parameters |" in body
     assert f"{8 * report.bytes_after / 49152:.2f} bits a parameter" in body
     assert report.verification is not None
     assert [row["name"] for row in report.verification["rows"]] == [
-        "transformer/transformer_blocks.0.to_q.weight",
         "text_encoder/encoder.layers.0.fc1.weight",
+        "transformer/transformer_blocks.0.to_q.weight",
     ]
     assert report.verification["copies"] == 1
     assert f"relative error at most {report.verification['largest_relative_error']:.4f}" in body
@@ -105,6 +109,22 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(hub: Hub,
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
+def test_checksums_asked_for_on_the_second_run_are_those_of_all_components(pipeline: Path, tmp_path: Path):
+    run = RunOptions(device="cpu", workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(pipeline, tmp_path / "out", run=run, progress=_Interruption())
+    quantize_checkpoint(pipeline, tmp_path / "out", run=replace(run, checksum=True))
+    assert len(list((tmp_path / "out").rglob("SHA256SUMS"))) == len(COMPONENTS)
+
+
+def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(pipeline: Path, tmp_path: Path):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(pipeline, tmp_path / "out", run=RunOptions(device="cpu"), progress=_Interruption())
+        assert not (tmp_path / "out" / "model_index.json").exists()
+        (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
+
+
 class _Interruption:
     """Progress that is interrupted when the second component has been read."""
 
@@ -115,6 +135,13 @@ class _Interruption:
         self.read += count
         if self.read > 32768:
             raise KeyboardInterrupt
+
+
+def test_what_would_mislead_beside_the_new_weights_is_deleted(hub: Hub, pipeline: Path, tmp_path: Path):
+    convert(pipeline, tmp_path / "out", checksum=True)
+    assert "vae/SHA256SUMS" in pushed_files(hub)
+    convert(pipeline, tmp_path / "out", overwrite=True)
+    assert pushed_files(hub) == contents(tmp_path / "out")
 
 
 @pytest.mark.usefixtures("hub")

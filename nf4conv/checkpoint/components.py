@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
-from nf4conv.checkpoint.source import read_json
+from nf4conv.checkpoint.source import is_repo_id, read_json
 from nf4conv.checkpoint.weight_files import PIPELINE_INDEX, find_weights
-from nf4conv.errors import SourceError
+from nf4conv.errors import NoPipelineError, SourceError
 from nf4conv.options import SourceOptions
 
 _PACKED: Final = re.compile(r"(unconditional_|prior_)?(transformer|unet|prior|controlnet|text_encoder)(_\d+)?")
@@ -58,14 +58,21 @@ def open_pipeline(source: str | Path, where: SourceOptions | None = None) -> Pip
         where: revision and so on; a component that has no files of the variant is read without.
 
     Raises:
+        NoPipelineError: it is something else.
         SourceError: it cannot be read, or lacks a component.
     """
     where = where or SourceOptions()
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+    if Path(source).is_file():
+        raise NoPipelineError(f"{source}: a file, which is no pipeline")
     if Path(source).is_dir():
         folder = Path(source) / prefix
+        if not (folder / PIPELINE_INDEX).is_file():
+            raise NoPipelineError(f"{folder}: no {PIPELINE_INDEX}, so this is no pipeline")
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         return _describe(folder, str(source), where, prefix, names)
+    if not is_repo_id(str(source)):
+        raise SourceError(f"{source}: no such file or folder")
     from nf4conv.checkpoint.hub import list_pipeline  # importing huggingface_hub takes a while
 
     listing = list_pipeline(str(source), where)

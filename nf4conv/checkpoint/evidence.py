@@ -116,7 +116,7 @@ class Evidence:
             return None
         if any(family.only_blocks for family in self.families) and not _in_layer(module):
             # a top-level proj_out cannot be listed without hitting every proj_out of the blocks
-            return None if module in self.names_in_blocks else OUTSIDE_BLOCKS
+            return None if module in self.names_in_blocks and shape[0] >= FEWEST_ROWS else OUTSIDE_BLOCKS
         renames_towers = any(family.renames_towers for family in self.families)
         if self.multimodal and (renames_towers or not towers) and _in_tower(module):
             return RENAMED_TOWER if renames_towers else TOWER
@@ -233,8 +233,9 @@ def _in_layer(module: str) -> bool:
 
 def _names_in_blocks(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     for tensor in tensors:
-        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and _in_layer(tensor.name):
-            yield from tensor.name.removesuffix(".weight").split(".")
+        module = tensor.name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and module != tensor.name and _in_layer(module):
+            yield from module.split(".")
 
 
 def _in_tower(module: str) -> bool:

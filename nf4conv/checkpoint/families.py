@@ -1,4 +1,5 @@
-"""What a model family does differently from the general rule of selection.py. Keys are config.json's model_type.
+"""What a model family does differently from the general rule of selection.py. Keys are config.json's model_type; of
+components of diffusers, their class.
 
 A family is listed only when names and shapes cannot tell. Patterns are regular expressions, searched in the path of a
 module on disk (a tensor's name without ".weight").

@@ -78,14 +78,15 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
             return _open_file(path)
         if path.is_dir():
             return _open_folder(path / (where.subfolder or ""), where.variant)
-        if not _is_repo_id(str(source)):
+        if not is_repo_id(str(source)):
             raise SourceError(f"{path}: no such file or folder")
         return _open_repository(str(source), where)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def _is_repo_id(text: str) -> bool:
+def is_repo_id(text: str) -> bool:
+    """Whether a source that is no path may be a repository on the Hub."""
     return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 

@@ -26,6 +26,7 @@ from nf4conv.checkpoint.reader import read_chunks
 from nf4conv.checkpoint.writer import ShardWriter, sync_folder, write_file
 from nf4conv.errors import OutputError
 
+CHECKSUMS: Final = "SHA256SUMS"
 WORK_FOLDER: Final = ".nf4conv"
 _RECORD: Final = "run.json"
 
@@ -158,6 +159,7 @@ class Workspace:
         """Take no shard for finished, so that all are written again."""
         self._finished = {}
         with _as_output_error(self.out):
+            (self.out / "config.json").unlink(missing_ok=True)  # of a run that ended between its last two steps
             self._save()
 
     @property
@@ -216,7 +218,7 @@ class Workspace:
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Write the files that make the folder a checkpoint, make everything durable and remove the work files."""
         if self._checksum:
-            self.write("SHA256SUMS", self._manifest(last))
+            self.write(CHECKSUMS, self._manifest(last))
         with _as_output_error(self.out):
             sync_folder(self.out)  # before a loader could take the folder for complete
             for name, content in last.items():
