@@ -14,11 +14,11 @@ different paths is listed under each of them.
 """
 
 import re
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from nf4conv.checkpoint.name_index import NameIndex
 from nf4conv.errors import PlanError
 
 Predicate = Callable[[str], bool]
@@ -40,8 +40,9 @@ def _nothing(path: str) -> bool:  # noqa: ARG001
 def transformers_4(entries: Iterable[str]) -> Predicate:
     """Whether transformers 4 leaves a module alone, by its path."""
     names = frozenset(entries)
-    before_dot = tuple(sorted(names))
-    is_below = _below(lambda ancestor: ancestor.endswith(before_dot))
+    if "" in names:  # stands before any dot
+        return lambda path: "." in path or path in names
+    is_below = _below(NameIndex(names).ends)
     return lambda path: path in names or path.rpartition(".")[2] in names or is_below(path)
 
 
@@ -66,8 +67,14 @@ def transformers_5(entries: Iterable[str]) -> Predicate:
     ends = tuple(sorted(entries))
     if not ends:
         return _nothing
-    start = _any_of(ends, r"(?:(?<=\.)|(?=\.|$))")
-    return lambda path: path.endswith(ends) or start.match(path) is not None
+    if not all(map(is_name, ends)):
+        start = _any_of(ends, r"(?:(?<=\.)|(?=\.|$))")
+        return lambda path: path.endswith(ends) or start.match(path) is not None
+    index = NameIndex(ends)
+    is_below = _below(
+        lambda ancestor: index.starts(ancestor, len(ancestor)) or index.starts(f"{ancestor}.", len(ancestor) + 1)
+    )
+    return lambda path: index.ends(path) or is_below(path) or index.starts(path, len(path))
 
 
 def transformers_5_0(entries: Iterable[str]) -> Predicate:
@@ -75,22 +82,17 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
     ends = tuple(sorted(entries))
     if not ends:
         return _nothing
-    start = _any_of(ends)
     if not all(map(is_name, ends)):
+        start = _any_of(ends)
         return lambda path: path.endswith(ends) or start.match(path) is not None
-    # a name matches as many characters as it has: for most modules what is above them decides, and comes in groups
-    lengths = sorted({len(name) for name in ends})
-    above: dict[str, bool] = {}
+    index = NameIndex(ends)
 
-    def is_skipped(path: str) -> bool:
-        parent = path[: path.rfind(".") + 1]
-        if parent not in above:
-            above[parent] = start.match(parent) is not None
-        if above[parent] or path.endswith(ends):
-            return True
-        return bisect(lengths, len(parent)) < bisect(lengths, len(path)) and start.match(path) is not None
+    def starts_within(path: str, stop: int) -> bool:
+        """Whether a name ends in the last component that ends at `stop`, or with the dot after it."""
+        return index.starts_between(path, path.rfind(".", 0, stop) + 1, len(path))
 
-    return is_skipped
+    is_below = _below(lambda ancestor: starts_within(f"{ancestor}.", len(ancestor)))
+    return lambda path: index.ends(path) or is_below(path) or starts_within(path, len(path))
 
 
 def vllm(entries: Iterable[str]) -> Predicate:
