@@ -380,11 +380,10 @@ def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
     assert vllm(found.skip_modules)("model.layers.0.self_attn.qkv_proj")
 
 
-def test_a_narrow_proj_out_of_a_diffusion_transformer_stays_and_those_that_its_name_hits_with_it():
+def test_a_narrow_proj_out_is_packed_because_its_name_cannot_be_told_from_those_in_the_blocks():
     source = tensors(
-        transformer_blocks__0__attn__to_q__weight=(64, 64),
         single_transformer_blocks__0__proj_out__weight=(64, 128),
         proj_out__weight=(16, 64),
     )
     selection = select(source, {"_class_name": "FluxTransformer2DModel"}, SelectionOptions())
-    assert packed(selection) == ["transformer_blocks.0.attn.to_q.weight"]
+    assert packed(selection) == ["single_transformer_blocks.0.proj_out.weight", "proj_out.weight"]

@@ -115,8 +115,9 @@ class Evidence:
         if self._is_linear_by_family(module):
             return None
         if any(family.only_blocks for family in self.families) and not _in_layer(module):
-            # a top-level proj_out cannot be listed without hitting every proj_out of the blocks
-            return None if module in self.names_in_blocks and shape[0] >= FEWEST_ROWS else OUTSIDE_BLOCKS
+            # a top-level proj_out cannot be listed without hitting every proj_out of the blocks; it may have few rows,
+            # which only bitsandbytes' kernels for CPUs cannot take, and diffusers wants a GPU
+            return None if module in self.names_in_blocks else OUTSIDE_BLOCKS
         renames_towers = any(family.renames_towers for family in self.families)
         if self.multimodal and (renames_towers or not towers) and _in_tower(module):
             return RENAMED_TOWER if renames_towers else TOWER
