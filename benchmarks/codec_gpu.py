@@ -61,7 +61,6 @@ def main() -> None:
     rows += quantize_rows((8192, 28672), torch.float32, "nf4", False)
     rows += quantize_rows((8192, 28672), torch.float16, "nf4", False)
     rows += quantize_rows((4096, 4096), torch.bfloat16, "nf4", True)
-    rows += batch_rows()
     rows += error_rows()
     print_table(rows)
     if arguments.json:
@@ -157,24 +156,6 @@ def quantize_rows(
     name = f"quantize {quant_type} from {str(dtype)[6:]}, {'whole nested call' if double_quant else 'packed + absmax'}"
     rows = [row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()]
     torch.cuda.empty_cache()
-    return rows
-
-
-def batch_rows() -> list[dict[str, object]]:
-    rows = []
-    for count, shape in ((512, (1024, 512)), (256, (2048, 768)), (128, (2048, 2048))):
-        experts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        moved = int(count * shape[0] * shape[1] * (2 + 1 / 2 + 4 / 64))
-        providers: dict[str, Call] = {
-            "nf4conv batch": partial(ops.quantize_4bit_batch, experts),
-            "nf4conv loop": lambda experts=experts: [ops.quantize_4bit(expert) for expert in experts],
-            "bitsandbytes loop": lambda experts=experts: [
-                functional.quantize_4bit(e, quant_type="nf4", compress_statistics=True) for e in experts
-            ],
-        }
-        title = f"quantize {count} tensors, nested, wall"
-        timed = take_turns({name: partial(wall, call, 1) for name, call in providers.items()})
-        rows += [row(title, shape, name, value, moved) for name, value in timed.items()]
     return rows
 
 

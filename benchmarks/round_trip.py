@@ -23,8 +23,8 @@ import torch
 from benchmarks.end_to_end import machine, median, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
-from nf4conv.pipeline import make_pipeline
-from nf4conv.worker import TorchEngine
+from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.pipeline.with_torch.worker import TorchEngine
 
 PEERS = ("transformers", "bitsandbytes")
 

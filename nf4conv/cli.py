@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from nf4conv import __version__
+import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import (
     DTYPES,
@@ -33,12 +33,7 @@ from nf4conv.options import (
     SourceOptions,
     VerifyOptions,
 )
-from nf4conv.text import comparison_lines, inspection_lines, printable, size, verification_lines
-
-if TYPE_CHECKING:
-    from nf4conv.components import PipelinePlan
-    from nf4conv.dequantize import DequantizationPlan, DequantizeReport
-    from nf4conv.quantize import QuantizationPlan, QuantizeReport
+from nf4conv.report.text import comparison_lines, inspection_lines, printable, size, verification_lines
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -113,7 +108,7 @@ def _color() -> bool | None:
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, message="%(version)s")
+@click.version_option(nf4conv.__version__, message="%(version)s")
 def main() -> None:
     """Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4: streamed, bit-exact with bitsandbytes CUDA."""
     signal.signal(signal.SIGTERM, _raise_terminated)
@@ -245,31 +240,28 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     """Quantize the checkpoint SRC into the folder OUT.
 
     SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
-    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. Of a pipeline of diffusers, denoisers
+    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. Of a diffusers pipeline, denoisers
     and text encoders are packed; --include 'transformer/*' chooses components.
     """
     kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
     run, options, where, push = (_split(kind, chosen) for kind in kinds)
-    from nf4conv.components import execute_quantizing, plan_quantizing
-    from nf4conv.quantize import with_second_opinion
-
     _quieten_downloads(quiet)
-    plan = plan_quantizing(source, options, where)
+    plan = nf4conv.plan_quantization(source, options, where)
     if dry_run:
-        plan = with_second_opinion(plan)
         totals = plan.totals()
         _print_plan(
             plan,
+            (*plan.notes, *nf4conv.second_opinion(plan)),
             as_json,
-            f"{totals['packed']:,} weights packed, {totals['copied']:,} tensors kept, {totals['shards']} files: "
-            f"{size(totals['bytes_in'])} → {size(totals['bytes_out'])} "
-            f"({totals['compression']:.2f}x, {totals['bits_per_parameter']:.2f} bits per parameter)",
+            f"{totals.packed:,} weights packed, {totals.copied:,} tensors kept, {totals.shards} files: "
+            f"{size(totals.bytes_in)} → {size(totals.bytes_out)} "
+            f"({totals.compression:.2f}x, {totals.bits_per_parameter:.2f} bits per parameter)",
         )
         return
     if not quiet:
         _print_notes(plan.notes)
-    with _progress(plan.totals()["bytes_in"], quiet) as advance:
-        report = execute_quantizing(plan, out, run, advance, push)
+    with _progress(plan.totals().bytes_in, quiet) as advance:
+        report = nf4conv.execute_quantization(plan, out, run, advance, push)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
@@ -301,23 +293,22 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
     result loads without bitsandbytes.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, DequantizeOptions, SourceOptions))
-    from nf4conv.components import execute_dequantizing, plan_dequantizing
-
     _quieten_downloads(quiet)
-    plan = plan_dequantizing(source, options, where)
+    plan = nf4conv.plan_dequantization(source, options, where)
     if dry_run:
         totals = plan.totals()
         _print_plan(
             plan,
+            plan.notes,
             as_json,
-            f"{totals['decoded']:,} weights decoded, {totals['copied']:,} tensors copied, {totals['shards']} files: "
-            f"{size(totals['bytes_in'])} → {size(totals['bytes_out'])}",
+            f"{totals.decoded:,} weights decoded, {totals.copied:,} tensors copied, {totals.shards} files: "
+            f"{size(totals.bytes_in)} → {size(totals.bytes_out)}",
         )
         return
     if not quiet:
         _print_notes(plan.notes)
-    with _progress(plan.totals()["bytes_in"], quiet) as advance:
-        report = execute_dequantizing(plan, out, run, advance)
+    with _progress(plan.totals().bytes_in, quiet) as advance:
+        report = nf4conv.execute_dequantization(plan, out, run, advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
     elif not quiet:
@@ -349,14 +340,11 @@ def verify(
     Exit codes: 0 everything is right, 1 something is not, 2 it could not be verified.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, VerifyOptions, SourceOptions))
-    from nf4conv.components import execute_verifying, plan_verifying
-    from nf4conv.report import write_json, write_page
-
     _quieten_downloads(quiet)
-    plan = plan_verifying(path, source, options, where)
+    plan = nf4conv.plan_verification(path, source, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
-        found = execute_verifying(plan, run, advance)
-    for file, write in ((json_file, write_json), (report, write_page)):
+        found = nf4conv.execute_verification(plan, run, advance)
+    for file, write in ((json_file, nf4conv.write_json), (report, nf4conv.write_page)):
         if file is not None:
             write(found, file)
     if not quiet:
@@ -387,16 +375,12 @@ def compare(a: str, b: str, json_file: Path | None, quiet: bool, **chosen: Any) 
     Exit codes: 0 every byte is equal, or no tensor is farther off than the tolerance; 1 otherwise; 2 bad input.
     """
     run, options, where = (_split(kind, chosen) for kind in (RunOptions, CompareOptions, SourceOptions))
-    from nf4conv.compare import execute_comparison
-    from nf4conv.components import plan_comparing
-    from nf4conv.report import write_json
-
     _quieten_downloads(quiet)
-    plan = plan_comparing(a, b, options, where)
+    plan = nf4conv.plan_comparison(a, b, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
-        found = execute_comparison(plan, run, advance)
+        found = nf4conv.execute_comparison(plan, run, advance)
     if json_file is not None:
-        write_json(found, json_file)
+        nf4conv.write_json(found, json_file)
     if not quiet:
         click.echo("\n".join(comparison_lines(found)))
     sys.exit(0 if found.passed else 1)
@@ -418,10 +402,8 @@ def inspect(path: str, as_json: bool, **chosen: Any) -> None:
 
     PATH is a folder or a weight file; REPO a model on the Hugging Face Hub, of which no weight is fetched.
     """
-    from nf4conv.components import inspect_any
-
     _quieten_downloads(True)
-    found = inspect_any(path, SourceOptions(**chosen))
+    found = nf4conv.inspect_checkpoint(path, SourceOptions(**chosen))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
@@ -453,24 +435,29 @@ def _print_notes(notes: Sequence[str]) -> None:
         click.echo(f"{click.style('Note:', fg='yellow')} {printable(note)}", err=True, color=_color())
 
 
-def _print_plan(plan: "QuantizationPlan | DequantizationPlan | PipelinePlan[Any]", as_json: bool, summary: str) -> None:
+def _print_plan(plan: Any, notes: Sequence[str], as_json: bool, summary: str) -> None:
     rows = plan.rows()
     if as_json:
-        content = {"tensors": rows, "totals": plan.totals(), "config": plan.config, "notes": plan.notes}
+        content = {
+            "tensors": [dataclasses.asdict(row) for row in rows],
+            "totals": dataclasses.asdict(plan.totals()),
+            "config": plan.config,
+            "notes": notes,
+        }
         click.echo(json.dumps(content, indent=2))
         return
-    names = [printable(row["name"]) for row in rows]
+    names = [printable(row.name) for row in rows]
     width = max(map(len, names))
     for name, row in zip(names, rows, strict=True):
-        shape = "x".join(map(str, row["shape"])) or "scalar"
-        sizes = f"{size(row['bytes_in']):>9} → {size(row['bytes_out']):>9}"
-        click.echo(f"{row['action']:4}  {name:{width}}  {row['dtype']:4} {shape:>14}  {sizes}  {row['reason']}")
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        sizes = f"{size(row.bytes_in):>9} → {size(row.bytes_out):>9}"
+        click.echo(f"{row.action:4}  {name:{width}}  {row.dtype:4} {shape:>14}  {sizes}  {row.reason}")
     click.echo(f"\n{summary}")
-    for note in plan.notes:
+    for note in notes:
         click.echo(f"Note: {printable(note)}")
 
 
-def _print_report(report: "QuantizeReport") -> None:
+def _print_report(report: "nf4conv.QuantizeReport") -> None:
     click.echo(
         f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}\n"
         f"{size(report.bytes_before)} → {size(report.bytes_after)} "
@@ -480,14 +467,14 @@ def _print_report(report: "QuantizeReport") -> None:
     if report.verification is not None:
         verified = report.verification
         click.echo(
-            f"verified: {verified['weights']:,} packed weights, largest relative error "
-            f"{verified['largest_relative_error']:.4f}; {verified['copies']:,} kept tensors equal"
+            f"verified: {verified.weights:,} packed weights, largest relative error "
+            f"{verified.largest_relative_error:.4f}; {verified.copies:,} kept tensors equal"
         )
     if report.pushed is not None:
         click.echo(f"pushed: {report.pushed}")
 
 
-def _print_dequantize_report(report: "DequantizeReport") -> None:
+def _print_dequantize_report(report: "nf4conv.DequantizeReport") -> None:
     click.echo(
         f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}\n"
         f"{size(report.bytes_before)} → {size(report.bytes_after)}\n"
@@ -495,11 +482,11 @@ def _print_dequantize_report(report: "DequantizeReport") -> None:
     )
 
 
-def _resumed(report: "QuantizeReport | DequantizeReport") -> str:
+def _resumed(report: "nf4conv.QuantizeReport | nf4conv.DequantizeReport") -> str:
     return f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
 
 
-def _timing(report: "QuantizeReport | DequantizeReport", size: int) -> str:
+def _timing(report: "nf4conv.QuantizeReport | nf4conv.DequantizeReport", size: int) -> str:
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
     rate = size / report.seconds / 1e9
     return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"

@@ -2,12 +2,16 @@
 
 Nf4convError            everything below; the command line prints it as one line and exits with 2
 ├── SourceError         the input cannot be read: missing, truncated, malformed, unsupported
-│   ├── PipelineError   it is a pipeline of diffusers, where one checkpoint was expected
-│   └── NoPipelineError the other way round
+│   ├── DiffusersFolderError    it is a diffusers pipeline, where one checkpoint was expected
+│   ├── NoDiffusersFolderError  it is no diffusers pipeline, where one was expected
+│   ├── NonFiniteError  a weight that was to be packed holds NaN or infinity   (pipeline/shards.py)
+│   └── CastError       a tensor does not fit into the dtype that it would be cast to   (pipeline/shards.py)
 ├── PlanError           the input is readable, but the request cannot be met
 ├── OutputError         the destination: exists, in use, disk full
+├── VerificationError   what has been written is not what was to be written; the command line exits with 1
 ├── CodecError          a tensor or quant state that the codec cannot take (also a ValueError)
-└── VerifyError         a finished checkpoint is not what it claims to be
+└── CudaError           a call of the CUDA driver failed   (pipeline/without_torch/driver.py)
+    └── CudaOutOfMemoryError    the device, or what the host may pin, is full
 """
 
 
@@ -19,12 +23,12 @@ class SourceError(Nf4convError):
     """The source checkpoint cannot be read."""
 
 
-class PipelineError(SourceError):
-    """The source is a pipeline of diffusers, several checkpoints in one folder, where one was expected."""
+class DiffusersFolderError(SourceError):
+    """The source is a diffusers pipeline, several checkpoints in one folder, where one was expected."""
 
 
-class NoPipelineError(SourceError):
-    """The source is no pipeline of diffusers, where one was expected."""
+class NoDiffusersFolderError(SourceError):
+    """The source is no diffusers pipeline, where one was expected."""
 
 
 class PlanError(Nf4convError):
@@ -41,7 +45,3 @@ class OutputError(Nf4convError):
 
 class CodecError(Nf4convError, ValueError):
     """A tensor or quant state outside what the codec accepts."""
-
-
-class VerifyError(Nf4convError):
-    """A checkpoint contradicts itself or its source."""

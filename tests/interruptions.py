@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nf4conv.encode
-import nf4conv.worker  # noqa: F401 - imported before the forks, so that each of them need not
+import nf4conv.pipeline.with_torch.pack
+import nf4conv.pipeline.with_torch.worker  # noqa: F401 - imported before the forks, so that each of them need not
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
-from nf4conv.quantize import quantize_checkpoint
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)

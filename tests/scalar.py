@@ -5,7 +5,7 @@ Only the cut points are shared; test_codebook.py holds them to bitsandbytes' lit
 
 import numpy as np
 
-from nf4conv.codec.codebook import DYNAMIC_MAP, FP4, NF4
+from nf4conv.format.codebook import DYNAMIC_MAP, FP4, NF4
 
 NF4_CUTS = [np.float32(cut) for cut in NF4.cuts]
 FP4_CUTS = [np.float32(cut) for cut in FP4.cuts]

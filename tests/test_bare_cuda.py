@@ -9,10 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.cuda.engine import CudaEngine
+from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
-from nf4conv.quantize import choose_engine, plan_quantization, quantize_checkpoint
+from nf4conv.pipeline.engines import packing_engine
+from nf4conv.pipeline.without_torch.worker import CudaEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
     source = write_source(tmp_path / "source", dtype)
     options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
     run = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
-    engine, _ = choose_engine(plan_quantization(source, options), run)
+    engine, _ = packing_engine(plan_quantization(source, options).output, run)
     assert isinstance(engine, CudaEngine)
     report = quantize_checkpoint(source, tmp_path / "out", options, run)
     assert report.packed == 7

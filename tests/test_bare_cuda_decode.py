@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.cuda.engine import CudaEngine
-from nf4conv.dequantize import choose_engine, dequantize_checkpoint, plan_dequantization
+from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
+from nf4conv.pipeline.engines import unpacking_engine
+from nf4conv.pipeline.without_torch.worker import CudaEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +49,8 @@ def parts_of(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 
 
 def is_bare(source: Path, options: DequantizeOptions | None = None) -> bool:
-    return isinstance(choose_engine(plan_dequantization(source, options), GPU)[0], CudaEngine)
+    plan = plan_dequantization(source, options)
+    return isinstance(unpacking_engine(plan.output, GPU, is_cast=plan.options.dtype is not None)[0], CudaEngine)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -8,9 +8,9 @@ import torch
 from bitsandbytes import functional
 from weights import random_weight
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, Codebook
 from nf4conv.codec.ops import compress_absmax, dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, Codebook
 
 pytestmark = pytest.mark.oracle
 

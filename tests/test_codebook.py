@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, FP4, NF4, float32_from_bits
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, FP4, NF4, float32_from_bits
 
 # The literals of bitsandbytes' csrc/kernels.cu, ascending.
 NF4_LITERALS = """

@@ -14,11 +14,13 @@ from hub_server import Repo
 from safetensors.torch import load_file, save_file
 
 from nf4conv.cli import main
-from nf4conv.compare import ComparisonReport, compare_checkpoints
-from nf4conv.dequantize import dequantize_checkpoint
+from nf4conv.commands.compare import compare_checkpoints
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
-from nf4conv.quantize import quantize_checkpoint
+from nf4conv.report.results import ComparisonReport
+from nf4conv.report.rows import ComparedRow
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
@@ -49,13 +51,13 @@ def compare(a: Path, b: Path, tolerance: float | None = None, run: RunOptions = 
     return compare_checkpoints(a, b, CompareOptions(tolerance), run)
 
 
-def row(report: ComparisonReport, name: str) -> dict[str, Any]:
-    [found] = [row for row in report.tensors if row["name"] == name]
-    return dict(found)
+def row(report: ComparisonReport, name: str) -> ComparedRow:
+    [found] = [row for row in report.tensors if row.name == name]
+    return found
 
 
 def statuses(report: ComparisonReport) -> dict[str, str]:
-    return {row["name"]: row["status"] for row in report.tensors}
+    return {row.name: row.status for row in report.tensors}
 
 
 def command(*arguments: object) -> Result:
@@ -80,9 +82,9 @@ def test_one_value(tmp_path, run, position):
     assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
     found = row(report, UP)
     step = float(changed[UP].view(-1)[position]) - float(tensors()[UP].view(-1)[position])
-    assert (found["differing"], found["largest"]) == (1, abs(step))
-    assert found["relative_error"] == pytest.approx(abs(step) / float(tensors()[UP].double().norm()))
-    assert found["snr_db"] == pytest.approx(-20 * math.log10(found["relative_error"]))
+    assert (found.differing, found.largest) == (1, abs(step))
+    assert found.relative_error == pytest.approx(abs(step) / float(tensors()[UP].double().norm()))
+    assert found.snr_db == pytest.approx(-20 * math.log10(found.relative_error))
 
 
 def test_a_cast_that_loses_nothing_has_equal_values(tmp_path):
@@ -100,10 +102,10 @@ def test_a_cast_that_rounds(tmp_path):
     report = compare(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), run=TINY)
     error = (exact[UP] - rounded[UP].float()).double()
     found = row(report, UP)
-    assert found["differing"] == int((error != 0).sum())
-    assert found["largest"] == float(error.abs().max())
-    assert found["relative_error"] == pytest.approx(float(error.norm() / exact[UP].double().norm()), rel=1e-12)
-    assert found["format_a"], found["format_b"] == ("float32", "float16")
+    assert found.differing == int((error != 0).sum())
+    assert found.largest == float(error.abs().max())
+    assert found.relative_error == pytest.approx(float(error.norm() / exact[UP].double().norm()), rel=1e-12)
+    assert found.format_a, found.format_b == ("float32", "float16")
 
 
 def test_nan_equals_nan_and_infinity_itself(tmp_path):
@@ -114,10 +116,10 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     paths = [plain(tmp_path / str(number), content) for number, content in enumerate((a, a, same, other, changed))]
     assert statuses(compare(paths[0], paths[1])) == {"x": "identical"}
     assert statuses(compare(paths[0], paths[2])) == {"x": "equal in value"}
-    assert row(compare(paths[0], paths[3]), "x")["differing"] == 1
-    assert row(compare(paths[0], paths[3]), "x")["largest"] == math.inf
-    assert row(compare(paths[0], paths[4]), "x")["differing"] == 2  # minus zero equals zero
-    assert row(compare(paths[0], paths[4]), "x")["squared_values"] == 1.0  # infinities do not drown the error
+    assert row(compare(paths[0], paths[3]), "x").differing == 1
+    assert row(compare(paths[0], paths[3]), "x").largest == math.inf
+    assert row(compare(paths[0], paths[4]), "x").differing == 2  # minus zero equals zero
+    assert row(compare(paths[0], paths[4]), "x").squared_values == 1.0  # infinities do not drown the error
     assert not compare(paths[0], paths[4], tolerance=1e9).passed
 
 
@@ -126,7 +128,7 @@ def test_integers_are_compared_exactly(tmp_path, dtype):
     large = torch.tensor([2**62, 2**62 + 1]).to(dtype)
     flipped = torch.tensor([2**62 + 1, 2**62]).to(dtype)
     report = compare(plain(tmp_path / "a", {"x": large}), plain(tmp_path / "b", {"x": flipped}))
-    assert row(report, "x")["differing"] == 2
+    assert row(report, "x").differing == 2
 
 
 def test_complex_numbers_are_compared_by_their_bytes(tmp_path):
@@ -178,7 +180,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_two_runs_are_identical(packed):
     report = compare(packed["nf4"], packed["again"])
     assert report.passed
-    assert row(report, UP)["format_a"] == "nf4+/64"
+    assert row(report, UP).format_a == "nf4+/64"
 
 
 @pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
@@ -189,8 +191,8 @@ def test_one_byte_of_a_packed_weight(packed, tmp_path, run, component):
     changed = write(tmp_path / "changed", content)
     report = compare(packed["nf4"], changed, run=run)
     assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
-    assert row(report, UP)["status"] == "different"
-    assert row(report, UP)["differing"] > 0
+    assert row(report, UP).status == "different"
+    assert row(report, UP).differing > 0
 
 
 @pytest.mark.parametrize("component", ["quant_map", "quant_state.bitsandbytes__nf4"])
@@ -200,7 +202,7 @@ def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
     # decoding takes the standard table, and JSON may end in spaces
     content[f"{UP}.{component}"] = part * 2 if component == "quant_map" else torch.cat([part, part.new_tensor([32])])
     report = compare(packed["nf4"], write(tmp_path / "changed", content))
-    assert row(report, UP)["status"] == "equal in value"
+    assert row(report, UP).status == "equal in value"
     assert not report.passed
 
 
@@ -210,7 +212,7 @@ def test_a_packed_weight_has_the_values_of_its_decoded_form(packed, dtype, run):
     for sides in ((packed["nf4"], packed[dtype]), (packed[dtype], packed["nf4"])):
         report = compare(*sides, tolerance=0, run=run)
         assert report.passed, report.verdict
-        assert row(report, UP)["status"] == "equal in value"
+        assert row(report, UP).status == "equal in value"
 
 
 @pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
@@ -219,8 +221,8 @@ def test_a_packed_weight_and_its_source(packed, run):
     weight = load_file(packed["source"] / "model.safetensors")[UP].double()
     error = weight - load_file(packed["bfloat16"] / "model.safetensors")[UP].double()
     found = row(report, UP)
-    assert found["relative_error"] == pytest.approx(float(error.norm() / weight.norm()), rel=1e-12)
-    assert found["largest"] == float(error.abs().max())
+    assert found.relative_error == pytest.approx(float(error.norm() / weight.norm()), rel=1e-12)
+    assert found.largest == float(error.abs().max())
     assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
     assert compare(packed["source"], packed["nf4"], tolerance=0.12, run=run).passed
     assert not compare(packed["source"], packed["nf4"], tolerance=0.05, run=run).passed
@@ -233,15 +235,15 @@ def test_two_formats(packed, tmp_path, other, run):
     a, b = (load_file(Path(folder) / "model.safetensors")[UP].double() for folder in (packed["bfloat16"], decoded))
     report = compare(packed["nf4"], packed[other], run=run)
     found = row(report, UP)
-    assert found["differing"] == int((a != b).sum()) > 0
-    assert found["relative_error"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-12)
+    assert found.differing == int((a != b).sum()) > 0
+    assert found.relative_error == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-12)
 
 
 def test_codes_in_another_storage_have_equal_values(packed, tmp_path):
     content = load_file(packed["nf4"] / "model.safetensors")
     content[UP] = content[UP].view(-1).view(torch.bfloat16)
     report = compare(packed["nf4"], write(tmp_path / "b", content), tolerance=0)
-    assert row(report, UP)["status"] == "equal in value"
+    assert row(report, UP).status == "equal in value"
     assert report.passed
 
 
@@ -258,8 +260,8 @@ def test_weights_that_a_family_stores_transposed(tmp_path):
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     assert load_file(tmp_path / "packed" / "model.safetensors")[f"{name}.absmax"].numel() > 0
     found = row(compare(source, tmp_path / "packed"), name)
-    assert found["status"] == "different"
-    assert found["relative_error"] < 0.12
+    assert found.status == "different"
+    assert found.relative_error < 0.12
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
     assert compare(tmp_path / "packed", tmp_path / "decoded", tolerance=0).passed
 
@@ -284,7 +286,7 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     expert = stacked[f"{layer}.gate_up_proj"][2, :, 128:].t().double()
     error = expert - apart[f"{layer}.2.up_proj.weight"].double()
     found = row(compare(source, tmp_path / "packed", run=run), f"{layer}.2.up_proj.weight")
-    assert found["relative_error"] == pytest.approx(float(error.norm() / expert.norm()), rel=1e-12)
+    assert found.relative_error == pytest.approx(float(error.norm() / expert.norm()), rel=1e-12)
     assert set(statuses(compare(source, source, run=run)).values()) == {"identical"}
 
 
@@ -313,9 +315,9 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     assert compare(encoded, encoded, run=run).verdict == "identical: 1 tensors, every byte"
     packed = write(tmp_path / "packed", pack(UP, decoded, blocksize=128))
     found = row(compare(encoded, packed, run=run), UP)
-    assert 0.05 < found["relative_error"] < 0.2
+    assert 0.05 < found.relative_error < 0.2
     again = row(compare(packed, encoded, run=run), UP)
-    assert again["differing"] == found["differing"]
+    assert again.differing == found.differing
 
 
 @pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
@@ -326,7 +328,7 @@ def test_two_encodings_that_cannot_be_cut_at_the_same_places(tmp_path, run):
     rows = {UP: values, name: torch.full((300, 1), 0.25)}
     a = plain(tmp_path / "a", blocks, quantization_config=method)
     b = plain(tmp_path / "b", rows, quantization_config=method)
-    assert row(compare(a, b, run=run), UP)["relative_error"] == 0.5
+    assert row(compare(a, b, run=run), UP).relative_error == 0.5
 
 
 def test_a_pickle(tmp_path):
@@ -336,7 +338,7 @@ def test_a_pickle(tmp_path):
     same = {name: tensor.contiguous() for name, tensor in content.items()}
     report = compare(tmp_path / "pickle", plain(tmp_path / "safetensors", same), tolerance=0)
     assert report.passed
-    assert row(report, "turned.weight")["status"] == "equal in value"
+    assert row(report, "turned.weight").status == "equal in value"
 
 
 def test_exit_codes_and_what_is_printed(packed, tmp_path):

@@ -15,7 +15,7 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nf4conv.codec.kernels import batch, dequantize, error, nested, quantize
+from nf4conv.codec.kernels import batch, dequantize, error, mean, nested, quantize
 
 P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 STATE = dict(absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32")
@@ -40,13 +40,13 @@ for name, pointer in P.items():
     slots, warps = dequantize.CONFIGURATIONS[size]
     types = dict(packed_ptr="*u8", table_ptr="*i32", out_ptr=pointer, n="i64") | STATE
     constants = dict(TILE=slots * 16 // size, NESTED=True, ACCESS=0, STREAM=True) | OPEN
-    found["dequantize-" + name] = build(dequantize._dequantize_kernel, types, constants, warps)
+    found["dequantize-" + name] = build(dequantize.dequantize_kernel, types, constants, warps)
 types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
-found["mean"] = build(batch._mean_kernel, types, dict(LONGEST=batch.TORCH_BLOCK), 4)
+found["mean"] = build(mean.mean_kernel, types, dict(LONGEST=mean.TORCH_BLOCK), 4)
 types = dict(table_ptr="*i64", example_ptr="*bf16", bucket_ptr="*i32", tensors="i64")
-found["batch"] = build(batch._quantize_batch_kernel, types, dict(TILE=4096, IS_FP4=True, ACCESS=1) | OPEN, 4)
+found["batch"] = build(batch.quantize_batch_kernel, types, dict(TILE=4096, IS_FP4=True, ACCESS=1) | OPEN, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
-found["nested"] = build(batch._compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
+found["nested"] = build(batch.compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
 types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",

@@ -7,6 +7,7 @@ import torch
 
 from nf4conv.codec.decode import decode
 from nf4conv.codec.kernels import fp4, scaled
+from nf4conv.format.encodings import Method
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates where the GPU rounds to nearest
@@ -59,7 +60,7 @@ def test_scaled_values_in_every_layout(layout: str, values_dtype: torch.dtype, d
     values, scale = random_bytes(*shape).view(values_dtype), random_scale(torch.float32, *scale_shape)
     out = torch.empty(shape, dtype=dtype, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), block, out)
-    expected = decode("scaled", {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype)
+    expected = decode(Method.SCALED, {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype)
     same_bits(out, expected)
 
 
@@ -72,7 +73,7 @@ def test_every_value_with_every_kind_of_scale(values_dtype: torch.dtype, scale_d
         scale = torch.arange(256, dtype=torch.uint8).view(scale_dtype).view(256, 1)
     out = torch.empty(values.shape, dtype=torch.float32, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), (1, 1), out)
-    same_bits(out, decode("scaled", {"values": values, "scale": scale}, (), torch.float32))
+    same_bits(out, decode(Method.SCALED, {"values": values, "scale": scale}, (), torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +81,7 @@ def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(33, 80).view(torch.int8), random_scale(torch.float32, 33)
     out = torch.empty(values.shape, dtype=dtype, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE).view(-1, 1), (1, 1), out, by_127=True)
-    same_bits(out, decode("int8 rows", {"values": values, "scale": scale}, (), dtype))
+    same_bits(out, decode(Method.INT8_ROWS, {"values": values, "scale": scale}, (), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,7 +95,7 @@ def test_fp4(rows: int, columns: int, group: int, scale_dtype: torch.dtype, fact
     out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
     on_device = {role: part.to(DEVICE) for role, part in parts.items()}
     fp4.decode_fp4(on_device["values"], on_device["scale"], on_device.get("divisor"), on_device.get("multiplier"), out)
-    same_bits(out, decode("fp4", parts, (), dtype))
+    same_bits(out, decode(Method.FP4, parts, (), dtype))
 
 
 @pytest.mark.gpu
@@ -108,6 +109,6 @@ def test_decode_gives_the_same_on_both_devices(method: str):
         "stacked mxfp4": {"values": random_bytes(3, 50, 2, 16), "scale": random_bytes(3, 50, 2)},
     }[method]
     block = (32, 32) if method == "scaled" else ()
-    name = "scaled" if method == "stack" else method
+    name = Method("scaled" if method == "stack" else method)
     expected = decode(name, parts, block, torch.bfloat16)
     same_bits(decode(name, {role: part.cuda() for role, part in parts.items()}, block, torch.bfloat16), expected)

@@ -16,10 +16,10 @@ from weights import special_weight
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.dequantize import dequantize_checkpoint, plan_dequantization
+from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
-from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu")
 SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
@@ -287,9 +287,9 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
     plan = plan_dequantization(tmp_path / "packed")
     report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
-    assert plan.totals()["bytes_out"] == report.bytes_after
-    assert (plan.totals()["decoded"], plan.totals()["copied"]) == (report.decoded, report.copied) == (12, 7)
-    assert {row["name"] for row in plan.rows()} == written(tmp_path / "out").keys()
+    assert plan.totals().bytes_out == report.bytes_after
+    assert (plan.totals().decoded, plan.totals().copied) == (report.decoded, report.copied) == (12, 7)
+    assert {row.name for row in plan.rows()} == written(tmp_path / "out").keys()
 
 
 def test_what_is_not_in_4_bits_is_refused(tmp_path):

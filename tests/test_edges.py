@@ -13,10 +13,10 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.dequantize import dequantize_checkpoint
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
-from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu")
 FIRST, SECOND = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))

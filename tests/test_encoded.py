@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nf4conv import QuantizeOptions, RunOptions, dequantize_4bit, plan_quantization, quantize_4bit, quantize_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import VerifyOptions
-from nf4conv.verify import verify_checkpoint
 
 BF16 = torch.bfloat16
 Q, UP, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
@@ -471,4 +471,4 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path):
 def test_a_single_pickle_is_a_source(tmp_path: Path):
     path = tmp_path / "consolidated.00.pth"
     torch.save(PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}, path)
-    assert f"{Q}.weight" in {row["name"] for row in plan_quantization(path).rows() if row["action"] == "pack"}
+    assert f"{Q}.weight" in {row.name for row in plan_quantization(path).rows() if row.action == "pack"}

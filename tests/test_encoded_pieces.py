@@ -11,34 +11,35 @@ from nf4conv.checkpoint.encoded_pieces import encoded_pieces, packed_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.decoding import TORCH_DTYPES, read_decoded
-from nf4conv.worker import TorchEngine
+from nf4conv.format.encodings import Method
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded
+from nf4conv.pipeline.with_torch.worker import TorchEngine
 
 F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
 CASES = {
-    "one scale for all": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}, ()),
-    "a scale for each row": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300,))}, ()),
-    "a column of scales": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300, 1))}, ()),
-    "a scale for each column": ("scaled", (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (1, 64))}, ()),
+    "one scale for all": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}, ()),
+    "a scale for each row": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300,))}, ()),
+    "a column of scales": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300, 1))}, ()),
+    "a scale for each column": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (1, 64))}, ()),
     "blocks, the last ones partial": (
-        "scaled", (300, 72), {"values": (F8, (300, 72)), "scale": (F32, (10, 2))}, (32, 64),
+        Method.SCALED, (300, 72), {"values": (F8, (300, 72)), "scale": (F32, (10, 2))}, (32, 64),
     ),
-    "rows of one block": ("scaled", (20, 640), {"values": (F8, (20, 640)), "scale": (F32, (1, 10))}, (32, 64)),
+    "rows of one block": (Method.SCALED, (20, 640), {"values": (F8, (20, 640)), "scale": (F32, (1, 10))}, (32, 64)),
     "a stack in blocks": (
-        "scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))}, (32, 32),
+        Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))}, (32, 32),
     ),
     "a stack with a scale for each column": (
-        "scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))}, (),
+        Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))}, (),
     ),
-    "a stack with one scale": ("scaled", (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, ())}, ()),
-    "8-bit rows": ("int8 rows", (300, 64), {"values": (I8, (300, 64)), "scale": (F32, (300,))}, ()),
+    "a stack with one scale": (Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, ())}, ()),
+    "8-bit rows": (Method.INT8_ROWS, (300, 64), {"values": (I8, (300, 64)), "scale": (F32, (300,))}, ()),
     "FP4 with a divisor": (
-        "fp4", (300, 64), {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))}, (),
+        Method.FP4, (300, 64), {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))}, (),
     ),
     "experts of gpt-oss": (
-        "stacked mxfp4", (3, 64, 90), {"values": (U8, (3, 90, 2, 16)), "scale": (U8, (3, 90, 2))}, (),
+        Method.STACKED_MXFP4, (3, 64, 90), {"values": (U8, (3, 90, 2, 16)), "scale": (U8, (3, 90, 2))}, (),
     ),
-    "a vector": ("scaled", (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
+    "a vector": (Method.SCALED, (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
 }  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def test_packed_weights_in_pieces(tmp_path: Path, elements: int, blocksize: int,
         content += raw
         parts[-1] = (role, parts[-1][1]._replace(stop=len(content)))
     (tmp_path / "parts").write_bytes(content)
-    encoding = Encoding("bitsandbytes 4-bit", tuple(parts), (blocksize,))
+    encoding = Encoding(Method.BITSANDBYTES_4BIT, tuple(parts), (blocksize,))
     tensor = TensorInfo("w", "BF16", (1, elements), tmp_path / "parts", 0, len(content), encoding)
     pieces = packed_pieces(tensor, 20_000, unit)
     assert len(pieces) > 1 or elements <= 32768

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_resume import OPTIONS, RUN
 
 from nf4conv.checkpoint.reader import Reader
+from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, SourceError
-from nf4conv.quantize import plan_quantization, quantize_checkpoint
 
 
 def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monk
 
 def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    needed = plan_quantization(source, OPTIONS).plan.largest_size
+    needed = plan_quantization(source, OPTIONS).output.largest_size
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(OutputError, match=r"out: the result takes [\d,]+ bytes but the disk has only [\d,]+ free"):

@@ -6,12 +6,13 @@ Run on a GPU with `pytest -m gpu`. bitsandbytes launches its quantizer on the le
 import numpy as np
 import pytest
 import torch
+from batched import means_of, quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.codebook import BLOCKSIZES
-from nf4conv.codec.kernels import batch, launch, quantize
+from nf4conv.codec.kernels import launch, mean, quantize
 from nf4conv.codec.quant_state import NestedState, QuantState, dynamic_table
+from nf4conv.format.codebook import BLOCKSIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -241,28 +242,23 @@ def test_nothing_is_written_behind_the_end() -> None:
 def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
     sizes = [(2048, 768), (7,), (0,), (64, 64), (5, 1001), (1, 1), (1024, 1024), (4096, 3000), (9, 999)]
     tensors = [random_weight(int(np.prod(s)), DTYPES[dtype], seed=i).view(s).to(CUDA) for i, s in enumerate(sizes)]
-    for double_quant in (False, True):
-        batched = ops.quantize_4bit_batch(tensors, quant_type, 64, double_quant)
-        for tensor, (packed, state) in zip(tensors, batched, strict=True):
-            if not tensor.numel():
-                continue
-            expected, expected_state = ops.quantize_4bit(tensor, quant_type, 64, double_quant)
-            assert_same_bits(packed, expected)
-            assert_same_bits(state.absmax, expected_state.absmax)
-            if double_quant:
-                assert_same_bits(state.offset, expected_state.offset)
-                assert_same_bits(state.state2.absmax, expected_state.state2.absmax)
-            assert_same_bits(ops.dequantize_4bit(packed, state), ops.dequantize_4bit(expected, expected_state))
+    for tensor, found in zip(tensors, quantize_batch(tensors, quant_type, 64), strict=True):
+        if not tensor.numel():
+            continue
+        packed, state = ops.quantize_4bit(tensor, quant_type, 64, double_quant=False)
+        _, nested = ops.quantize_4bit(tensor, quant_type, 64)
+        expected = (packed.view(-1), state.absmax, nested.absmax, nested.state2.absmax, nested.offset)
+        for part, other in zip(found, expected, strict=True):
+            assert_same_bits(part, other)
 
 
 def test_batch_means_are_torchs() -> None:
-    assert batch.repeats_torch(CUDA)
+    assert mean.repeats_torch(CUDA)
     counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)
-    means = batch.batch_means(values, offsets, counts)
-    for offset, count, mean in zip(offsets.tolist(), counts.tolist(), means, strict=True):
-        assert_same_bits(mean, values[offset : offset + count].clone().mean())
+    for offset, count, found in zip(offsets.tolist(), counts.tolist(), means_of(values, offsets, counts), strict=True):
+        assert_same_bits(found, values[offset : offset + count].clone().mean())
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])

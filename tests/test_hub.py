@@ -299,7 +299,7 @@ def test_subfolder(hub: Hub, where: SourceOptions):
     assert source.stem == "diffusion_pytorch_model"
     offline = SourceOptions(cache_dir=where.cache_dir, subfolder="transformer", local_files_only=True)
     assert open_source(REPO, offline).fetched.origin == source.fetched.origin
-    with pytest.raises(SourceError, match=r"a pipeline of diffusers, .* one by one: --subfolder transformer"):
+    with pytest.raises(SourceError, match=r"a diffusers pipeline, .* one by one: --subfolder transformer"):
         open_source(REPO, where)
 
 

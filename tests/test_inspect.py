@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
+from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.errors import SourceError
-from nf4conv.inspect import inspect_checkpoint
 from nf4conv.options import SourceOptions
 
 CPU = RunOptions(device="cpu")
@@ -33,21 +33,21 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_packed_checkpoint(packed: Path):
     found = inspect_checkpoint(packed)
-    [row] = [row for row in found.tensors if row["name"] == UP]
-    assert (row["format"], row["dtype"], row["shape"]) == ("nf4+/64", "bfloat16", [512, 128])
-    quantization = row["quantization"]
-    assert (quantization["quant_type"], quantization["blocksize"], quantization["double_quant"]) == ("nf4", 64, True)
-    assert quantization["nested_offset"] > 0
-    assert quantization["tensors"][""] == "U8 [32768, 1]"
-    assert quantization["tensors"]["absmax"] == "U8 [1024]"
-    assert row["bytes"] == 32768 + 1024 + 64 + 4 * 4 + 1024 + row_blob(packed)
-    assert found.totals["packed"] == 12
-    assert found.totals["tensors"] == 12 + 7
-    assert found.totals["parameters"] == 6 * (512 * 128 + 64 * 64 + 64) + 256 * 64
-    assert found.totals["bytes"] == sum(row["bytes"] for row in found.tensors)
+    [row] = [row for row in found.tensors if row.name == UP]
+    assert (row.format, row.dtype, row.shape) == ("nf4+/64", "bfloat16", (512, 128))
+    quantization = row.quantization
+    assert (quantization.quant_type, quantization.blocksize, quantization.double_quant) == ("nf4", 64, True)
+    assert quantization.nested_offset > 0
+    assert quantization.tensors[""] == "U8 [32768, 1]"
+    assert quantization.tensors["absmax"] == "U8 [1024]"
+    assert row.bytes == 32768 + 1024 + 64 + 4 * 4 + 1024 + row_blob(packed)
+    assert found.totals.packed == 12
+    assert found.totals.tensors == 12 + 7
+    assert found.totals.parameters == 6 * (512 * 128 + 64 * 64 + 64) + 256 * 64
+    assert found.totals.bytes == sum(row.bytes for row in found.tensors)
     assert found.config is not None
     assert found.config["quant_method"] == "bitsandbytes"
-    assert {(kind["stack"], kind["kind"], kind["tensors"]) for kind in found.kinds} >= {
+    assert {(kind.stack, kind.kind, kind.tensors) for kind in found.kinds} >= {
         ("model.layers", "mlp.up_proj", 6),
         ("model.layers", "input_layernorm", 6),
     }
@@ -68,22 +68,22 @@ def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
     described = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     found = inspect_checkpoint(tmp_path)
-    assert {row["name"]: row["format"] for row in found.tensors} == {
+    assert {row.name: row.format for row in found.tensors} == {
         "model.layers.0.q_proj.weight": "F8_E4M3",
         "model.layers.0.q_proj.weight_scale_inv": "float32",
         "model.norm.weight": "bfloat16",
     }
     assert found.config == {"quant_method": "gptq", "bits": 4}
-    assert found.totals["packed"] == 0
+    assert found.totals.packed == 0
 
 
 def test_a_single_file_and_a_pickle(tmp_path: Path):
     save_file(pack("w.weight", torch.randn(64, 64)), tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(3, 4)}, tmp_path / "pytorch_model.bin")
     [row] = inspect_checkpoint(tmp_path / "model.safetensors").tensors
-    assert (row["name"], row["format"], row["shape"]) == ("w.weight", "nf4+/64", [64, 64])
+    assert (row.name, row.format, row.shape) == ("w.weight", "nf4+/64", (64, 64))
     [row] = inspect_checkpoint(tmp_path / "pytorch_model.bin").tensors
-    assert (row["name"], row["format"], row["shape"]) == ("a", "float32", [3, 4])
+    assert (row.name, row.format, row.shape) == ("a", "float32", (3, 4))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[st
     content = b"\0" * 7 if change is None else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
     stored[blob] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     [row] = inspect_checkpoint(write(tmp_path / "made", stored)).tensors
-    assert (row["format"], row["quantization"]) == ("U8", None)
+    assert (row.format, row.quantization) == ("U8", None)
 
 
 def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):

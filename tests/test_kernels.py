@@ -6,13 +6,14 @@ The interpreter truncates float32 → bfloat16 where a GPU rounds, so it decodes
 import numpy as np
 import pytest
 import torch
+from batched import quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP
-from nf4conv.codec.kernels import batch, tables
+from nf4conv.codec.kernels import finite, mean, tables
 from nf4conv.codec.quant_state import NestedState, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
 
@@ -146,8 +147,7 @@ def test_mean_kernel_repeats_torchs_order() -> None:
     counts = np.array([1, 2, 5, 31, 33, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 20_003])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(DEVICE)
-    means = torch.empty(len(counts), device=DEVICE)
-    batch.replicate_means(values, offsets, counts, means)
+    means = mean.short_means(values, offsets, counts)
     expected = [cuda_mean(values[start : start + count].cpu()) for start, count in zip(offsets, counts, strict=True)]
     assert torch.equal(means.cpu(), torch.stack(expected))
 
@@ -156,32 +156,43 @@ def test_mean_kernel_repeats_torchs_order() -> None:
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_batch_equals_one_by_one(quant_type: str, dtype: str) -> None:
     weights = [random_weight(n, DTYPES[dtype], seed=n).to(DEVICE) for n in (64, 4096, 0, 1000, 7, 8192, 0)]
-    sizes = np.array([weight.numel() for weight in weights])
-    blocks = -(-sizes // 64)
-    packed_starts, packed_size = ops._aligned_starts(-(-sizes // 2))
-    starts, size = ops._aligned_starts(blocks)
-    nested_starts, nested_size = ops._aligned_starts(-(-blocks // 256))
-    packed = torch.zeros(packed_size, dtype=torch.uint8, device=DEVICE)
-    absmax, nested_absmax = torch.zeros(size, device=DEVICE), torch.zeros(nested_size, device=DEVICE)
-    codes = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
-    kernels.quantize_blocks_batch(
-        np.array([weight.data_ptr() for weight in weights]), sizes, packed, packed_starts, absmax, starts,
-        dtype=DTYPES[dtype], quant_type=quant_type, blocksize=64,
-    )  # fmt: skip
-    means = kernels.compress_absmax_batch(absmax, starts, blocks, codes, starts, nested_absmax, nested_starts)
-    for i, weight in enumerate(weights):
+    for weight, found in zip(weights, quantize_batch(weights, quant_type, 64), strict=True):
         if not weight.numel():
             continue
-        one_packed, one_absmax = (
-            part[:-p] for part, p in zip(quantized(kernels, weight, quant_type, 64), (5, 3), strict=True)
+        packed, absmax = (part[:-p] for part, p in zip(quantized(kernels, weight, quant_type, 64), (5, 3), strict=True))
+        codes, nested_absmax = torch.zeros_like(absmax, dtype=torch.uint8), torch.zeros(1, device=DEVICE)
+        offset = cuda_mean(absmax)
+        kernels.nested._launch(
+            1,
+            (absmax, offset, codes, nested_absmax, tables.middle_table(DEVICE), absmax.numel()),
+            (kernels.nested.ROWS, DEVICE.type == "cuda"),
+            None,
+            kernels.nested.NUM_WARPS,
         )
-        one_codes, one_nested = torch.zeros_like(one_absmax, dtype=torch.uint8), torch.zeros(1, device=DEVICE)
-        offset = kernels.compress_absmax(one_absmax, one_codes, one_nested)
-        assert torch.equal(packed[packed_starts[i] :][: one_packed.numel()], one_packed)
-        assert torch.equal(absmax[starts[i] :][: blocks[i]], one_absmax)
-        assert torch.equal(means[i], offset)
-        assert torch.equal(codes[starts[i] :][: blocks[i]], one_codes)
-        assert torch.equal(nested_absmax[nested_starts[i] :][:1], one_nested)
+        for part, expected in zip(found, (packed, absmax, codes, nested_absmax, offset), strict=True):
+            assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("words", [1, 8191, 8192, 8193, 3 * 8192])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_search_for_non_finite_values_sees_every_word(dtype: str, words: int) -> None:
+    values = random_weight(words * 4 // DTYPES[dtype].itemsize, DTYPES[dtype]).to(DEVICE)
+
+    def found() -> bool:
+        flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        mask, halves = finite.exponent_mask(values.dtype), values.itemsize == 2
+        grid = (-(-words // finite.TILE),)
+        finite.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves, finite.TILE)
+        return bool(flag)
+
+    assert not found()
+    for index in {0, 1 % values.numel(), values.numel() // 2, values.numel() - 1}:
+        for value in (torch.nan, torch.inf, -torch.inf):
+            before, values[index] = values[index].clone(), value
+            assert found()
+            values[index] = before
+    values[:] = torch.finfo(values.dtype).max
+    assert not found()
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])

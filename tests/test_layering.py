@@ -1,9 +1,10 @@
-"""The two halves of the package and their join: who may import whom, and what an import costs."""
+"""The rooms of the house: who may import whom, and what an import costs."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,44 +12,106 @@ import pytest
 import nf4conv
 
 PACKAGE = Path(nf4conv.__file__).parent
-TORCH_FREE_CODEC = {"nf4conv.codec", "nf4conv.codec.codebook", "nf4conv.codec.layout", "nf4conv.codec.mean_order"}
+
+ROOMS = {
+    "format": {"errors"},
+    "checkpoint": {"errors", "options", "format"},
+    "codec": {"errors", "format"},
+    "report": {"errors", "options", "format", "checkpoint"},
+    "pipeline": {"errors", "options", "format", "checkpoint", "codec", "report"},
+    "commands": {"errors", "options", "format", "checkpoint", "codec", "report", "pipeline"},
+    "errors": set(),
+    "options": set(),
+    "cli": {"errors", "options", "report.text"},
+    "__main__": {"cli"},
+}
+"""What each room may import besides itself; imports for types alone, and those that are delayed, count too."""
+
+ORACLES = {"bitsandbytes": (), "transformers": ("commands.skeleton",)}
+"""Libraries that only the named modules may import."""
+
+HEAVY = ("torch", "triton", "numpy", "transformers", "bitsandbytes")
 
 
-def imports(file: Path) -> Iterator[str]:
+def name_of(file: Path) -> str:
+    """The module's name, without that of the package."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """(name, statement) of everything that a file imports, or may import from a module."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield str(node.module), node
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 
 
-def modules(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).rglob("*.py"))
+def own(file: Path) -> dict[str, ast.stmt]:
+    """The modules of ours that a file imports."""
+    found = {name.removeprefix("nf4conv."): node for name, node in imports(file) if name.startswith("nf4conv.")}
+    return {name: node for name, node in found.items() if name in MODULES and name != name_of(file)}
 
 
-@pytest.mark.parametrize("file", modules("checkpoint"), ids=lambda file: file.stem)
-def test_files_know_no_tensors(file):
-    found = list(imports(file))
-    assert not [name for name in found if name.split(".")[0] in ("torch", "triton", "numpy", "transformers")]
-    own = {name for name in found if name.startswith("nf4conv.")}
-    allowed = ("nf4conv.checkpoint", "nf4conv.errors", "nf4conv.options", *TORCH_FREE_CODEC)
-    assert not [name for name in own if not name.startswith(allowed)]
+def libraries(file: Path) -> set[str]:
+    return {name.partition(".")[0] for name, _ in imports(file)} - {"nf4conv"}
 
 
-@pytest.mark.parametrize("file", modules("codec"), ids=lambda file: file.stem)
-def test_tensors_know_no_files(file):
-    own = {name for name in imports(file) if name.startswith("nf4conv.")}
-    assert not [name for name in own if not name.startswith(("nf4conv.codec", "nf4conv.errors"))]
+def test_there_is_no_circle():
+    TopologicalSorter({name: own(file).keys() for name, file in MODULES.items() if name}).prepare()
 
 
-@pytest.mark.parametrize("file", modules("."), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_nothing_imports_the_command_line_or_an_oracle(file):
-    found = set(imports(file))
-    assert file.name == "__main__.py" or not [name for name in found if name.startswith("nf4conv.cli")]
-    assert not [name for name in found if name.split(".")[0] == "bitsandbytes"]
-    assert file.name == "skeleton.py" or not [name for name in found if name.split(".")[0] == "transformers"]
+@pytest.mark.parametrize("name", [name for name in MODULES if name], ids=str)
+def test_a_room_knows_only_what_is_below_it(name):
+    room = name.partition(".")[0]
+    for found in own(MODULES[name]):
+        allowed = found.startswith(f"{room}.") or found == room
+        assert allowed or {found, found.partition(".")[0]} & ROOMS[room], f"{name} imports {found}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name], ids=str)
+def test_a_delayed_import_says_why(name):
+    """By a comment behind it, or in the docstring of the module: importing torch, YAML or the Hub's client is slow."""
+    file = MODULES[name]
+    lines = file.read_text().splitlines()
+    explained = "importing torch takes seconds" in (ast.get_docstring(ast.parse(file.read_text())) or "")
+    for found, node in own(file).items():
+        if node.col_offset and not explained and "TYPE_CHECKING" not in "".join(lines[node.lineno - 8 : node.lineno]):
+            around = "".join(lines[node.lineno - 1 : node.end_lineno])
+            assert "import" in around.partition("#")[2], f"{name}: {found} is imported late, but nothing says why"
+
+
+@pytest.mark.parametrize("name", MODULES, ids=str)
+def test_what_libraries_a_module_may_know(name):
+    found = libraries(MODULES[name])
+    for library, places in ORACLES.items():
+        assert library not in found or name in places
+    if name.partition(".")[0] in ("checkpoint", "format", "report", "errors", "options", "cli"):
+        assert not found & {*HEAVY}
+    if name == "pipeline.without_torch" or name.startswith("pipeline.without_torch."):
+        assert not found & {*HEAVY} or name == "pipeline.without_torch.bundle"  # compiles with torch, once
+
+
+def test_the_command_line_calls_public_names_only():
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(MODULES["cli"].read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nf4conv"
+    }
+    assert used - {"__version__"} <= {*nf4conv.__all__}
+
+
+def test_the_house_stays_small():
+    assert len([name for name in MODULES if "." not in name and MODULES[name].name != "__init__.py"]) - 1 <= 14
+    lengths = {name: len(file.read_text().splitlines()) for name, file in MODULES.items()}
+    assert sum(lengths.values()) <= 20_000
+    assert {name for name, length in lengths.items() if length > 450} <= {"cli"}
 
 
 @pytest.mark.parametrize(
@@ -56,8 +119,8 @@ def test_nothing_imports_the_command_line_or_an_oracle(file):
     [
         "import nf4conv",
         "import nf4conv.cli",
-        "import nf4conv.quantize",
-        "import nf4conv.cuda.encode",
+        "import nf4conv.commands.quantize",
+        "import nf4conv.pipeline.without_torch.pack",
         "from nf4conv.cli import main; main(['--help'], standalone_mode=False)",
         "from nf4conv.cli import main; main(['quantize', '--help'], standalone_mode=False)",
     ],
@@ -84,5 +147,6 @@ def test_a_dry_run_needs_no_torch(tmp_path):
 def test_public_names_exist_and_are_sorted():
     assert nf4conv.__all__ == sorted(nf4conv.__all__)
     assert all(getattr(nf4conv, name) is not None for name in nf4conv.__all__)
+    assert {*nf4conv.__all__} <= {*dir(nf4conv)}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         nf4conv.nothing  # noqa: B018

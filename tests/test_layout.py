@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nf4conv.codec.layout import block_count, components, quant_state_json
 from nf4conv.codec.ops import quantize_4bit
+from nf4conv.format.layout import block_count, components, quant_state_json
 
 
 def test_json_without_double_quantization():

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from nf4conv.cli import main
-from nf4conv.pipeline import _peak_resident
+from nf4conv.pipeline.loop import _peak_resident
 try:
     main(sys.argv[1:])
 finally:

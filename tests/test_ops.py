@@ -117,18 +117,6 @@ def test_custom_op_is_registered_correctly() -> None:
     )
 
 
-@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-def test_batch_equals_one_by_one(double_quant: bool) -> None:
-    tensors = [random_weight(n, torch.bfloat16, seed=n).to(DEVICE) for n in (64, 1000, 8192)]
-    for tensor, (packed, state) in zip(
-        tensors, ops.quantize_4bit_batch(tensors, double_quant=double_quant), strict=True
-    ):
-        expected, expected_state = ops.quantize_4bit(tensor, double_quant=double_quant)
-        assert torch.equal(packed, expected)
-        assert torch.equal(state.absmax, expected_state.absmax)
-        assert torch.equal(ops.dequantize_4bit(packed, state), ops.dequantize_4bit(expected, expected_state))
-
-
 def test_error_sums_of_an_exact_weight_are_zero() -> None:
     packed, state = quantized(False)
     exact = ops.dequantize_4bit(packed, state)

@@ -24,12 +24,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.dequantize import dequantize_checkpoint
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
-from nf4conv.quantize import quantize_checkpoint
-from nf4conv.verify import verify_checkpoint
 
 pytestmark = pytest.mark.oracle
 
@@ -170,7 +170,7 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
     quantize_checkpoint(MINILM, tmp_path / "packed", options, CPU)
     report = verify_checkpoint(tmp_path / "packed", MINILM, VerifyOptions(exact=True), CPU)
     assert report.passed, [finding.line() for finding in report.findings]
-    assert max(row["relative_error"] for row in report.weights) < 0.1
+    assert max(row.relative_error for row in report.weights) < 0.1
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     plain = AutoModel.from_pretrained(tmp_path / "plain")

@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 
 from nf4conv.checkpoint.reader import Reader
-from nf4conv.codec.codebook import BLOCKSIZES
 from nf4conv.errors import PlanError
+from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.options import RunOptions
-from nf4conv.pipeline import LARGEST_PIECE, Pipeline, Worker, aligned, interleave, make_pipeline, piece_size
+from nf4conv.pipeline.loop import (
+    LARGEST_PIECE,
+    Activity,
+    Pipeline,
+    Worker,
+    aligned,
+    interleave,
+    make_pipeline,
+    piece_size,
+)
 
 
 class PlainEngine:
@@ -48,7 +57,7 @@ class Call:
     function: Callable[[], object]
 
     def run(self, worker: Worker) -> None:
-        with worker.timed("encode"):
+        with worker.timed(Activity.COMPUTE):
             self.function()
 
 

@@ -4,16 +4,16 @@ import gc
 import itertools
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
+from pace import Stopwatch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, parse_header
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, make_plan
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select
+from nf4conv.commands.output import plan_fingerprint
 from nf4conv.errors import PlanError
-from nf4conv.output import plan_fingerprint
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)
@@ -139,13 +139,13 @@ def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
     gc.collect()
     gc.disable()
     try:
-        started = time.process_time()
+        stopwatch = Stopwatch()
         tensors = parse_header(raw, Path("file"), 8 + len(raw) + position)
         selection = select(tensors, config, SelectionOptions(moe=moe))
         plan = make_plan(tensors, selection.decisions, FORMATS[2], max_shard_size=10**9)
-        seconds = time.process_time() - started
+        units = stopwatch.units()
     finally:
         gc.enable()
-    print(f"{len(tensors):,} tensors: {seconds:.2f} s")
+    print(f"{len(tensors):,} tensors: {units:.1f}")
     assert sum(len(shard.jobs) for shard in plan.shards) == 99_900
-    assert seconds < 4
+    assert units < 80  # 24 to 29 were measured

@@ -12,12 +12,12 @@ from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 
-import nf4conv.push as push_module
+import nf4conv.commands.push as push_module
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import PushOptions
-from nf4conv.quantize import QuantizeReport
+from nf4conv.report.results import QuantizeReport
 
 REPO = "me/model-nf4"
 TOKEN = "hf_writer"

@@ -17,7 +17,7 @@ from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.options import PushOptions, QuantizeOptions, SourceOptions
-from nf4conv.quantize import QuantizeReport
+from nf4conv.report.results import QuantizeReport
 
 REPO = "me/flux-nf4"
 PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")
@@ -84,12 +84,12 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert "| packed | 2 weights, 66.7 % of 49,152 parameters |" in body
     assert f"{8 * report.bytes_after / 49152:.2f} bits a parameter" in body
     assert report.verification is not None
-    assert [row["name"] for row in report.verification["rows"]] == [
+    assert [row.name for row in report.verification.rows] == [
         "text_encoder/encoder.layers.0.fc1.weight",
         "transformer/transformer_blocks.0.to_q.weight",
     ]
-    assert report.verification["copies"] == 1
-    assert f"relative error at most {report.verification['largest_relative_error']:.4f}" in body
+    assert report.verification.copies == 1
+    assert f"relative error at most {report.verification.largest_relative_error:.4f}" in body
 
 
 def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(hub: Hub, pipeline: Path, tmp_path: Path):

@@ -11,8 +11,8 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
-from nf4conv.quantize import quantize_checkpoint
 
 CPU = RunOptions(device="cpu")
 

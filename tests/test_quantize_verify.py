@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.cli import main
+from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import VerificationError
 from nf4conv.options import SourceOptions
-from nf4conv.verify import verify_checkpoint
 
 CPU = RunOptions(device="cpu", workers=2)
 VERIFY = RunOptions(device="cpu", workers=2, verify=True)
@@ -32,13 +32,13 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
     """With what `verify` finds of the same."""
     report = verify_checkpoint(out, source, None, CPU)
     assert report.passed, [finding.line() for finding in report.findings]
-    assert len(summary["rows"]) == len(report.weights) == summary["weights"]
-    by_name = {row["name"]: row for row in report.weights}
-    for row in summary["rows"]:
+    assert len(summary.rows) == len(report.weights) == summary.weights
+    by_name = {row.name: row for row in report.weights}
+    for row in summary.rows:
         for key in ("relative_error", "max_error", "max_error_of_absmax", "outside", "not_nearest", "bytes_differing"):
-            assert row[key] == pytest.approx(by_name[row["name"]][key], rel=1e-6), key
-    assert summary["largest_relative_error"] == max(row["relative_error"] for row in summary["rows"])
-    assert summary["bytes_differing"] == 0
+            assert getattr(row, key) == pytest.approx(getattr(by_name[row.name], key), rel=1e-6), key
+    assert summary.largest_relative_error == max(row.relative_error for row in summary.rows)
+    assert summary.bytes_differing == 0
 
 
 @pytest.mark.parametrize("run", [VERIFY, SMALL], ids=["buffers", "small buffers"])
@@ -49,7 +49,7 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
 def test_it_finds_what_verify_finds(source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions):
     report = quantize_checkpoint(source, tmp_path / "out", options, run)
     assert report.verification is not None
-    assert report.verification["copies"] == 7
+    assert report.verification.copies == 7
     agrees(tmp_path / "out", source, report.verification)
     quantize_checkpoint(source, tmp_path / "without", options, CPU)
     with_it, without = contents(tmp_path / "out"), contents(tmp_path / "without")
@@ -83,7 +83,7 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
     options = QuantizeOptions(exclude=("*o_proj*",))
     report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, SMALL)
     assert report.verification is not None
-    assert (report.verification["weights"], report.verification["copies"]) == (1, 1)
+    assert (report.verification.weights, report.verification.copies) == (1, 1)
     agrees(tmp_path / "out", tmp_path / "source", report.verification)
 
 
@@ -118,7 +118,7 @@ def offset_of(source: Path, name: str, suffix: str) -> int:
     """In the data of the single output shard."""
     from nf4conv import plan_quantization
 
-    for job in plan_quantization(source).plan.jobs:
+    for job in plan_quantization(source).output.jobs:
         if job.name == name:
             if not suffix and hasattr(job, "offset"):
                 return int(job.offset)

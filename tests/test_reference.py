@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from weights import SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 from nf4conv.codec.quant_state import NestedState, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
 CPU = torch.device("cpu")
 INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

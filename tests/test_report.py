@@ -14,8 +14,9 @@ from checkpoints import write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv import RunOptions, quantize_checkpoint
-from nf4conv.report import page, write_json, write_page
-from nf4conv.verify import VerifyReport, verify_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
+from nf4conv.report.page import page, write_json, write_page
+from nf4conv.report.results import VerifyReport
 
 CPU = RunOptions(device="cpu")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -88,9 +89,9 @@ def test_the_page_is_well_formed_and_needs_nothing_else(reports: dict[str, Verif
 
 def test_what_it_shows(reports: dict[str, VerifyReport]):
     checker = parsed(page(reports["passed"]))
-    worst = max(reports["passed"].weights, key=lambda row: row["relative_error"])
-    assert worst["name"] in checker.text
-    assert f"{worst['relative_error']:.4f}" in checker.text
+    worst = max(reports["passed"].weights, key=lambda row: row.relative_error)
+    assert worst.name in checker.text
+    assert f"{worst.relative_error:.4f}" in checker.text
     assert checker.text.count("✓ ok") == len(reports["passed"].checks)
     for heading in ("Checks", "Distribution", "Largest errors", "Size", "Kinds of modules", "Settings"):
         assert heading in checker.text
@@ -103,7 +104,7 @@ def test_what_it_shows(reports: dict[str, VerifyReport]):
 
 def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
     evil = "model.layers.0.<script>alert(1)</script>&\"'\x1b[31m.weight"
-    row = dict(reports["passed"].weights[0]) | {"name": evil, "kind": evil}
+    row = dataclasses.replace(reports["passed"].weights[0], name=evil, kind=evil)
     report = dataclasses.replace(reports["passed"], weights=(row, *reports["passed"].weights[1:]), path=evil)
     content = page(report)
     assert "<script" not in content
@@ -113,13 +114,13 @@ def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
 
 def test_figures_that_are_no_numbers(reports: dict[str, VerifyReport], tmp_path: Path):
     """A destroyed weight has an infinite error: page and JSON say so."""
-    row = dict(reports["passed"].weights[0]) | {"relative_error": math.inf, "snr_db": -math.inf}
+    row = dataclasses.replace(reports["passed"].weights[0], relative_error=math.inf, snr_db=-math.inf)
     report = dataclasses.replace(reports["passed"], weights=(row, *reports["passed"].weights[1:]))
     parsed(page(report))
     write_json(report, tmp_path / "report.json")
     stored = json.loads((tmp_path / "report.json").read_text())
     assert stored["weights"][0]["relative_error"] == "inf"
-    assert stored["weights"][1]["relative_error"] == report.weights[1]["relative_error"]
+    assert stored["weights"][1]["relative_error"] == report.weights[1].relative_error
 
 
 def test_the_json_holds_everything(reports: dict[str, VerifyReport], tmp_path: Path):

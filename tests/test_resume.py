@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from checkpoints import contents, write_source
 
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import OutputError
 from nf4conv.options import QuantizeOptions, RunOptions
-from nf4conv.quantize import quantize_checkpoint
 
 POINTS = 60
 OPTIONS = QuantizeOptions(max_shard_size=60_000)

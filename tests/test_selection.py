@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nf4conv.checkpoint.evidence import Why
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, demote, select
 from nf4conv.checkpoint.skip_list import transformers_5, vllm
@@ -142,7 +143,7 @@ def test_experts_stay_in_16_bits_unless_the_user_says_otherwise():
 def test_per_expert_packs_experts_but_never_routers():
     selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions(moe="per-expert"))
     assert len(packed(selection)) == 6
-    assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep("a router", is_linear=True)
+    assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep(Why.ROUTER, is_linear=True)
     assert "model.layers.0.mlp.gate" in selection.skip_modules
     assert not selection.notes
 
@@ -156,7 +157,7 @@ def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
 def test_routers_of_many_experts_are_kept(leaf):
     router = tensor(f"model.layers.0.mlp.{leaf}.weight", (128, 64))
     selection = select([*LLAMA, router], LLAMA_CONFIG, SelectionOptions())
-    assert selection.decisions[router.name] == Keep("a router", is_linear=True)
+    assert selection.decisions[router.name] == Keep(Why.ROUTER, is_linear=True)
 
 
 def test_the_encoder_that_shares_the_decoders_layers_is_not_skipped_as_a_whole():
@@ -375,7 +376,7 @@ def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
     found = select(tensors, config, SelectionOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")))
     assert "model.layers.0.self_attn.qkv_proj" in found.skip_modules
     assert "model.layers.0.mlp.gate_up_proj" not in found.skip_modules
-    [note] = [note for note in found.notes if "vLLM" in note]
+    [note] = [note for note in found.lines if "vLLM" in note]
     assert "model.layers.0.mlp.gate_up_proj" in note
     assert vllm(found.skip_modules)("model.layers.0.self_attn.qkv_proj")
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.selection import Pack, SelectionOptions, select
 from nf4conv.cli import main
+from nf4conv.commands.skeleton import read_skeleton, select_with_transformers
 from nf4conv.errors import PlanError
-from nf4conv.skeleton import read_skeleton, select_with_transformers
 
 pytestmark = pytest.mark.oracle
 

@@ -1,11 +1,11 @@
 """Skip lists and the three loaders' rules, against the loaders' own code where it can be installed beside ours."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import Stopwatch
 
 from nf4conv.checkpoint.skip_list import (
     MATCHERS,
@@ -179,10 +179,10 @@ def test_a_single_entry_hits_what_a_list_of_it_hits(entry, path):
 def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
     packed = [f"model.layers.{layer}.mlp.up_proj" for layer in range(4000)]
     kept = [f"model.layers.{layer}.mlp.{name}" for layer in range(4000) for name in ("proj", "gate")]
-    started = time.process_time()
+    stopwatch = Stopwatch()
     entries, mistaken = build_skip_modules(packed, [*kept, "proj"])
     complete_for_base(entries, packed, kept)
-    assert time.process_time() - started < 5
+    assert stopwatch.units() < 40  # 12 to 14 were measured
     assert len(mistaken) == 4000
 
 

@@ -1,5 +1,6 @@
 """`verify`: what is right passes, and every kind of damage is found with a line that names the tensor or the file."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import VerifyOptions
-from nf4conv.tolerance import TOLERANCES
-from nf4conv.verify import VerifyReport, verify_checkpoint
+from nf4conv.report.results import VerifyReport
+from nf4conv.report.tolerance import TOLERANCES
 
 CPU = RunOptions(device="cpu", workers=2)
 SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
@@ -460,8 +462,8 @@ def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
     change(UP, flipped(4000, 0))(damaged)
     report = verify_checkpoint(damaged, source, VerifyOptions(exact=True, tolerance=1.0), CPU)
     assert {finding.check for finding in report.findings if finding.is_fault} >= {"exact"}
-    [row] = [row for row in report.weights if row["name"] == UP]
-    assert row["bytes_differing"] == 1
+    [row] = [row for row in report.weights if row.name == UP]
+    assert row.bytes_differing == 1
     assert not report.identical
 
 
@@ -470,7 +472,7 @@ def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
 
 def passes(report: VerifyReport) -> None:
     assert report.passed, [finding.line() for finding in report.findings]
-    assert all(check["passed"] for check in report.checks.values())
+    assert all(check.passed for check in report.checks.values())
 
 
 @pytest.mark.parametrize("run", [CPU, SMALL], ids=["buffers", "small buffers"])
@@ -479,16 +481,17 @@ def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptio
     passes(report)
     assert report.findings == ()
     assert report.identical
-    assert {row["name"] for row in report.weights} == {
+    assert {row.name for row in report.weights} == {
         f"model.layers.{layer}.{name}.weight" for layer in range(6) for name in ("mlp.up_proj", "self_attn.q_proj")
     }
-    assert all(0.08 < row["relative_error"] < 0.10 for row in report.weights)
-    assert all(row["outside"] == row["not_nearest"] == row["bytes_differing"] == 0 for row in report.weights)
+    assert all(0.08 < row.relative_error < 0.10 for row in report.weights)
+    assert all(row.outside == row.not_nearest == row.bytes_differing == 0 for row in report.weights)
 
 
 def test_figures_depend_on_neither_workers_nor_buffers(good: Path, source: Path):
     first, second = (verify_checkpoint(good, source, None, run) for run in (CPU, SMALL))
-    for row, other in zip(first.weights, second.weights, strict=True):
+    for left, right in zip(first.weights, second.weights, strict=True):
+        row, other = dataclasses.asdict(left), dataclasses.asdict(right)
         assert row.pop("squared_error") == pytest.approx(other.pop("squared_error"), rel=1e-6)
         assert row.pop("squared_weight") == pytest.approx(other.pop("squared_weight"), rel=1e-6)
         for key in ("relative_error", "snr_db"):
@@ -500,7 +503,7 @@ def test_without_a_source_nothing_is_compared(good: Path):
     report = verify_checkpoint(good, None, None, CPU)
     passes(report)
     assert report.identical is None
-    assert {row["relative_error"] for row in report.weights} == {None}
+    assert {row.relative_error for row in report.weights} == {None}
     assert "codes" not in report.checks
     assert "not compared with a source" in report.verdict
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from nf4conv.codec.codebook import CODEBOOKS
+from nf4conv.format.codebook import CODEBOOKS
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
 from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype
-from nf4conv.checkpoint.evidence import Evidence
+from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
@@ -14,12 +14,12 @@ from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, select
 from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is_name
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
-from nf4conv.codec.layout import DTYPE_NAMES
 from nf4conv.errors import PlanError, SourceError
+from nf4conv.format.layout import DTYPE_NAMES
 
 _TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
-_SURELY_LINEAR: Final = ("an output head", "fewer than")
-"""How reasons begin for which a module that loaders do hold in an `nn.Linear` is kept."""
+_SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
+"""Reasons for which a module that loaders do hold in an `nn.Linear` is kept."""
 
 _MOST_LINES: Final = 20
 
@@ -220,7 +220,7 @@ def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[T
         if isinstance(decision, Pack):
             yield from ((tensor, _module(matrix.name), True) for matrix in decision.matrices)
         elif isinstance(decision, Keep) and decision.is_linear:
-            yield tensor, _module(name), decision.reason.startswith(_SURELY_LINEAR)
+            yield tensor, _module(name), decision.why in _SURELY_LINEAR
 
 
 def _module(tensor: str) -> str:

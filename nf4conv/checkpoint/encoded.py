@@ -26,15 +26,13 @@ from typing import Any, Final
 from nf4conv.checkpoint.config import LEFTOVERS
 from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
-from nf4conv.codec.codebook import BLOCKSIZES, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 from nf4conv.errors import SourceError
+from nf4conv.format.codebook import BLOCKSIZES, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.encodings import Method
+from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
-
-BITSANDBYTES_4BIT: Final = "bitsandbytes 4-bit"
-"""The method of decoding; with " transposed" after it where the model's family stores its weights [in, out]."""
 
 _TWICE: Final = "4-bit integers, which would lose precision a second time"
 _REFUSED: Final[Mapping[str, str]] = {
@@ -193,7 +191,7 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None
     if len(tensor.shape) != 4 or tensor.shape[3] != 16 or scales.shape != tensor.shape[:3]:
         raise _misfit(tensor, scales)
     experts, rows, groups, _ = tensor.shape
-    encoding = Encoding("stacked mxfp4", (("values", tensor), ("scale", scales)))
+    encoding = Encoding(Method.STACKED_MXFP4, (("values", tensor), ("scale", scales)))
     return tensor._replace(name=stem, dtype=siblings.dtype, shape=(experts, 32 * groups, rows), encoding=encoding)
 
 
@@ -234,7 +232,7 @@ def _fp4(
         raise _misfit(tensor, scale)
     if scale.dtype not in ("F8_E4M3", "F8_E8M0", "U8") or any(part.elements != 1 for _, part in more):
         raise _misfit(tensor, scale)
-    encoding = Encoding("fp4", (("values", tensor), ("scale", scale), *more))
+    encoding = Encoding(Method.FP4, (("values", tensor), ("scale", scale), *more))
     shape = (tensor.shape[0], 2 * tensor.shape[1])
     return tensor._replace(name=name, dtype=siblings.dtype, shape=shape, encoding=encoding)
 
@@ -253,7 +251,7 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         if part is None or (part.dtype, part.elements) != stored_as:
             raise _misfit(tensor, part or blobs[0])
     transposed = len(shape) == 2 and is_transposed(tensor.name.removesuffix(".weight"), siblings.families)
-    method = f"{BITSANDBYTES_4BIT} transposed" if transposed else BITSANDBYTES_4BIT
+    method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
     encoding = Encoding(method, (("values", tensor), *components.items()), (blocksize,))
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
 
@@ -296,7 +294,7 @@ def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     layout = siblings.find(f"{stem}weight_format")
     if layout is not None and any(siblings.read(layout)):
         raise SourceError(f"{layout.file}: {layout.name}: a layout for one kind of GPU; only rows are decoded")
-    encoding = Encoding("int8 rows", (("values", tensor), ("scale", scale)))
+    encoding = Encoding(Method.INT8_ROWS, (("values", tensor), ("scale", scale)))
     return tensor._replace(dtype=siblings.dtype, encoding=encoding)
 
 
@@ -310,7 +308,7 @@ def _scaled(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
         raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is incomplete")
     parts = [("values", tensor)] + ([] if scale is None else [("scale", scale)])
     block = () if scale is None else _shared_by(tensor, scale, siblings.blocks)
-    return tensor._replace(dtype=siblings.dtype, encoding=Encoding("scaled", tuple(parts), block))
+    return tensor._replace(dtype=siblings.dtype, encoding=Encoding(Method.SCALED, tuple(parts), block))
 
 
 def _scale_names(name: str) -> tuple[str, ...]:
@@ -362,8 +360,9 @@ def _check_unused(tensors: Sequence[TensorInfo]) -> None:
             )
 
 
-def _notes(decoded: Iterable[TensorInfo], method: str | None) -> Iterator[str]:
+def _notes(decoded: Iterable[TensorInfo], quant_method: str | None) -> Iterator[str]:
     methods = Counter(tensor.encoding.method for tensor in decoded if tensor.encoding is not None)
     if methods:
-        counts = ", ".join(f"{count:,} of {name}" for name, count in methods.items())
-        yield f"the source is quantized{f' ({method})' if method else ''}: {counts} decoded, then packed or kept"
+        counts = ", ".join(f"{count:,} of {method.value}" for method, count in methods.items())
+        by = f" ({quant_method})" if quant_method else ""
+        yield f"the source is quantized{by}: {counts} decoded, then packed or kept"

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
-from nf4conv.codec.codebook import NESTED_BLOCKSIZE
-from nf4conv.codec.layout import block_count
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.encodings import Method
+from nf4conv.format.layout import block_count
 
-_BY_ROWS: Final = ("scaled", "int8 rows", "fp4")
-_BY_MATRICES: Final = ("scaled", "stacked mxfp4")
+_BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4)
+_BY_MATRICES: Final = (Method.SCALED, Method.STACKED_MXFP4)
 
 
 class EncodedPiece(NamedTuple):
@@ -57,7 +58,7 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
         (role, _cut(part, index, index + 1) if len(part.shape) > 1 and part.shape[0] == tensor.shape[0] else part)
         for role, part in encoding.parts
     ]
-    if encoding.method != "stacked mxfp4":  # whose decoder takes stacks only
+    if encoding.method is not Method.STACKED_MXFP4:  # whose decoder takes stacks only
         cut = [(role, part._replace(shape=part.shape[1:]) if len(part.shape) == 3 else part) for role, part in cut]
     return tensor._replace(shape=tensor.shape[1:], encoding=encoding._replace(parts=tuple(cut)))
 

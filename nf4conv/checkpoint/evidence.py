@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -10,12 +11,24 @@ from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal
 
-ROUTER: Final = "a router"
-EXPERT: Final = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
-STACKED_EXPERTS: Final = "experts stacked in one tensor, which loaders take in 16 bits only"
-OUTSIDE_BLOCKS: Final = "outside the blocks of a diffusion model"
-TOWER: Final = "in a vision or audio part (--quantize-towers packs it)"
-RENAMED_TOWER: Final = "in a vision or audio part, which transformers 5 loads under other names"
+FEWEST_ROWS: Final = 32
+"""bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss."""
+
+
+class Why(Enum):
+    """The reasons for keeping a tensor that code asks for; the value is what the user reads."""
+
+    ROUTER = "a router"
+    EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
+    STACKED_EXPERTS = "experts stacked in one tensor, which loaders take in 16 bits only"
+    OUTSIDE_BLOCKS = "outside the blocks of a diffusion model"
+    TOWER = "in a vision or audio part (--quantize-towers packs it)"
+    RENAMED_TOWER = "in a vision or audio part, which transformers 5 loads under other names"
+    HEAD = "an output head"
+    FEW_ROWS = f"fewer than {FEWEST_ROWS} rows"
+    UNSURE = "unsure"
+    """With a detail."""
+
 
 _EMBEDDING: Final = re.compile(
     r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared"
@@ -40,8 +53,6 @@ _EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
 _FLOAT32: Final = re.compile(
     r"e_score_correction_bias|expert_bias|moe_statics|A_log$|\.D$|dt_bias|sinks$|router.*bias$"
 )
-FEWEST_ROWS: Final = 32
-"""bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class Evidence:
         layers: the largest number of layers that the config names; 0 when it names none.
         multimodal: whether encoders of other inputs stand beside a language model.
         mostly_half: whether most bytes are not float32.
-        names_in_blocks: every component of the path of a matrix below something numbered; only where families ask.
+        names_in_blocks: every part of the path of a matrix below something numbered; only where families ask.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -82,10 +93,10 @@ class Evidence:
             names_in_blocks=frozenset(_names_in_blocks(tensors)) if only_blocks else frozenset(),
         )
 
-    def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> str | None:
+    def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
         """Why a tensor is not the weight of a module that multiplies with a matrix."""
         if len(shape) > 2:
-            return STACKED_EXPERTS if re.search(r"(^|\.)experts\.", name) else "a convolution or another tensor"
+            return Why.STACKED_EXPERTS if re.search(r"(^|\.)experts\.", name) else "a convolution or another tensor"
         if len(shape) < 2:
             return "a vector"
         if not name.endswith(".weight"):
@@ -99,7 +110,7 @@ class Evidence:
             return None
         return None if self._is_linear_by_family(module) else "an embedding"
 
-    def why_kept(self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool) -> str | None:
+    def why_kept(self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool) -> Why | str | None:
         """Why a matrix that may be an `nn.Linear` is not packed; None when it is.
 
         Args:
@@ -117,31 +128,31 @@ class Evidence:
         if any(family.only_blocks for family in self.families) and not _in_layer(module):
             # a top-level proj_out cannot be listed without hitting every proj_out of the blocks; it may have few rows,
             # which only bitsandbytes' kernels for CPUs cannot take, and diffusers wants a GPU
-            return None if module in self.names_in_blocks else OUTSIDE_BLOCKS
+            return None if module in self.names_in_blocks else Why.OUTSIDE_BLOCKS
         renames_towers = any(family.renames_towers for family in self.families)
         if self.multimodal and (renames_towers or not towers) and _in_tower(module):
-            return RENAMED_TOWER if renames_towers else TOWER
+            return Why.RENAMED_TOWER if renames_towers else Why.TOWER
         if self.is_transposed(module):
             return None
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
-    def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> str | None:
+    def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> Why | str | None:
         parent, _, leaf = module.rpartition(".")
         if _is_embedding(leaf):
             return "an input embedding"
         place = _place(parent)
         if not place.in_layer and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
-            return "an output head"
+            return Why.HEAD
         if place.is_extra or 0 < self.layers <= place.layer:
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
-    def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> str | None:
+    def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> Why | str | None:
         if _ROUTER.search(module):
-            return ROUTER
+            return Why.ROUTER
         parent, _, leaf = module.rpartition(".")
         if not experts and _place(parent).in_expert:
-            return EXPERT
+            return Why.EXPERT
         if leaf == "weights_proj":
             return READ  # of sparse attention's indexer
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
@@ -149,20 +160,20 @@ class Evidence:
         if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:
             return "nn.MultiheadAttention reads this weight directly"
         if shape[0] < FEWEST_ROWS:
-            return f"fewer than {FEWEST_ROWS} rows"
+            return Why.FEW_ROWS
         return None
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
-        """Why a matrix that looks like an `nn.Linear` may be none."""
+        """Why a matrix that looks like an `nn.Linear` may be none: the detail of Why.UNSURE."""
         bias = self.shapes.get(f"{module}.bias")
         if bias == (shape[0],) or self._is_linear_by_family(module) or self.is_transposed(module):
             return None
         if module in self.names_in_blocks:
             return None
         if bias is not None:
-            return f"unsure: its bias has shape {list(bias)}"
+            return f"its bias has shape {list(bias)}"
         if not _in_layer(module):
-            return "unsure: outside the layers and without a bias"
+            return "outside the layers and without a bias"
         return None
 
     def is_transposed(self, module: str) -> bool:
@@ -212,7 +223,7 @@ class _Place(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _place(parent: str) -> _Place:
-    """The same for all modules below one: a checkpoint may have 100 000, and they come in groups."""
+    """Kept for the next module: a checkpoint may have 100 000, and those below one parent come in groups."""
     above = f"{parent}." if parent else ""
     layer = _LAYER.match(above)
     return _Place(

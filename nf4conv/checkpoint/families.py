@@ -1,5 +1,5 @@
 """What a model family does differently from the general rule of selection.py. Keys are config.json's model_type; of
-components of diffusers, their class.
+submodels of diffusers, their class.
 
 A family is listed only when names and shapes cannot tell. Patterns are regular expressions, searched in the path of a
 module on disk (a tensor's name without ".weight").
@@ -95,7 +95,7 @@ GATE_UP: Final = ("gate_proj", "up_proj")
 
 
 def _converted(merged: str, parts: tuple[str, ...]) -> Family:
-    """Projections that transformers 5 takes apart or puts together; the results are named by their last component."""
+    """Projections that transformers 5 takes apart or puts together; the results are named by their path's last part."""
     pattern = rf"(^|\.)({merged})$"
     return Family(keep=((pattern, CONVERTED),), renamed=tuple((f".*{pattern}", part) for part in parts))
 
@@ -104,7 +104,7 @@ TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
 MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    # components of a diffusers pipeline name a class instead of a model_type
+    # submodels of a diffusers pipeline name a class instead of a model_type
     "_class_name": DIFFUSERS,
     "AnyFlowTransformer3DModel": WAN,
     "AnyFlowFARTransformer3DModel": WAN,
@@ -319,7 +319,7 @@ def is_transposed(module: str, families: Sequence[Family]) -> bool:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """model_type at every level of a config, the outermost first; of a component of diffusers its class, too."""
+    """model_type at every level of a config, the outermost first; of a submodel of diffusers its class, too."""
     if "_class_name" in config:
         yield "_class_name"
         yield str(config["_class_name"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.format.encodings import Method
 
 DTYPE_BITS: Final = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -76,10 +77,10 @@ class Encoding(NamedTuple):
     Attributes:
         method: of decoding.
         parts: (role, tensor) of each that it is decoded from.
-        block: values that share a scale, [rows, columns]; empty where shapes tell. For "strided": shape and strides.
+        block: values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and strides.
     """
 
-    method: str
+    method: Method
     parts: tuple[tuple[str, TensorInfo], ...]
     block: tuple[int, ...] = ()
 

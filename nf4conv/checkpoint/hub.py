@@ -23,7 +23,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, b
 )
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
-from nf4conv.checkpoint.weight_files import PIPELINE_INDEX, find_weights
+from nf4conv.checkpoint.weight_files import MODEL_INDEX, find_weights
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 
@@ -43,7 +43,7 @@ _DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md")
 """What is read beside the weights but not copied."""
 _LIKELY: Final = (
     *("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
-    *("pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors", PIPELINE_INDEX),
+    *("pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors", MODEL_INDEX),
 )
 
 
@@ -237,11 +237,11 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a pipeline on the hub.
+    """The files of a diffusers pipeline on the hub.
 
     Attributes:
         folder: in the cache, where model_index.json is and what is fetched comes.
-        commit: what to ask for its components with; None for the latest, when the hub may not be asked.
+        commit: what to ask for its submodels with; None for the latest, when the hub may not be asked.
         names: of all files, relative to the folder.
         repository: to get them from; None when offline.
         prefix: of the folder in the repository.
@@ -259,8 +259,8 @@ class Listing:
             self.repository.fetch([f"{self.prefix}{name}" for name in names])
 
 
-def list_pipeline(repo: str, where: SourceOptions) -> Listing:
-    """What a repository that holds a pipeline of diffusers consists of; only model_index.json is fetched.
+def list_diffusers(repo: str, where: SourceOptions) -> Listing:
+    """What a repository that holds a diffusers pipeline consists of; only model_index.json is fetched.
 
     Args:
         repo: "org/name".
@@ -275,7 +275,7 @@ def list_pipeline(repo: str, where: SourceOptions) -> Listing:
         return Listing(folder, where.revision, tuple(names), None, "")
     repository = Repository(repo, where)
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
-    folder = repository.fetch_first([f"{prefix}{PIPELINE_INDEX}"]) / prefix
+    folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
     inside = (name.removeprefix(prefix) for name in repository.files if name.startswith(prefix))
     return Listing(folder, repository.commit, tuple(inside), repository, prefix)
 

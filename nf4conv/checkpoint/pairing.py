@@ -12,7 +12,9 @@ from nf4conv.checkpoint.plan import FLOAT_TAGS, Format, PackJob, footprint
 from nf4conv.checkpoint.selection import PackedMatrix, split_experts
 from nf4conv.checkpoint.skip_list import HEADS
 from nf4conv.checkpoint.source import Source
-from nf4conv.checkpoint.structure import StoredWeight, Structure
+from nf4conv.checkpoint.stored import StoredWeight
+from nf4conv.checkpoint.structure import Structure
+from nf4conv.format.encodings import Method
 
 _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 """Computed at load time; transformers leaves them out of what it saves."""
@@ -96,7 +98,7 @@ def _experts(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
         length = (inputs - 1) * columns + outputs
         start = tensor.start + ((matrix.index or 0) * tensor.shape[1] * columns + first) * size
         stored = tensor._replace(shape=(length,), start=start, stop=start + length * size)
-        encoding = Encoding("strided", (("values", stored),), (outputs, inputs, 1, columns))
+        encoding = Encoding(Method.STRIDED, (("values", stored),), (outputs, inputs, 1, columns))
         found.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=encoding))
     return tuple(found)
 

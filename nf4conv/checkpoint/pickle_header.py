@@ -17,6 +17,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo, check_name
 from nf4conv.checkpoint.pickle_program import PickleError, Storage, StoredTensor, run_pickle
 from nf4conv.errors import SourceError
+from nf4conv.format.encodings import Method
 
 _LARGEST_PICKLE: Final = 2**28
 _LOCAL_HEADER: Final = 30
@@ -157,7 +158,7 @@ def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str
     if tensor.dtype not in _STRIDED_DTYPES:
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
     stored = info._replace(shape=(length,))
-    return info._replace(encoding=Encoding("strided", (("values", stored),), tensor.shape + tensor.stride))
+    return info._replace(encoding=Encoding(Method.STRIDED, (("values", stored),), tensor.shape + tensor.stride))
 
 
 def _check_view(name: str, tensor: StoredTensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.errors import SourceError
 
 
@@ -75,3 +76,17 @@ def read_chunks(path: Path) -> Iterator[bytes]:
                 yield chunk
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror or error}") from error
+
+
+def read_bytes(tensor: TensorInfo) -> bytes:
+    """The bytes of a small tensor.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            return file.read(tensor.nbytes)
+    except OSError as error:
+        raise SourceError(f"{tensor.file}: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from nf4conv.checkpoint.evidence import EXPERT, STACKED_EXPERTS, TOWER, Evidence
+from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.skip_list import (
@@ -23,10 +23,10 @@ from nf4conv.checkpoint.skip_list import (
 from nf4conv.errors import PlanError
 
 NOTES: Final = {
-    EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a checkpoint loads "
-    "in transformers 4, vLLM and Unsloth, and in transformers 5 not at all",
-    STACKED_EXPERTS: "experts that are stacked in one tensor, which no loader takes in 4-bit",
-    TOWER: "the vision and audio parts. --quantize-towers packs them too",
+    Why.EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a checkpoint "
+    "loads in transformers 4, vLLM and Unsloth, and in transformers 5 not at all",
+    Why.STACKED_EXPERTS: "experts that are stacked in one tensor, which no loader takes in 4-bit",
+    Why.TOWER: "the vision and audio parts. --quantize-towers packs them too",
 }
 """What to tell the user when many bytes are kept for a reason."""
 
@@ -88,14 +88,22 @@ class Keep:
     """A tensor that is copied.
 
     Attributes:
-        reason: why.
+        why: one of the reasons that code asks for, or any other, as a text.
         keep_dtype: float32 by design, not to be cast to the checkpoint's dtype.
         is_linear: whether a loader may hold it in an `nn.Linear`, which the skip list must then name.
+        detail: what follows the reason; empty if nothing does.
     """
 
-    reason: str
+    why: Why | str
     keep_dtype: bool = False
     is_linear: bool = False
+    detail: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason as a text."""
+        text = self.why.value if isinstance(self.why, Why) else self.why
+        return f"{text}: {self.detail}" if self.detail else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +114,22 @@ class Selection:
         decisions: for every tensor of the source, in its order.
         skip_modules: content of llm_int8_skip_modules.
         notes: what the user should know, a line each.
+        split: modules that vLLM fuses, of which some parts are packed and others are not.
     """
 
     decisions: dict[str, Pack | Keep]
     skip_modules: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The notes, and a line about what is split."""
+        if not self.split:
+            return self.notes
+        more = f" and {len(self.split) - 1:,} more" if len(self.split) > 1 else ""
+        what = f"of {self.split[0]}{more}, which it fuses, some parts are packed and others are not"
+        return (*self.notes, f"vLLM cannot load this: {what}")
 
 
 def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions) -> Selection:
@@ -184,21 +203,11 @@ def with_skip_list(
         if not mistaken:
             skip_modules = complete_for_base(skip_modules, spelled, skipped)
             check_skip_modules(skip_modules, mistaken, skipped)
-            others = (note for note in notes if not note.startswith(_SPLIT))  # of an earlier decision
-            return Selection(decisions, skip_modules, (*others, *_split_notes(split)))
+            return Selection(decisions, skip_modules, tuple(notes), tuple(split))
         for name in {spelled[path] for path in mistaken}:
             if len(_matrices(decisions[name])) > 1:
                 raise PlanError(f"{name}: loaders cannot tell its weights from modules that they must skip")
             decisions[name] = Keep("a loader could not tell its name from that of a skipped module", is_linear=True)
-
-
-_SPLIT: Final = "vLLM cannot load this"
-
-
-def _split_notes(split: Sequence[str]) -> Iterator[str]:
-    if split:
-        more = f" and {len(split) - 1:,} more" if len(split) > 1 else ""
-        yield f"{_SPLIT}: of {split[0]}{more}, which it fuses, some parts are packed and others are not"
 
 
 def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
@@ -220,16 +229,17 @@ def _decide(tensor: TensorInfo, evidence: Evidence, wishes: "_Wishes") -> Pack |
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
         return Pack(matrices, "experts, one nn.Linear each")
-    reason = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
-    if reason is not None:
-        return Keep(reason, keep_dtype)
-    reason = wishes.why_unwanted(tensor.name) or evidence.why_kept(
+    why = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
+    if why is not None:
+        return Keep(why, keep_dtype)
+    why = wishes.why_unwanted(tensor.name) or evidence.why_kept(
         module, tensor.shape, towers=options.quantize_towers, experts=options.moe == "per-expert"
     )
-    if reason is None and not _matches(tensor.name, options.include):
-        reason = evidence.why_unsure(module, tensor.shape)
-    if reason is not None:
-        return Keep(reason, keep_dtype, is_linear=True)
+    if why is not None:
+        return Keep(why, keep_dtype, is_linear=True)
+    doubt = None if _matches(tensor.name, options.include) else evidence.why_unsure(module, tensor.shape)
+    if doubt is not None:
+        return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
     rows, columns = tensor.shape
     if evidence.is_transposed(module):
         return Pack((PackedMatrix(tensor.name, (columns, rows), transpose=True),), "Conv1D, stored as [in, out]")
@@ -263,8 +273,9 @@ def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
     total = sum(tensor.nbytes for tensor in tensors)
-    for reason, hint in NOTES.items():
-        size = sum(tensor.nbytes for tensor in tensors if decisions[tensor.name].reason == reason)
+    for why, hint in NOTES.items():
+        kept = (tensor for tensor in tensors if getattr(decisions[tensor.name], "why", None) is why)
+        size = sum(tensor.nbytes for tensor in kept)
         if size:
             yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
 

@@ -3,10 +3,10 @@
 Three loaders read the list, each by a rule of its own, and none of them with the names on disk but with those that the
 modules have in memory:
 
-    transformers 4   an entry is a module's last component, its whole path, or stands anywhere in the path before a dot
+    transformers 4   an entry is a module's last part, its whole path, or stands anywhere in the path before a dot
     transformers 5   an entry is a regular expression that matches from the start of the path to the end of a
-                     component (before 5.21: to anywhere), or the path ends with it
-    vLLM, SGLang     an entry is one component of the path, or a dotted prefix of it
+                     part (before 5.21: to anywhere), or the path ends with it
+    vLLM, SGLang     an entry is one part of the path, or a dotted prefix of it
 
 (transformers 4.57.6 integrations/bitsandbytes.py, 5.23.0 quantizers/quantizers_utils.py; vLLM's bitsandbytes
 quantization.) A full path from the root is the one spelling that all of them take. A module that loaders know by
@@ -88,7 +88,7 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
     index = NameIndex(ends)
 
     def starts_within(path: str, stop: int) -> bool:
-        """Whether a name ends in the last component that ends at `stop`, or with the dot after it."""
+        """Whether a name ends in the last part that ends at `stop`, or with the dot after it."""
         return index.starts_between(path, path.rfind(".", 0, stop) + 1, len(path))
 
     is_below = _below(lambda ancestor: starts_within(f"{ancestor}.", len(ancestor)))
@@ -251,7 +251,7 @@ def complete_for_base(entries: Iterable[str], packed: Iterable[str], kept: Itera
 
 
 def _base(packed: Sequence[str]) -> str | None:
-    """The component that most paths begin with, unless it is itself the list of layers."""
+    """The part that most paths begin with, unless it is itself the list of layers."""
     if not packed:
         return None
     [(base, count)] = Counter(path.partition(".")[0] for path in packed).most_common(1)

@@ -17,6 +17,7 @@ from nf4conv.checkpoint.config import checkpoint_dtype
 from nf4conv.checkpoint.encoded import decoded_tensors
 from nf4conv.checkpoint.header import LENGTH_BYTES, TensorInfo, header_stop, parse_header, read_header
 from nf4conv.checkpoint.pickle_header import read_pickle_header
+from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.weight_files import PICKLE_SUFFIXES, STEMS, find_weights
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
@@ -136,12 +137,7 @@ def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
     fetched = source.fetched
     if fetched is not None and tensor.file in fetched.absent and fetched.repository is not None:
         return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            return file.read(tensor.nbytes)
-    except OSError as error:
-        raise SourceError(f"{tensor.file}: {error.strerror or error}") from error
+    return read_bytes(tensor)
 
 
 def _open_file(path: Path) -> Source:

@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.reader import read_bytes
+from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
-from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.codec.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 from nf4conv.errors import SourceError
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
 
 STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """What packed codes may be stored as, and how config.json calls it."""
@@ -30,62 +32,6 @@ MOST_ELEMENTS: Final = 2**63
 
 _CLOSE: Final = 2**-8
 """Relative: how far a code map that was made in bfloat16 may be from the standard one."""
-
-
-@dataclass(frozen=True, slots=True)
-class QuantStateFields:
-    """The content of a JSON blob.
-
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        dtype: "float32", "float16" or "bfloat16": of the weight before it was quantized.
-        shape: of that weight.
-        nested_offset: added to the decoded absmax; None without double quantization.
-    """
-
-    quant_type: str
-    blocksize: int
-    dtype: str
-    shape: tuple[int, ...]
-    nested_offset: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A packed weight whose tensors fit together.
-
-    Attributes:
-        values: the packed codes.
-        components: the tensors beside them, by suffix.
-        state: what the JSON blob says.
-        blob: its bytes, where it is not on disk yet; then it is not among the components.
-    """
-
-    values: TensorInfo
-    components: Mapping[str, TensorInfo]
-    state: QuantStateFields
-    blob: bytes | None = None
-
-    @property
-    def name(self) -> str:
-        return self.values.name
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.state.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + sum(part.nbytes for part in self.components.values())
-
-    @property
-    def is_nested(self) -> bool:
-        return "nested_absmax" in self.components
-
-    def parts(self) -> dict[str, TensorInfo]:
-        """All its tensors by role: "values", and the suffixes of the components."""
-        return {"values": self.values, **self.components}
 
 
 @dataclass
@@ -440,17 +386,3 @@ def _nesting(weight: StoredWeight) -> str:
 
 def _kinds(weight: StoredWeight) -> tuple[object, ...]:
     return weight.state.quant_type, _nesting(weight), weight.state.blocksize, weight.values.dtype
-
-
-def read_bytes(tensor: TensorInfo) -> bytes:
-    """The bytes of a small tensor.
-
-    Raises:
-        SourceError: the file cannot be read.
-    """
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            return file.read(tensor.nbytes)
-    except OSError as error:
-        raise SourceError(f"{tensor.file}: {error.strerror or error}") from error

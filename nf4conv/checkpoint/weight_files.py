@@ -3,13 +3,13 @@
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
-from nf4conv.errors import PipelineError, SourceError
+from nf4conv.errors import DiffusersFolderError, SourceError
 
 STEMS: Final = ("model", "diffusion_pytorch_model")
 """Base names of weight files: transformers', diffusers'."""
 
-PIPELINE_INDEX: Final = "model_index.json"
-"""What makes a folder a pipeline of diffusers; weights beside it are those of all components in another format."""
+MODEL_INDEX: Final = "model_index.json"
+"""What makes a folder a diffusers pipeline; weights beside it are those of all its parts in another format."""
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -39,12 +39,12 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
         where: named in errors.
 
     Raises:
-        PipelineError: the folder is that of a pipeline.
+        DiffusersFolderError: the folder is that of a diffusers pipeline.
         SourceError: there are none, or several that nothing tells apart.
     """
-    if PIPELINE_INDEX in names:
-        raise PipelineError(
-            f"{where}: it is a pipeline of diffusers, whose parts are taken one by one: --subfolder transformer"
+    if MODEL_INDEX in names:
+        raise DiffusersFolderError(
+            f"{where}: it is a diffusers pipeline, whose parts are taken one by one: --subfolder transformer"
         )
     found = next(_named(names, STEMS, "safetensors", variant), None)
     if found is not None:

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 from nf4conv.codec.cpu_errors import error_sums as error_sums
 from nf4conv.codec.cpu_errors import pairs
 from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 
 _QUANTIZE_CHUNK: Final = 1 << 20
 """Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other:

@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.codebook import CODEBOOKS
+from nf4conv.format.codebook import CODEBOOKS
 
 NESTED_ERROR: Final = 9 / 1280 + 2**-20
 """D / nested_absmax, with the same slack."""

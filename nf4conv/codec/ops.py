@@ -1,27 +1,20 @@
 """The codec's public functions: validate the arguments, allocate the results, choose the backend by device."""
 
 import functools
-from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import numpy as np
 import torch
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
 from nf4conv.codec.error_sums import ErrorSums
-from nf4conv.codec.layout import block_count
 from nf4conv.codec.quant_state import DTYPE_NAMES, NestedState, QuantState, code_table, dynamic_table
 from nf4conv.errors import CodecError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
+from nf4conv.format.layout import block_count
 
 OLDEST_CAPABILITY: Final = (8, 0)
 """Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80."""
-
-_ALIGNMENT = 16  # of every tensor's part of a shared buffer, in elements
 
 
 def quantize_4bit(
@@ -52,97 +45,6 @@ def quantize_4bit(
     if double_quant:
         state.absmax, state.offset, state.state2 = compress_absmax(absmax)
     return packed, state
-
-
-def quantize_4bit_batch(
-    tensors: Sequence[torch.Tensor], quant_type: str = "nf4", blocksize: int = 64, double_quant: bool = True
-) -> list[tuple[torch.Tensor, QuantState]]:
-    """`quantize_4bit` of every tensor; on a GPU in a number of launches that does not grow with their number.
-
-    The results are views of a few shared buffers. Only tensors of more than 130,560 blocks, 8.4 million elements at
-    blocksize 64, still cost one launch each, for torch's mean.
-
-    Args:
-        tensors: of one dtype and one device; otherwise as in `quantize_4bit`, as are the other arguments.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        double_quant: whether to quantize the absmax too.
-
-    Raises:
-        CodecError: as `quantize_4bit`, or tensors of different dtypes or devices.
-    """
-    if not tensors or backend(tensors[0].device) in (cpu, reference):
-        return [quantize_4bit(tensor, quant_type, blocksize, double_quant) for tensor in tensors]
-    check_options(quant_type, blocksize)
-    _check_dtype(tensors[0])
-    dtype, device = tensors[0].dtype, tensors[0].device
-    if any(tensor.dtype != dtype or tensor.device != device for tensor in tensors):
-        raise CodecError(f"a batch needs one dtype and one device; its first tensor is {dtype} on {device}")
-    return _quantize_on_gpu(tensors, quant_type, blocksize, double_quant)
-
-
-def _quantize_on_gpu(
-    tensors: Sequence[torch.Tensor], quant_type: str, blocksize: int, double_quant: bool
-) -> list[tuple[torch.Tensor, QuantState]]:
-    from nf4conv.codec import kernels
-
-    dtype, device = tensors[0].dtype, tensors[0].device
-    flats = [tensor.contiguous().view(-1) for tensor in tensors]
-    sizes = np.array([flat.numel() for flat in flats], dtype=np.int64)
-    blocks = -(-sizes // blocksize)
-    packed_starts, packed_size = _aligned_starts(-(-sizes // 2))
-    absmax_starts, absmax_size = _aligned_starts(blocks)
-    packed = torch.empty(packed_size, dtype=torch.uint8, device=device)
-    absmax = torch.empty(absmax_size, dtype=torch.float32, device=device)
-    kernels.quantize_blocks_batch(
-        np.array([flat.data_ptr() for flat in flats], dtype=np.int64),
-        sizes,
-        packed,
-        packed_starts,
-        absmax,
-        absmax_starts,
-        dtype=dtype,
-        quant_type=quant_type,
-        blocksize=blocksize,
-    )
-    packs = _parts(packed, packed_starts, -(-sizes // 2))
-    maxima = _parts(absmax, absmax_starts, blocks)
-    states = [_plain_state(tensor, part, quant_type, blocksize) for tensor, part in zip(tensors, maxima, strict=True)]
-    if double_quant:
-        nested = -(-blocks // NESTED_BLOCKSIZE)
-        nested_starts, nested_size = _aligned_starts(nested)
-        codes = torch.empty(absmax_size, dtype=torch.uint8, device=device)
-        nested_absmax = torch.empty(nested_size, dtype=torch.float32, device=device)
-        offsets = kernels.compress_absmax_batch(
-            absmax, absmax_starts, blocks, codes, absmax_starts, nested_absmax, nested_starts
-        )
-        table = dynamic_table(device)
-        for state, part, offset, peak in zip(
-            states,
-            _parts(codes, absmax_starts, blocks),
-            offsets.unbind(),
-            _parts(nested_absmax, nested_starts, nested),
-            strict=True,
-        ):
-            state.absmax, state.offset, state.state2 = part, offset, NestedState(peak, table)
-    return [(pack.view(-1, 1), state) for pack, state in zip(packs, states, strict=True)]
-
-
-def _aligned_starts(counts: "npt.NDArray[np.int64]") -> tuple["npt.NDArray[np.int64]", int]:
-    ends = np.cumsum(-(-counts // _ALIGNMENT) * _ALIGNMENT)
-    return np.concatenate([[0], ends[:-1]]), int(ends[-1])
-
-
-def _parts(
-    buffer: torch.Tensor, starts: "npt.NDArray[np.int64]", counts: "npt.NDArray[np.int64]"
-) -> list[torch.Tensor]:
-    """The views [start, start + count) of a buffer whose parts lie side by side; one split is quicker than slices."""
-    sizes = np.diff(starts, append=buffer.numel())
-    parts = torch.split(buffer, sizes.tolist())
-    return [
-        part if size == count else part[:count]
-        for part, size, count in zip(parts, sizes.tolist(), counts.tolist(), strict=True)
-    ]
 
 
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
@@ -332,7 +234,7 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
         return cpu
     if capability is None or capability < OLDEST_CAPABILITY:
         return reference
-    from nf4conv.codec import kernels
+    from nf4conv.codec import kernels  # importing Triton takes a second
 
     return kernels
 

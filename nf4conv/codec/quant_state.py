@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.codec.layout import (
+from nf4conv.errors import CodecError
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.layout import (
     COMPONENT_SUFFIXES,
     QUANT_STATE_PREFIX,
     nested_offset_of,
     parse_quant_state,
     quant_state_json,
 )
-from nf4conv.errors import CodecError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

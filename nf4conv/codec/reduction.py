@@ -22,11 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_VECTOR: Final = 4
-_MAX_THREADS: Final = 512
-_MIN_PER_THREAD: Final = 16
-_MAX_PER_THREAD: Final = 256
-_RESIDENT_BLOCKS: Final = 132 * (2048 // _MAX_THREADS)  # H100 and H200: 132 multiprocessors of 2048 threads
+from nf4conv.codec.mean_order import MAX_THREADS, VECTOR, thread_blocks, threads
+
+_RESIDENT_BLOCKS: Final = 132 * (2048 // MAX_THREADS)  # H100 and H200: 132 multiprocessors of 2048 threads
 
 _Floats = npt.NDArray[np.float32]
 
@@ -49,27 +47,14 @@ def _cuda_sum(values: _Floats) -> _Floats:
     """[1], the sum."""
     count = values.size
     if count < 128:
-        return _halve(_deal(values, _last_power_of_two(max(count, 1))))
-    threads = min(_MAX_THREADS, _last_power_of_two(count // _VECTOR))
-    blocks = _block_count(count, threads)
-    body = count - count % _VECTOR
-    lanes = _deal(values[:body].reshape(-1, _VECTOR), blocks * threads)
+        return _halve(_deal(values, threads(count)))
+    width, blocks = threads(count), thread_blocks(count, _RESIDENT_BLOCKS)
+    body = count - count % VECTOR
+    lanes = _deal(values[:body].reshape(-1, VECTOR), blocks * width)
     lanes[: count - body, 0] += values[body:]
     sums = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
-    staged = _halve(sums.reshape(blocks, threads))[:, 0]
-    return staged if blocks == 1 else _halve(_deal(staged, threads))
-
-
-def _last_power_of_two(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
-
-
-def _block_count(count: int, threads: int) -> int:
-    """How many thread blocks share the sum: ReduceConfig::ctas_per_output."""
-    per_thread = -(-count // threads)
-    if per_thread < _MAX_PER_THREAD:
-        return 1
-    return max(min(_RESIDENT_BLOCKS, -(-per_thread // _MIN_PER_THREAD)), -(-per_thread // _MAX_PER_THREAD))
+    staged = _halve(sums.reshape(blocks, width))[:, 0]
+    return staged if blocks == 1 else _halve(_deal(staged, width))
 
 
 def _deal(rows: _Floats, lanes: int) -> _Floats:

@@ -16,10 +16,10 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
 from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 
 _TINIEST: Final = torch.finfo(torch.float32).tiny
 _FLT_MAX: Final = torch.finfo(torch.float32).max

@@ -20,9 +20,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, select
 from nf4conv.checkpoint.skip_list import transformers_4, transformers_5, transformers_5_0
 from nf4conv.checkpoint.source import open_source
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.commands.skeleton import Skeleton, read_skeleton
 from nf4conv.options import QuantizeOptions
-from nf4conv.quantize import quantize_checkpoint
-from nf4conv.skeleton import Skeleton, read_skeleton
 
 UNKNOWN = "unknown to it"
 UNREADABLE = "cannot read the source either"

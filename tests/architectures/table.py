@@ -26,8 +26,8 @@ from roundtrip import (
 )
 from test_architectures import DELIBERATE, ONE_CLASS
 
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
-from nf4conv.quantize import quantize_checkpoint
 
 INTRODUCTION = """# Architectures
 

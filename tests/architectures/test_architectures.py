@@ -26,11 +26,11 @@ from roundtrip import (
 )
 from tiny import save_tiny
 
-from nf4conv.checkpoint.evidence import EXPERT, RENAMED_TOWER, ROUTER, TOWER
+from nf4conv.checkpoint.evidence import Why
 from nf4conv.checkpoint.families import CONVERTED, READ, SHARED
+from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
-from nf4conv.quantize import plan_quantization, quantize_checkpoint
 
 EVERY = [architecture for group in CASES.values() for architecture in group]
 ALL = [
@@ -39,10 +39,10 @@ ALL = [
 ]
 
 DELIBERATE = (
-    EXPERT,
-    RENAMED_TOWER,
-    ROUTER,
-    TOWER,
+    Why.EXPERT.value,
+    Why.RENAMED_TOWER.value,
+    Why.ROUTER.value,
+    Why.TOWER.value,
     CONVERTED,
     READ,
     SHARED,
@@ -170,7 +170,7 @@ def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_pa
     options = QuantizeOptions(double_quant=False, quantize_towers=True)
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
-        if any(row["reason"] == TOWER for row in plan_quantization(source).rows()):
+        if any(row.reason == Why.TOWER.value for row in plan_quantization(source).rows()):
             quantize_checkpoint(source, tmp_path / architecture / "out", options)
         else:
             shutil.rmtree(tmp_path / architecture)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_denoisers import Denoiser
 
-from nf4conv.components import execute_quantizing, plan_quantizing
+from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import QuantizeOptions, RunOptions
 
 
@@ -64,7 +64,7 @@ def quantize_both_ways(
     source, out = folder / "source", folder / "out"
     denoiser.make().to(stored).save_pretrained(source)
     options = QuantizeOptions(double_quant=False, dtype=dtype)  # the CPU's nested codes are not CUDA's
-    execute_quantizing(plan_quantizing(source, options), out, RunOptions(device="cpu"))
+    execute_quantization(plan_quantization(source, options), out, RunOptions(device="cpu"))
     kind = getattr(diffusers, denoiser.name)
     return Roundtrip(
         kind.from_pretrained(out, torch_dtype=torch.bfloat16),

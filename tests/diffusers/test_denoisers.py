@@ -6,7 +6,7 @@ from comparison import output, quantize_both_ways, unequal
 from safetensors.torch import load_file
 from tiny_denoisers import DENOISERS, flux, wan
 
-from nf4conv.components import execute_quantizing, plan_quantizing
+from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import QuantizeOptions, RunOptions
 
 pytestmark = pytest.mark.architectures
@@ -38,8 +38,8 @@ def test_a_denoiser_in_several_files_loads(tmp_path):
 
     torch.manual_seed(0)
     whole = quantize_both_ways(flux(), tmp_path).ours
-    plan = plan_quantizing(tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000))
-    execute_quantizing(plan, tmp_path / "shards", RunOptions(device="cpu"))
+    plan = plan_quantization(tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000))
+    execute_quantization(plan, tmp_path / "shards", RunOptions(device="cpu"))
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     sharded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "shards", torch_dtype=torch.bfloat16)
     assert unequal(sharded, whole) == []

@@ -8,7 +8,7 @@ import torch
 from comparison import fold, output, own_quantization, packed, skip_modules
 from tiny_pipelines import PIPELINES
 
-from nf4conv.components import execute_quantizing, plan_quantizing
+from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import RunOptions
 
 pytestmark = pytest.mark.architectures
@@ -20,7 +20,7 @@ def test_a_pipeline_is_what_diffusers_makes_itself(make, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     pipeline = make()
     pipeline.whole.to(torch.bfloat16).save_pretrained(source)
-    execute_quantizing(plan_quantizing(source), out, RunOptions(device="cpu"))
+    execute_quantization(plan_quantization(source), out, RunOptions(device="cpu"))
     absent = {name: None for name, part in pipeline.whole.components.items() if part is None}
     loaded = type(pipeline.whole).from_pretrained(out, torch_dtype=torch.bfloat16, **absent)
     for name, inputs in pipeline.inputs.items():

@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers, one function each, without the tokenizers, which would have to be downloaded."""
+"""Tiny diffusers pipelines, one function each, without the tokenizers, which would have to be downloaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -12,14 +12,16 @@ from nf4conv.codec.decode.fp4 import decode_fp4, decode_stacked_mxfp4
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.errors import CodecError
+from nf4conv.format.encodings import Method
 
 
-def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def decode(
+    method: Method, parts: Mapping[str, torch.Tensor], block: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Decode one tensor.
 
     Args:
-        method: which function below; checkpoint/encoded.py chooses it.
+        method: how, which checkpoint/encoded.py has found out.
         parts: the tensors that it takes, by role, in the shapes and dtypes in which they are stored.
         block: values that share a scale, [rows, columns]; empty where the shape of the scales tells.
         dtype: of the result: float32, float16 or bfloat16.
@@ -31,24 +33,23 @@ def decode(method: str, parts: Mapping[str, torch.Tensor], block: tuple[int, ...
         CodecError: the parts contradict each other.
     """
     match method:
-        case "scaled":
+        case Method.SCALED:
             return decode_scaled(parts["values"], parts.get("scale"), block, dtype)
-        case "int8 rows":
+        case Method.INT8_ROWS:
             return decode_int8_rows(parts["values"], parts["scale"], dtype)
-        case "fp4":
+        case Method.FP4:
             scales = parts["scale"], parts.get("divisor"), parts.get("multiplier")
             return decode_fp4(parts["values"], *scales, dtype)
-        case "stacked mxfp4":
+        case Method.STACKED_MXFP4:
             return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
-        case "bitsandbytes 4-bit" | "bitsandbytes 4-bit transposed":
+        case Method.BITSANDBYTES_4BIT | Method.BITSANDBYTES_4BIT_TRANSPOSED:
             components = {role: part for role, part in parts.items() if role != "values"}
             state = QuantState.from_components(components)
             held = 2 * parts["values"].nbytes
             if held < state.shape.numel():  # some blocks of a weight, whose last code may be padding
                 state.shape = torch.Size((held,))
             decoded = dequantize_4bit(parts["values"], state, dtype=dtype)
-            return decoded.t().contiguous() if method.endswith("transposed") else decoded
-        case "strided":
+            return decoded.t().contiguous() if method is Method.BITSANDBYTES_4BIT_TRANSPOSED else decoded
+        case Method.STRIDED:
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
             return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()
-    raise CodecError(f"unknown encoding {method!r}")

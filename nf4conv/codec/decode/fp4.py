@@ -51,7 +51,7 @@ def decode_fp4(
         )
     out = torch.empty((rows, 2 * pairs), dtype=dtype, device=values.device)
     if has_kernels(values.device):
-        from nf4conv.codec.kernels import fp4
+        from nf4conv.codec.kernels import fp4  # importing Triton takes a second
 
         fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, out)
         return out

@@ -70,7 +70,7 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if has_kernels(values.device):
-        from nf4conv.codec.kernels import scaled
+        from nf4conv.codec.kernels import scaled  # importing Triton takes a second
 
         scaled.decode_scaled(values.contiguous(), scale.contiguous().view(-1, 1), (1, 1), out, by_127=True)
         return out
@@ -105,7 +105,7 @@ def _decode_on_gpu(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Decode a matrix, or a stack of them; scales as a grid of blocks, or of single rows, columns or all."""
-    from nf4conv.codec.kernels import scaled
+    from nf4conv.codec.kernels import scaled  # importing Triton takes a second
 
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     height, width = block or (1, 1)

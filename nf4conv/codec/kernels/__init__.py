@@ -7,7 +7,10 @@
     quantize.py     weight → packed codes, absmax
     dequantize.py   packed codes, absmax (plain or nested) → weight
     nested.py       absmax → 8-bit codes
-    batch.py        the same for many tensors in a fixed number of launches
+    batch.py        quantize.py and nested.py for many tensors in a fixed number of launches
+    mean.py         the mean that the nested step subtracts, in torch's order
+    finite.py       whether any value is NaN or infinite
+    ahead.py        compiled kernels as bytes, for programs without torch
     error.py        weight, packed codes → error sums, nothing materialised
     eight_bit.py    a byte of FP8, INT8 or E8M0 → float32
     scaled.py       8-bit values, scales → weight
@@ -18,7 +21,6 @@ Each kernel has a constexpr `PTX`: where it is false, every step in inline assem
 is how Triton's interpreter runs the same indexing, masks and packing without a GPU.
 """
 
-from nf4conv.codec.kernels.batch import compress_absmax_batch, quantize_blocks_batch
 from nf4conv.codec.kernels.dequantize import dequantize_blocks
 from nf4conv.codec.kernels.error import error_sums
 from nf4conv.codec.kernels.nested import compress_absmax
@@ -26,9 +28,7 @@ from nf4conv.codec.kernels.quantize import quantize_blocks
 
 __all__ = [
     "compress_absmax",
-    "compress_absmax_batch",
     "dequantize_blocks",
     "error_sums",
     "quantize_blocks",
-    "quantize_blocks_batch",
 ]

@@ -5,27 +5,20 @@ from typing import Any
 
 import torch
 
-from nf4conv.codec.codebook import NESTED_BLOCKSIZE
-from nf4conv.codec.kernels.batch import (
-    TORCH_BLOCK,
-    _compress_batch_kernel,
-    _mean_kernel,
-    _quantize_batch_kernel,
-    repeats_torch,
-)
-from nf4conv.codec.kernels.dequantize import _dequantize_kernel
+from nf4conv.codec.kernels.batch import compress_batch_kernel, quantize_batch_kernel
 from nf4conv.codec.kernels.dequantize import configuration as decoding_configuration
+from nf4conv.codec.kernels.dequantize import dequantize_kernel
 from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
-from nf4conv.codec.kernels.finite import non_finite_kernel
+from nf4conv.codec.kernels.finite import TILE as FINITE_TILE
+from nf4conv.codec.kernels.finite import exponent_mask, non_finite_kernel
 from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
-from nf4conv.codec.kernels.mean import THREADS, _partial_kernel, _total_kernel, long_mean
+from nf4conv.codec.kernels.mean import mean_kernel, partial_kernel, repeats_torch, resident_blocks, total_kernel
 from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
 from nf4conv.codec.kernels.nested import ROWS
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.tables import bucket_table, middle_table, value_table
-from nf4conv.codec.mean_order import thread_blocks
-
-_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+from nf4conv.codec.mean_order import TORCH_BLOCK
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 
 @dataclass(frozen=True)
@@ -67,13 +60,11 @@ def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
         kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
         tables: "buckets", "middles".
         numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile", absmax values that
-            one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "resident_blocks",
-            see mean_order.thread_blocks.
+            one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "finite_tile", words
+            that one of "finite" looks at; "resident_blocks", see mean_order.thread_blocks.
         Or None if this release of torch takes a mean in another order than our kernels, on this device.
     """
-    properties = torch.cuda.get_device_properties(device)
-    resident = properties.multi_processor_count * (properties.max_threads_per_multi_processor // THREADS)
-    if not repeats_torch(device) or not _repeats_torch_when_long(device, resident):
+    if not repeats_torch(device):
         return None
     tile, num_warps = configuration(dtype, blocksize)
     integers = torch.empty(1, dtype=torch.int64, device=device)
@@ -84,14 +75,16 @@ def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
     fp4 = quant_type == "fp4"
     quantize = (integers, example, buckets, 1, blocksize, tile, fp4)
     kernels = {
-        "quantize_aligned": _compile(_quantize_batch_kernel, (*quantize, SLOTWISE, True), num_warps),
-        "quantize_any": _compile(_quantize_batch_kernel, (*quantize, ELEMENTWISE, True), num_warps),
-        "compress": _compile(_compress_batch_kernel, (integers, floats, middles, 1, ROWS, True), NESTED_NUM_WARPS),
-        "mean": _compile(_mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
-        "mean_part": _compile(_partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
-        "mean_total": _compile(_total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "quantize_aligned": _compile(quantize_batch_kernel, (*quantize, SLOTWISE, True), num_warps),
+        "quantize_any": _compile(quantize_batch_kernel, (*quantize, ELEMENTWISE, True), num_warps),
+        "compress": _compile(compress_batch_kernel, (integers, floats, middles, 1, ROWS, True), NESTED_NUM_WARPS),
+        "mean": _compile(mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
+        "mean_part": _compile(partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "mean_total": _compile(total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
         "finite": _compile(
-            non_finite_kernel, (words, words, 1, _EXPONENTS[dtype], dtype.itemsize == 2), FINITE_NUM_WARPS
+            non_finite_kernel,
+            (words, words, 1, exponent_mask(dtype), dtype.itemsize == 2, FINITE_TILE),
+            FINITE_NUM_WARPS,
         ),
     }
     tables = {"buckets": _bytes(buckets), "middles": _bytes(middles)}
@@ -99,7 +92,8 @@ def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
         "tile": tile,
         "nested_tile": ROWS * NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "resident_blocks": resident,
+        "finite_tile": FINITE_TILE,
+        "resident_blocks": resident_blocks(device),
     }
     return CompiledCodec(kernels, tables, numbers)
 
@@ -122,7 +116,7 @@ def compile_decoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
         nested = (floats, floats, floats) if is_nested else (absmax, absmax, absmax)
         for kind, access in (("aligned", SLOTWISE), ("any", ELEMENTWISE)):
             arguments = (packed, absmax, *nested, values, out, 1, blocksize, tile, is_nested, access, True, True)
-            kernels[f"{name}_{kind}"] = _compile(_dequantize_kernel, arguments, num_warps)
+            kernels[f"{name}_{kind}"] = _compile(dequantize_kernel, arguments, num_warps)
     return CompiledCodec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
 
 
@@ -139,14 +133,3 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], num_warps: int) -> Compile
 def _bytes(table: torch.Tensor) -> bytes:
     raw: bytes = table.cpu().numpy().tobytes()
     return raw
-
-
-def _repeats_torch_when_long(device: torch.device, resident: int) -> bool:
-    generator = torch.Generator(device).manual_seed(0)
-    mean = torch.empty(1, device=device)
-    for count in (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000):
-        values = torch.rand(count, generator=generator, device=device)
-        long_mean(values, torch.empty(thread_blocks(count, resident), device=device), mean)
-        if not torch.equal(mean[0], values.mean()):
-            return False
-    return True

@@ -75,7 +75,7 @@ def configuration(dtype: torch.dtype, blocksize: int) -> tuple[int, int]:
         "packed_ptr", "absmax_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr", "table_ptr", "out_ptr"
     ],
 )  # fmt: skip
-def _dequantize_kernel(
+def dequantize_kernel(
     packed_ptr,
     absmax_ptr,
     nested_code_ptr,
@@ -91,6 +91,20 @@ def _dequantize_kernel(
     STREAM: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    """Decode a tile of TILE elements.
+
+    Pointers to tensors:
+        packed_ptr: [ceil(n / 2)] uint8.
+        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 where NESTED.
+        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32; read where NESTED.
+        table_ptr: [32] int32, tables.value_table.
+        out_ptr: [n] float32, float16 or bfloat16, written.
+
+    Constexprs:
+        ACCESS: FULL, SLOTWISE or ELEMENTWISE of quantize.py.
+        STREAM: whether the output is too large to be found in L2 by who reads it.
+        PTX: whether inline assembly may be used.
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
     SLOTS: tl.constexpr = TILE // SLOT
@@ -122,7 +136,7 @@ def _dequantize_kernel(
         tl.store(out_ptr + first + element, values, mask=element < count)
 
 
-_launch = Launcher(_dequantize_kernel)
+_launch = Launcher(dequantize_kernel)
 
 
 @triton.jit

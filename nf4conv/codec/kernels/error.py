@@ -96,6 +96,15 @@ def _error_kernel(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    """Compare TILES tiles of a weight with its packed form.
+
+    Pointers to tensors:
+        weight_ptr … offset_ptr: as of dequantize_kernel; weight_ptr is [n] float32, float16 or bfloat16.
+        value_ptr, bound_ptr: [32] int32, tables.value_table and bound_table.
+        peaks_ptr: [2, programs] float32, written: the largest error, and that relative to absmax.
+        squares_ptr: [2, programs] float64, written: of errors, and of weights.
+        outside_ptr: [programs] int64, written: values beyond the format's worst case.
+    """
     DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
     SLOTS: tl.constexpr = TILE // SLOT

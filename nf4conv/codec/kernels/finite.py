@@ -1,24 +1,35 @@
 """Whether any of many values is NaN or infinite: one pass over their bits."""
 
+import torch
 import triton
 import triton.language as tl
 
 TILE = 8192
+"""Words that a program looks at."""
 NUM_WARPS = 4
 
 
+def exponent_mask(dtype: torch.dtype) -> int:
+    """The exponent bits of a value, which are all set in NaN and infinity."""
+    return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
+
+
 @triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["values_ptr", "found_ptr"])
-def non_finite_kernel(values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr):
+def non_finite_kernel(
+    values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr
+):
     """Set *found_ptr to 1 if a value's exponent bits are all set.
 
-    Args:
-        values_ptr: int32 words, each one float32 or two half-precision values.
-        found_ptr: int32, written only if there is one.
-        words: how many.
+    Pointers to tensors:
+        values_ptr: [words] int32, each one float32 or two half-precision values.
+        found_ptr: [1] int32, written only if there is one.
+
+    Constexprs:
         EXPONENT: mask of the exponent bits of one value.
         HALVES: whether a word holds two values.
+        TILE: words of a program.
     """
-    index = tl.program_id(0).to(tl.int64) * 8192 + tl.arange(0, 8192)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     word = tl.load(values_ptr + index, mask=index < words, other=0)
     found = (word & EXPONENT) == EXPONENT
     if HALVES:

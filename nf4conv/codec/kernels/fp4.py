@@ -68,6 +68,14 @@ def _fp4_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_PAIRS: tl.constexpr,
 ):
+    """Decode TILE_ROWS rows of TILE_PAIRS pairs.
+
+    Pointers to tensors:
+        values_ptr: [rows, pairs] uint8, the low nibble first.
+        scale_ptr: [rows, groups] 8-bit, of the kind SCALE (eight_bit.py), one for GROUP_PAIRS pairs.
+        divisor_ptr, multiplier_ptr: [1] float; read where DIVIDE, MULTIPLY.
+        out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     first = program % pair_tiles * TILE_PAIRS

@@ -1,21 +1,47 @@
-"""torch's mean of one long absmax vector, to the bit, in two launches.
+"""torch's mean of absmax vectors, to the bit: many short ones in one launch, a long one in two.
 
-Beyond TORCH_BLOCK values torch's reduction deals the vectors of 4 to several thread blocks in turn, and one block sums
-their sums (codec/mean_order.py; codec/reduction.py is the same in plain torch).
+Up to TORCH_BLOCK values torch reduces with one thread block, in an order that `mean_kernel` repeats. Beyond, it deals
+the vectors of 4 to several thread blocks in turn, and one block sums their sums. codec/mean_order.py has the rule, and
+codec/reduction.py repeats it in numpy.
 """
 
+import functools
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
-THREADS = 512
 NUM_WARPS = 4
+
+_SHORT = (1, 2, 5, 31, 33, 64, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 65536, 130_557, TORCH_BLOCK)
+_LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
+
+
+def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The means of many vectors in torch's order of summation.
+
+    Args:
+        values: one flat float32 buffer.
+        offsets: [vectors] where each begins: multiples of 4.
+        counts: [vectors] lengths.
+
+    Returns:
+        [vectors] float32; NaN for those of more than TORCH_BLOCK values.
+    """
+    means = torch.full((len(counts),), torch.nan, device=values.device)
+    lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
+    table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(values.device)
+    _launch_means(len(counts), (table, means, len(counts)), (TORCH_BLOCK,), None, NUM_WARPS)
+    return means
 
 
 def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor) -> None:
-    """The mean of a vector of more than mean_order.TORCH_BLOCK values.
+    """The mean of a vector of more than TORCH_BLOCK values.
 
     Args:
         values: [n] float32, 16-byte aligned.
@@ -27,17 +53,96 @@ def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor) -
     _launch_total(1, (partial, mean, blocks, values.numel()), (), None, NUM_WARPS)
 
 
+def resident_blocks(device: torch.device) -> int:
+    """How many thread blocks of torch's mean a GPU holds at once, see mean_order.thread_blocks."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // MAX_THREADS))
+
+
+@functools.cache
+def repeats_torch(device: torch.device) -> bool:
+    """Whether these kernels give torch's bits on a GPU: the order belongs to torch's release."""
+    generator = torch.Generator(device).manual_seed(0)
+    counts = np.array(_SHORT)
+    offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
+    values = torch.rand(int(offsets[-1] + counts[-1]), generator=generator, device=device)
+    expected = [values[o : o + c].mean() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)]
+    if not torch.equal(short_means(values, offsets, counts), torch.stack(expected)):
+        return False
+    mean = torch.empty(1, device=device)
+    for count in _LONG:
+        values = torch.rand(count, generator=generator, device=device)
+        long_mean(values, torch.empty(thread_blocks(count, resident_blocks(device)), device=device), mean)
+        if not torch.equal(mean[0], values.mean()):
+            return False
+    return True
+
+
 @triton.jit
-def _tree(total):
+def _halve(total):
     """[512] → [1]: add the upper half to the lower until one is left."""
     for level in tl.static_range(9):
         total = tl.sum(tl.reshape(total, (2, 256 >> level)), axis=0)
     return total
 
 
+@triton.jit
+def _sum_parts(sums):
+    """[512, 4] → [1]: ((s0 + s1) + s2) + s3 of each thread, then halves."""
+    s02, s13 = tl.split(tl.reshape(sums, (512, 2, 2)))
+    s0, s2 = tl.split(s02)
+    s1, s3 = tl.split(s13)
+    return _halve(((s0 + s1) + s2) + s3)
+
+
+@triton.jit
+def _times_reciprocal(total, count):
+    """[1] → [1]: torch multiplies by the rounded reciprocal of the count."""
+    one = tl.full((1,), 1.0, tl.float32)
+    return total * tl.div_rn(one, one * count.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr"])
+def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
+    """The means of vectors of at most LONGEST values, a program each; longer ones are left alone.
+
+    `threads` threads add every threads-th vector of 4 into 4 sums each, the last count % 4 values go to the first sum
+    of the first threads. Below 128 values a thread adds the values at its own index and at index + threads.
+
+    Pointers to tensors:
+        table_ptr: [3, tensors] int64: address of the values (float32, 16-byte aligned), count, threads.
+        means_ptr: [tensors] float32, written.
+    """
+    tensor = tl.program_id(0)
+    values_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(tl.float32))
+    count = tl.load(table_ptr + tensors + tensor)
+    threads = tl.load(table_ptr + 2 * tensors + tensor)
+    if count <= LONGEST:
+        thread = tl.arange(0, 512)[:, None]
+        part = tl.arange(0, 4)[None, :]
+        active = thread < threads
+        if count < 128:
+            own = thread + part * threads
+            sums = tl.load(values_ptr + own, mask=active & (own < count), other=0.0)
+        else:
+            sums = tl.zeros((512, 4), tl.float32)
+            whole = count // 4 * 4
+            for start in range(0, whole, threads * 4):
+                index = start + thread * 4 + part
+                sums += tl.load(values_ptr + index, mask=active & (index < whole), other=0.0)
+            rest = whole + thread + 0 * part
+            sums += tl.load(values_ptr + rest, mask=(part == 0) & (rest < count), other=0.0)
+        tl.store(means_ptr + tensor + tl.arange(0, 1), _times_reciprocal(_sum_parts(sums), count))
+
+
 @triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["values_ptr", "partial_ptr"])
-def _partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
-    """Sum the share of one of torch's thread blocks; the last count % 4 values go to the first."""
+def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
+    """Sum the share of one of torch's thread blocks; the last count % 4 values go to the first.
+
+    Pointers to tensors:
+        values_ptr: [count] float32, 16-byte aligned.
+        partial_ptr: [blocks] float32, written.
+    """
     block = tl.program_id(0).to(tl.int64)
     thread = tl.arange(0, 512)[:, None]
     part = tl.arange(0, 4)[None, :]
@@ -48,22 +153,24 @@ def _partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
         sums += tl.load(values_ptr + index, mask=index < whole, other=0.0)
     rest = whole + thread + 0 * part
     sums += tl.load(values_ptr + rest, mask=(block == 0) & (part == 0) & (rest < count), other=0.0)
-    s02, s13 = tl.split(tl.reshape(sums, (512, 2, 2)))
-    s0, s2 = tl.split(s02)
-    s1, s3 = tl.split(s13)
-    tl.store(partial_ptr + block + tl.arange(0, 1), _tree(((s0 + s1) + s2) + s3))
+    tl.store(partial_ptr + block + tl.arange(0, 1), _sum_parts(sums))
 
 
 @triton.jit(do_not_specialize=["blocks", "count"], do_not_specialize_on_alignment=["partial_ptr", "mean_ptr"])
-def _total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
-    """Sum the blocks' sums in torch's order, and multiply by the rounded reciprocal of the count."""
+def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
+    """Sum the blocks' sums in torch's order, and divide by the count.
+
+    Pointers to tensors:
+        partial_ptr: [blocks] float32.
+        mean_ptr: [1] float32, written.
+    """
     thread = tl.arange(0, 512)
     total = tl.zeros((512,), tl.float32)
     for start in range(0, blocks, 512):
         total += tl.load(partial_ptr + start + thread, mask=start + thread < blocks, other=0.0)
-    one = tl.full((1,), 1.0, tl.float32)
-    tl.store(mean_ptr + tl.arange(0, 1), _tree(total) * tl.div_rn(one, one * count.to(tl.float32)))
+    tl.store(mean_ptr + tl.arange(0, 1), _times_reciprocal(_halve(total), count))
 
 
-_launch_partial = Launcher(_partial_kernel)
-_launch_total = Launcher(_total_kernel)
+_launch_means = Launcher(mean_kernel)
+_launch_partial = Launcher(partial_kernel)
+_launch_total = Launcher(total_kernel)

@@ -55,6 +55,15 @@ def _compress_kernel(
     ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    """Encode ROWS nested blocks of one absmax vector.
+
+    Pointers to tensors:
+        absmax_ptr: [blocks] float32.
+        offset_ptr: [1] float32, what is subtracted.
+        codes_ptr: [blocks] uint8, written.
+        nested_absmax_ptr: [ceil(blocks / 256)] float32, written.
+        middle_ptr: [8, 32] float32, tables.middle_table.
+    """
     block = tl.program_id(0).to(tl.int64) * ROWS
     first = block * 256
     count = tl.minimum(blocks - first, ROWS * 256).to(tl.int32)

@@ -87,6 +87,18 @@ def _quantize_kernel(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    """Encode a tile of TILE elements.
+
+    Pointers to tensors:
+        weight_ptr: [n] float32, float16 or bfloat16.
+        packed_ptr: [ceil(n / 2)] uint8, written.
+        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, written.
+        table_ptr: [64] int32, tables.bucket_table.
+
+    Constexprs:
+        ACCESS: FULL, SLOTWISE or ELEMENTWISE.
+        PTX: whether inline assembly may be used.
+    """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
     quantize_tile(

@@ -62,6 +62,14 @@ def _scaled_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
+    """Decode TILE_ROWS rows of TILE_COLUMNS columns.
+
+    Pointers to tensors:
+        values_ptr: [rows, columns] 8-bit, of the kind VALUES (eight_bit.py).
+        scale_ptr: one for each block of HEIGHT rows and WIDTH columns, of the kind SCALE; strides in elements, 0 where
+            one scale serves a whole dimension.
+        out_ptr: [rows, columns] float32, float16 or bfloat16, written.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program // column_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = program % column_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nf4conv.codec.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.codec.error_sums import half_gaps
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 _NO_CUT = 2.0  # above every quotient, so never passed
 

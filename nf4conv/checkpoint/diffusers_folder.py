@@ -1,0 +1,123 @@
+"""A diffusers pipeline: a folder whose model_index.json names submodels, which are checkpoints, and other parts.
+
+Denoisers and text encoders are packed: they hold most of the bytes, and are what users of diffusers load in 4 bits. The
+VAE and whatever else has weights keep them as they are, because a VAE in 4 bits saves little and is seen in the image.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from nf4conv.checkpoint.auxiliary import auxiliary_names
+from nf4conv.checkpoint.source import is_repo_id, read_json
+from nf4conv.checkpoint.weight_files import MODEL_INDEX, find_weights
+from nf4conv.errors import NoDiffusersFolderError, SourceError
+from nf4conv.options import SourceOptions
+
+_PACKED: Final = re.compile(r"(unconditional_|prior_)?(transformer|unet|prior|controlnet|text_encoder)(_\d+)?")
+"""Names that diffusers gives to submodels worth packing, such as transformer_2 of Wan, unconditional_transformer of
+Ideogram 4 and text_encoder_3 of SD 3."""
+
+_WEIGHTS: Final = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class DiffusersFolder:
+    """A diffusers pipeline that can be read.
+
+    Attributes:
+        folder: where its files are; of one on the Hub, those that are not weights.
+        place: the folder, or the repository on the Hub, that its submodels are opened from.
+        submodels: how to open each part that has weights, by name, in the order of model_index.json.
+        files: what else belongs to it, relative to the folder, without model_index.json.
+    """
+
+    folder: Path
+    place: str
+    submodels: Mapping[str, SourceOptions]
+    files: tuple[PurePosixPath, ...]
+
+    @property
+    def index(self) -> Path:
+        """Its model_index.json."""
+        return self.folder / MODEL_INDEX
+
+
+def is_packed_by_default(submodel: str) -> bool:
+    """Whether a submodel is one whose linear layers are packed; the others stay as they are."""
+    return _PACKED.fullmatch(submodel) is not None
+
+
+def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> DiffusersFolder:
+    """Find out what a diffusers pipeline consists of; of one on the Hub, fetch what is not weights.
+
+    Args:
+        source: a folder, or "org/name" on the Hugging Face Hub.
+        where: revision and so on; a submodel that has no files of the variant is read without.
+
+    Raises:
+        NoDiffusersFolderError: it is something else.
+        SourceError: it cannot be read, or lacks a part.
+    """
+    where = where or SourceOptions()
+    prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+    if Path(source).is_file():
+        raise NoDiffusersFolderError(f"{source}: a file, which is no diffusers pipeline")
+    if Path(source).is_dir():
+        folder = Path(source) / prefix
+        if not (folder / MODEL_INDEX).is_file():
+            raise NoDiffusersFolderError(f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline")
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return _describe(folder, str(source), where, prefix, names)
+    if not is_repo_id(str(source)):
+        raise SourceError(f"{source}: no such file or folder")
+    from nf4conv.checkpoint.hub import list_diffusers  # importing huggingface_hub takes a while
+
+    listing = list_diffusers(str(source), where)
+    pipeline = _describe(listing.folder, str(source), replace(where, revision=listing.commit), prefix, listing.names)
+    own_card = [name for name in listing.names if name == "README.md"]
+    listing.fetch([*(str(name) for name in pipeline.files), *own_card])
+    return pipeline
+
+
+def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names: Sequence[str]) -> DiffusersFolder:
+    index = folder / MODEL_INDEX
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, rest = name.partition("/")
+        inside.setdefault(parent if rest else "", []).append(rest or name)
+    submodels: dict[str, SourceOptions] = {}
+    files = [path for path in auxiliary_names(inside.get("", ()), None) if path.name != MODEL_INDEX]
+    for name in _part_names(read_json(index)):
+        if not inside.get(name):
+            raise SourceError(f"{index}: {name}: there is no such folder; the download is incomplete")
+        own = inside[name]
+        if any("/" not in file and file.endswith(_WEIGHTS) for file in own):
+            variant = where.variant if _has_variant(own, where.variant) else None
+            submodels[name] = replace(where, subfolder=f"{prefix}{name}", variant=variant)
+        else:
+            files += [PurePosixPath(name) / file for file in own if _is_copied(file, own)]
+    if not submodels:
+        raise SourceError(f"{index}: no part of this diffusers pipeline has weights")
+    return DiffusersFolder(folder, place, submodels, tuple(files))
+
+
+def _part_names(index: Mapping[str, Any]) -> Iterator[str]:
+    """Of model_index.json: "unet": ["diffusers", "UNet2DConditionModel"]; a part left out is [null, null]."""
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
+            yield name
+
+
+def _has_variant(names: Collection[str], variant: str | None) -> bool:
+    try:
+        find_weights(names, variant, "")
+    except SourceError:
+        return False
+    return True
+
+
+def _is_copied(name: str, siblings: Collection[str]) -> bool:
+    return name == "config.json" or PurePosixPath(name) in auxiliary_names(siblings, None)

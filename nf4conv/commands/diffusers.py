@@ -1,0 +1,198 @@
+"""A diffusers pipeline: its submodels one after the other, and one result of all.
+
+OUT/.nf4conv            the lock and fingerprint of the whole, and which submodels are finished
+OUT/<submodel>          a workspace of its own, see checkpoint/workspace.py
+OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from nf4conv import __version__
+from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
+from nf4conv.checkpoint.workspace import CHECKSUMS, WORK_FOLDER, Workspace
+from nf4conv.commands.output import source_stamps, space_needed
+from nf4conv.commands.single.dequantize import DequantizationPlan
+from nf4conv.commands.single.quantize import QuantizationPlan
+from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.report.results import DequantizeReport, QuantizeReport
+from nf4conv.report.rows import PlanRow, VerificationSummary, add_totals, inside
+
+PlanT = TypeVar("PlanT", QuantizationPlan, DequantizationPlan)
+ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)
+
+
+@dataclass(frozen=True)
+class DiffusersPlan(Generic[PlanT]):
+    """What becomes of a diffusers pipeline.
+
+    Attributes:
+        folder: the pipeline.
+        submodels: the plan of each, by name.
+    """
+
+    folder: DiffusersFolder
+    submodels: Mapping[str, PlanT]
+
+    def rows(self) -> list[PlanRow]:
+        """The rows of all submodels, names and files with the submodel in front."""
+        return [inside(name, row) for name, plan in self.submodels.items() for row in plan.rows()]
+
+    def totals(self) -> Any:
+        """What the rows add up to, as the totals of a submodel."""
+        return add_totals([plan.totals() for plan in self.submodels.values()])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of each submodel."""
+        return {name: plan.config for name, plan in self.submodels.items()}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of all submodels."""
+        return tuple(f"{name}: {note}" for name, plan in self.submodels.items() for note in plan.notes)
+
+
+def for_submodel(name: str, options: OptionsT) -> OptionsT:
+    """The options that concern a submodel: globs may begin with its name and a slash, others apply to all."""
+    return replace(options, include=applying(options.include, name), exclude=applying(options.exclude, name))
+
+
+def applying(patterns: tuple[str, ...], submodel: str) -> tuple[str, ...]:
+    """The patterns that concern a submodel, without its name; tensors and modules have no slash in theirs."""
+    split = (pattern.rpartition("/") for pattern in patterns)
+    return tuple(rest for owner, _, rest in split if not owner or fnmatchcase(submodel, owner))
+
+
+def is_included(submodel: str, options: QuantizeOptions | DequantizeOptions | CompareOptions) -> bool:
+    return not options.include or bool(applying(options.include, submodel))
+
+
+def write_submodels(
+    plan: DiffusersPlan[PlanT],
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+    card: Callable[[ReportT], str | None],
+) -> ReportT:
+    """Carry out the plans of all submodels.
+
+    Args:
+        plan: of the pipeline.
+        out: the output folder.
+        run: how to use the machine.
+        progress: told how many more source bytes have been read.
+        write: carries out the plan of one submodel.
+        card: the output's README.md; None when it gets none.
+
+    Returns:
+        One report of all.
+    """
+    reports: list[ReportT] = []
+    kept, last = 0, list(plan.submodels)[-1]
+    with Workspace(out, _fingerprint(plan, run), overwrite=run.overwrite, checksum=False) as workspace:
+        if run.verify:
+            workspace.forget()  # submodels of an earlier run, which nobody may have looked at
+        (out / plan.folder.index.name).unlink(missing_ok=True)  # of a run that ended between its last two steps
+        finished = {name for name, part in plan.submodels.items() if _is_finished(workspace, name, part, run)}
+        missing = [(name, part) for name, part in plan.submodels.items() if name not in finished]
+        workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing))
+        for name, part in plan.submodels.items():
+            marker = _marker(name, part)
+            if name in finished:
+                kept += len(part.output.shards)
+                progress(part.totals().bytes_in)
+                continue
+            # without its work folder a submodel was finished, but not yet noted as such
+            again = not (out / name / WORK_FOLDER).is_dir()
+            reports.append(write(part, out / name, replace(run, overwrite=again), progress))
+            if name != last:  # which is never skipped, so that a run has something to report
+                workspace.record(marker, (out / marker).stat().st_size)
+        for file in plan.folder.files:
+            workspace.copy(str(file), plan.folder.folder / file)
+        report = _joined(plan, out, reports, kept)
+        readme = card(report)
+        if readme is not None:
+            workspace.write("README.md", readme.encode())
+        workspace.complete({plan.folder.index.name: plan.folder.index.read_bytes()})
+    return report
+
+
+def _marker(name: str, plan: QuantizationPlan | DequantizationPlan) -> str:
+    """The file by which a finished submodel is noted."""
+    return f"{name}/{plan.output.shards[0].name}"
+
+
+def _is_finished(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan, run: RunOptions) -> bool:
+    has_checksums = (workspace.out / name / CHECKSUMS).is_file()
+    return _marker(name, plan) in workspace.finished and has_checksums == run.checksum
+
+
+def _space_needed(folder: Path, plan: QuantizationPlan | DequantizationPlan) -> int:
+    """What a submodel takes beyond what lies in its folder, which is deleted or kept as a part of it."""
+    present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return max(space_needed(plan, ()) - present, 0)
+
+
+def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
+    """Each submodel has its own, which says all; this one is for those that are finished, whose own is gone."""
+    return {
+        "command": type(next(iter(plan.submodels.values()))).__name__,
+        "version": __version__,
+        "--device": run.device,
+        "submodels": {
+            name: {"source files": source_stamps(part.source), "config": part.config, "options": asdict(part.options)}
+            for name, part in plan.submodels.items()
+        },
+    }
+
+
+def _joined(plan: DiffusersPlan[Any], out: Path, reports: list[ReportT], kept: int) -> ReportT:
+    """One report of all submodels; what an earlier run finished is counted, but took no time."""
+    first, totals = reports[0], plan.totals()
+    after = sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items())
+    figures: dict[str, Any] = {
+        "out": str(out),
+        "copied": totals.copied,
+        "bytes_before": totals.bytes_in,
+        "bytes_after": after,
+        "pipeline_seconds": sum(report.pipeline_seconds for report in reports),
+        "seconds_by_activity": _added([report.seconds_by_activity for report in reports]),
+        "host_peak_bytes": max(report.host_peak_bytes for report in reports),
+        "device_peak_bytes": max(report.device_peak_bytes for report in reports),
+        "shards_resumed": kept + sum(report.shards_resumed for report in reports),
+        "notes": plan.notes,
+    }
+    if isinstance(first, DequantizeReport):
+        figures["decoded"] = totals.decoded
+    else:
+        figures |= {
+            "packed": totals.packed,
+            "parameters": totals.parameters,
+            "bits_per_parameter": 8 * after / max(totals.parameters, 1),
+            "verification": _verification(plan, reports),
+        }
+    return replace(first, **figures)
+
+
+def bytes_on_disk(out: Path, submodel: str, plan: QuantizationPlan | DequantizationPlan) -> int:
+    return sum((out / submodel / shard.name).stat().st_size for shard in plan.output.shards)
+
+
+def _verification(plan: DiffusersPlan[Any], reports: Sequence[Any]) -> VerificationSummary | None:
+    """An audit's summary of all submodels; without verification none has one, and with it none is skipped."""
+    found = [report.verification for report in reports]
+    if None in found:
+        return None
+    rows = [inside(name, row) for name, part in zip(plan.submodels, found, strict=True) for row in part.rows]
+    return VerificationSummary.of(rows, sum(part.copies for part in found))
+
+
+def _added(parts: list[Mapping[str, float]]) -> dict[str, float]:
+    return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in parts[0]}

@@ -1,0 +1,230 @@
+"""From a plan to a finished output folder: what every command that writes a checkpoint does around its tasks.
+
+space ▸ shard tasks ▸ auxiliary files ▸ index ▸ config.json: that last, because it makes the folder a checkpoint.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from nf4conv import __version__
+from nf4conv.checkpoint.plan import CopyJob, Plan, Shard
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.errors import OutputError, SourceError, VerificationError
+from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.pipeline.engines import ShardTasks
+from nf4conv.pipeline.loop import Pipeline, Task, interleave
+from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
+from nf4conv.report.rows import VerificationSummary
+
+if TYPE_CHECKING:
+    from nf4conv.checkpoint.stream import ShardStream
+
+_SHARDS_AT_A_TIME: Final = 8
+"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk); to several files they
+do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
+
+
+class WritingPlan(Protocol):
+    """What is to be written.
+
+    Attributes:
+        source: the checkpoint that is read.
+        output: the output files.
+        config: the content of the output's config.json; None when it gets none.
+        auxiliary: files that are copied beside the weights, relative to the source's folder.
+    """
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def output(self) -> Plan: ...
+    @property
+    def config(self) -> Mapping[str, Any] | None: ...
+    @property
+    def auxiliary(self) -> tuple[PurePosixPath, ...]: ...
+    def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
+        """The output's README.md, given the size of its weight files and an audit's summary; None when it gets none."""
+
+
+def ignore(count: int) -> None:
+    """Progress that nobody watches."""
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Refuse an output folder that is the source, lies in it, or holds it.
+
+    Raises:
+        OutputError: as said.
+    """
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents:
+        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
+    if out in source.parents:
+        raise OutputError(f"{out}: holds the source folder; choose another output folder")
+
+
+def source_fingerprint(
+    source: Source, pipeline: Pipeline[Any], options: QuantizeOptions | DequantizeOptions
+) -> dict[str, Any]:
+    """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
+    headers = hashlib.sha256()
+    for tensor in source.tensors:
+        headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
+    return {
+        "version": __version__,
+        "torch": version("torch"),
+        "device": pipeline.device.partition(":")[0],
+        "source files": source_stamps(source),
+        "source headers": headers.hexdigest(),
+        "source config": source.config,
+        **{f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()},
+    }
+
+
+def plan_fingerprint(output: Plan) -> str:
+    """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
+    digest = hashlib.sha256()
+    for shard in output.shards:
+        digest.update(repr((shard.name, [(job.name, isinstance(job, CopyJob)) for job in shard.jobs])).encode())
+    return digest.hexdigest()
+
+
+def source_stamps(source: Source) -> dict[str, list[int]]:
+    """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
+    if source.fetched is not None:
+        return {str(source): []}
+    try:
+        return {
+            str(file.relative_to(source.folder)): [(status := file.stat()).st_size, status.st_mtime_ns]
+            for file in source.files
+        }
+    except OSError as error:
+        raise SourceError(f"{error.filename}: {error.strerror}") from error
+
+
+def write_checkpoint(
+    plan: WritingPlan,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    shard_tasks: ShardTasks,
+    announce: Callable[[str, Path], None] | None = None,
+    audit: Audit | None = None,
+) -> None:
+    """Carry out a plan in a workspace, which is a finished checkpoint afterwards.
+
+    Args:
+        plan: what is to be written.
+        workspace: where.
+        pipeline: on what.
+        shard_tasks: how.
+        announce: told of every shard, by name and path, once it is complete; from any thread.
+        audit: looks at everything that is written; with it no shards of an earlier run may count as finished.
+
+    Raises:
+        SourceError, OutputError: the source cannot be read, the destination not written.
+        VerificationError: what has been written is not what was to be; the folder then does not look finished.
+    """
+    workspace.check_space(space_needed(plan, workspace.finished))
+    before = source_stamps(plan.source)
+    with _open_reader(plan, workspace) as reader, ExitStack() as writers:
+        pipeline.run(_tasks(plan, workspace, pipeline, shard_tasks, writers, reader, announce, audit), reader)
+    changed = [name for name, stamp in source_stamps(plan.source).items() if stamp != before[name]]
+    if changed:
+        raise SourceError(f"{plan.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
+    if audit is not None:
+        _require(audit, workspace)
+    for name in plan.auxiliary:
+        workspace.copy(str(name), plan.source.folder / name)
+    if len(plan.output.shards) > 1:
+        workspace.write(f"{plan.source.stem}.safetensors.index.json", _index(plan.output, workspace))
+    size = sum(shard.size for shard in workspace.finished.values())
+    card = plan.card(size, None if audit is None else audit.summary())
+    if card is not None:
+        workspace.write("README.md", card.encode())
+    config = None if plan.config is None else (json.dumps(plan.config, indent=2) + "\n").encode()
+    workspace.complete({} if config is None else {"config.json": config})
+
+
+def _require(audit: Audit, workspace: Workspace) -> None:
+    faults = list(audit.faults())
+    if faults:
+        workspace.forget()
+        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+        raise VerificationError(f"{workspace.out}: verification failed: {faults[0]}{more}")
+
+
+def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
+    """The most bytes that a plan still takes on disk, given the names of its finished shards."""
+    shards = sum(shard.largest_size for shard in plan.output.shards if shard.name not in finished)
+    fetched = () if plan.source.fetched is None else plan.source.fetched.absent.values()
+    on_disk = sum(sorted(file.size for file in fetched)[-2:])  # one in use, one on its way
+    return shards + on_disk + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
+
+
+def _open_reader(plan: WritingPlan, workspace: Workspace) -> Reader:
+    """A reader of the source; of one that is streamed, it fetches what unfinished shards need."""
+    fetched = plan.source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.checkpoint.stream import ShardStream  # importing huggingface_hub takes a while
+
+    shards = [shard for shard in plan.output.shards if shard.name not in workspace.finished]
+    return ShardStream(
+        fetched.repository,
+        fetched.absent,
+        order={file: number for number, file in enumerate(plan.source.files)},
+        needed={entry.source.file for shard in shards for entry in shard.jobs} & fetched.absent.keys(),
+        folder=workspace.downloads,
+    )
+
+
+def _tasks(
+    plan: WritingPlan,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    shard_tasks: ShardTasks,
+    writers: ExitStack,
+    reader: Reader,
+    announce: Callable[[str, Path], None] | None,
+    audit: Audit | None,
+) -> Iterator[Task[Any]]:
+    """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
+
+    def finish(name: str, size: int) -> None:
+        workspace.record(name, size)
+        if announce is not None:
+            announce(name, workspace.out / name)
+
+    def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
+        writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
+        writers.callback(writer.close)
+        progress = ShardProgress(shard, plan.output.format, writer, partial(finish, shard.name), audit)
+        return shard_tasks(progress, pipeline.piece)
+
+    kept = [shard for shard in plan.output.shards if shard.name in workspace.finished]
+    pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
+    if announce is not None:
+        for shard in kept:
+            announce(shard.name, workspace.out / shard.name)
+    shards = (of_shard(shard) for shard in plan.output.shards if shard not in kept)
+    if plan.source.fetched is None or not plan.source.fetched.absent:
+        return interleave(shards, _SHARDS_AT_A_TIME)
+    from nf4conv.pipeline.streaming import streamed  # importing huggingface_hub takes a while
+
+    return streamed(shards, cast("ShardStream", reader))
+
+
+def _index(output: Plan, workspace: Workspace) -> bytes:
+    total = sum(workspace.finished[shard.name].size - shard.header_size for shard in output.shards)
+    weight_map = {name: shard.name for shard in output.shards for name in shard.tensor_names()}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,188 @@
+"""`nf4conv quantize`: a checkpoint or a diffusers pipeline in, its 4-bit bitsandbytes form out."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
+from nf4conv.checkpoint.source import read_json
+from nf4conv.commands.diffusers import (
+    DiffusersPlan,
+    applying,
+    bytes_on_disk,
+    for_submodel,
+    is_included,
+    write_submodels,
+)
+from nf4conv.commands.output import check_apart, ignore
+from nf4conv.commands.single.quantize import (
+    QuantizationPlan,
+    plan_one,
+    plan_submodel,
+    prepared,
+    second_opinion_of,
+    write_one,
+)
+from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.report.results import QuantizeReport
+
+if TYPE_CHECKING:
+    from nf4conv.commands.push import Push
+
+AnyQuantizationPlan = QuantizationPlan | DiffusersPlan[QuantizationPlan]
+"""Of one checkpoint, or of a diffusers pipeline."""
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: QuantizeOptions | None = None,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+    where: SourceOptions | None = None,
+    push: PushOptions | None = None,
+) -> QuantizeReport:
+    """Quantize a checkpoint to 4 bits; of a diffusers pipeline, each submodel by its own rule.
+
+    A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
+
+    Args:
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
+        out: the folder to write; it must be empty, or hold an interrupted run with the same plan.
+        options: what to make of the checkpoint.
+        run: how to use the machine.
+        progress: told how many more source bytes have been read, from any thread.
+        where: revision, subfolder and the like.
+        push: a repository on the Hub to push the result to.
+
+    Raises:
+        SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
+        VerificationError: with `run.verify`, what has been written is not what was to be.
+    """
+    return execute_quantization(plan_quantization(source, options, where), out, run, progress, push)
+
+
+def plan_quantization(
+    source: str | Path, options: QuantizeOptions | None = None, where: SourceOptions | None = None
+) -> AnyQuantizationPlan:
+    """Decide everything about a quantization from headers and config alone; no weight is read, torch is not imported.
+
+    Args:
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
+        options: what to make of it. Globs and module names for a diffusers pipeline may begin with that of a submodel
+            and a slash: "transformer/*.attn.*"; others apply to all.
+        where: revision, subfolder and the like.
+
+    Raises:
+        SourceError: the source cannot be read.
+        PlanError: the request cannot be met.
+    """
+    options = options or QuantizeOptions()
+    try:
+        return plan_one(source, options, where)
+    except DiffusersFolderError:
+        folder = open_diffusers(source, where)
+    submodels = {
+        name: plan_submodel(
+            folder.place,
+            replace(for_submodel(name, options), skip_modules=applying(options.skip_modules, name)),
+            place,
+            pack=is_packed_by_default(name) and is_included(name, options),
+        )
+        for name, place in folder.submodels.items()
+    }
+    return _checked(DiffusersPlan(folder, submodels))
+
+
+def _checked(plan: DiffusersPlan[QuantizationPlan]) -> DiffusersPlan[QuantizationPlan]:
+    if not plan.totals().packed:
+        raise PlanError(
+            f"{plan.folder.place}: no tensor of this diffusers pipeline would be packed; --dry-run shows why each is "
+            "kept"
+        )
+    return plan
+
+
+def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
+    """What the installed transformers, if there is one, would decide otherwise than a plan by the rules: a line.
+
+    It takes seconds to ask transformers. A diffusers pipeline is not its business.
+    """
+    return second_opinion_of(plan) if isinstance(plan, QuantizationPlan) else ()
+
+
+def execute_quantization(
+    plan: AnyQuantizationPlan,
+    out: str | Path,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+    push: PushOptions | None = None,
+) -> QuantizeReport:
+    """Carry out a plan; arguments, result and errors as `quantize_checkpoint`."""
+    started = time.perf_counter()
+    run, progress, out = run or RunOptions(), progress or ignore, Path(out)
+    if isinstance(plan, QuantizationPlan):
+        check_apart(plan.source.folder, out)
+        plan = prepared(plan, run)
+    else:
+        check_apart(plan.folder.folder, out)
+        submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}
+        plan = _checked(replace(plan, submodels=submodels))
+    with _open_push(push, run) as repository:
+        if isinstance(plan, QuantizationPlan):
+            report = write_one(plan, out, run, progress, None if repository is None else repository.offer)
+            format = plan.output.format
+        else:
+            report = write_submodels(plan, out, run, progress, partial(_write, repository), partial(_card, plan))
+            format = next(iter(plan.submodels.values())).output.format
+        address = None
+        if repository is not None:
+            address = repository.commit(out, f"Quantize to {format.quant_type} with nf4conv")
+    return replace(report, pushed=address, seconds=time.perf_counter() - started)
+
+
+def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
+    """A repository to push to, before anything is computed, so that what is wrong with it is known at once."""
+    if push is None or push.push_to_hub is None:
+        return nullcontext()
+    from nf4conv.commands.push import Push  # importing huggingface_hub takes a while
+
+    return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
+
+
+def _write(
+    repository: "Push | None",
+    plan: QuantizationPlan,
+    folder: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> QuantizeReport:
+    """Carry out the plan of a submodel, whose folder's name stands before those of its files on the Hub."""
+
+    def announce(name: str, path: Path) -> None:
+        if repository is not None:
+            repository.offer(f"{folder.name}/{name}", path)
+
+    return write_one(plan, folder, run, progress, announce)
+
+
+def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
+    from nf4conv.report.card import Figures, diffusers_card  # importing a reader of YAML takes a moment
+
+    class_name = read_json(plan.folder.index).get("_class_name")
+    figures = {
+        name: Figures(part.totals().bytes_in, bytes_on_disk(Path(report.out), name, part))
+        for name, part in plan.submodels.items()
+    }
+    return diffusers_card(
+        plan.folder.folder,
+        class_name if isinstance(class_name, str) and class_name.isidentifier() else "DiffusionPipeline",
+        {name: (part.source, part.output) for name, part in plan.submodels.items()},
+        figures,
+        report.verification,
+    )

@@ -1,0 +1,206 @@
+"""Comparing two checkpoints: do they hold the same tensors, and if not, how far are they apart?
+
+Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one in another format.
+
+Pipeline(byte tasks)     tensors that are stored alike
+Pipeline(value tasks)    those whose bytes differ, and those that are not stored alike
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from nf4conv import __version__
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.pairing import alike
+from nf4conv.checkpoint.selection import is_wanted
+from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.errors import PlanError
+from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.options import CompareOptions, RunOptions, SourceOptions
+from nf4conv.pipeline.engines import comparing_engine
+from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.report.measured import TensorDifference, place_of
+from nf4conv.report.results import ComparisonReport
+from nf4conv.report.rows import ComparedKind, ComparedRow, Status, by_kind, decibels, relative_error
+
+_WITHOUT_VALUES: Final = ("C64",)
+"""Dtypes of which only the bytes are compared."""
+
+TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """Two checkpoints whose headers have been looked at.
+
+    Attributes:
+        a: the one.
+        b: the other.
+        options: what was asked for.
+        tensors: (in A, in B) of every name; None where there is none.
+    """
+
+    a: str
+    b: str
+    options: CompareOptions
+    tensors: TensorPairs
+
+    @property
+    def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
+        """Those that are in both, in one shape."""
+        return {name: (a, b) for name, (a, b) in self.tensors.items() if a and b and a.shape == b.shape}
+
+    @property
+    def bytes_to_read(self) -> int:
+        """If no tensor has to be read a second time, for its values."""
+        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+
+
+def plan_one(a: str | Path, b: str | Path, options: CompareOptions, where: SourceOptions | None) -> ComparisonPlan:
+    """Look at the headers of two checkpoints.
+
+    Raises:
+        SourceError, PlanError: as `plan_comparison`; a diffusers pipeline is a DiffusersFolderError.
+    """
+    first, second = open_source(a, where), open_source(b, where)
+    return make_plan(str(first), str(second), options, pair_tensors(first, second, options))
+
+
+def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs) -> ComparisonPlan:
+    """Complete a plan.
+
+    Raises:
+        PlanError: there is nothing to compare.
+    """
+    if not tensors:
+        raise PlanError("--include and --exclude leave no tensor to compare")
+    return ComparisonPlan(a, b, options, tensors)
+
+
+def pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -> TensorPairs:
+    """The wanted tensors of two checkpoints, of which one may be absent."""
+    first, second = (() if side is None else side.tensors for side in (a, b))
+    in_a, in_b = (
+        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
+        for side in (alike(first, second), alike(second, first))
+    )
+    return {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
+
+
+def execute(plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], None]) -> ComparisonReport:
+    """Compare what a plan lists, of two checkpoints or of two diffusers pipelines."""
+    from nf4conv.pipeline.with_torch.difference import byte_tasks, value_tasks  # importing torch takes seconds
+
+    started = time.perf_counter()
+    pipeline = make_pipeline(comparing_engine(run), run, progress)
+    results = {
+        name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
+    }
+    pipeline.run(byte_tasks([result for result in results.values() if result.is_identical], pipeline.piece))
+    unlike = [result for result in results.values() if not result.is_identical and _has_values(result)]
+    pipeline.run(value_tasks(unlike, pipeline.piece))
+    found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
+    rows = tuple(replace(row, passed=_passes(row, plan.options.tolerance)) for row in found)
+    counts = Counter(row.status for row in rows)
+    return ComparisonReport(
+        a=plan.a,
+        b=plan.b,
+        passed=all(row.passed for row in rows),
+        tensors=rows,
+        kinds=tuple(_kinds(rows)),
+        counts={status: counts[status] for status in Status if counts[status]},
+        settings={**asdict(plan.options), "device": pipeline.device, "nf4conv": __version__, "torch": version("torch")},
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _is_stored_alike(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether equal bytes are all that is needed for equal tensors."""
+    if a.dtype != b.dtype or a.encoding is None or b.encoding is None:
+        return a.dtype == b.dtype and a.encoding is b.encoding
+    return a.encoding[::2] == b.encoding[::2] and _layout(a) == _layout(b)
+
+
+def _layout(tensor: TensorInfo) -> list[tuple[object, ...]]:
+    """Roles, dtypes and shapes of what a tensor is decoded from; codes may be [n, 1] or [1, n]."""
+    parts = () if tensor.encoding is None else tensor.encoding.parts
+    return [(role, part.dtype, [size for size in part.shape if size != 1]) for role, part in parts]
+
+
+def _has_values(result: TensorDifference) -> bool:
+    return result.a.dtype not in _WITHOUT_VALUES and result.b.dtype not in _WITHOUT_VALUES
+
+
+def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> ComparedRow:
+    found = None if result is None else result.difference
+    tensor = a or b
+    assert tensor is not None
+    error = None if found is None else relative_error(found.squared_difference, found.squared_values)
+    return ComparedRow(
+        name=name,
+        **place_of(name)._asdict(),
+        elements=tensor.elements,
+        format_a=None if a is None else _format(a),
+        format_b=None if b is None else _format(b),
+        shape_a=None if a is None else a.shape,
+        shape_b=None if b is None else b.shape,
+        status=_status(a, b, result),
+        differing=None if found is None else found.differing,
+        relative_error=error,
+        snr_db=None if error is None else decibels(error),
+        largest=None if found is None else found.largest,
+        squared_difference=None if found is None else found.squared_difference,
+        squared_values=None if found is None else found.squared_values,
+    )
+
+
+def _status(a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> Status:
+    if result is None:
+        return Status.ONLY_B if a is None else Status.ONLY_A if b is None else Status.SHAPE
+    found = result.difference
+    if found is not None:
+        return Status.DIFFERENT if found.differing else Status.EQUAL
+    if result.is_identical:
+        return Status.IDENTICAL
+    return Status.DIFFERENT if result.a.elements else Status.EQUAL
+
+
+def _format(tensor: TensorInfo) -> str:
+    """How a tensor is stored, in a few words."""
+    if tensor.encoding is None:
+        return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    roles = [role for role, _ in tensor.encoding.parts]
+    tag = next((role.removeprefix(QUANT_STATE_PREFIX) for role in roles if role.startswith(QUANT_STATE_PREFIX)), None)
+    if tag is None:
+        return tensor.encoding.method.value
+    return f"{tag}{'+' if 'nested_absmax' in roles else ''}/{tensor.encoding.block[0]}"
+
+
+def _passes(row: ComparedRow, tolerance: float | None) -> bool:
+    if row.status is Status.IDENTICAL or tolerance is None:
+        return row.status is Status.IDENTICAL
+    return row.status is Status.EQUAL or (row.relative_error is not None and row.relative_error <= tolerance)
+
+
+def _kinds(rows: Sequence[ComparedRow]) -> Iterator[ComparedKind]:
+    """Totals of the tensors of one kind in one stack of layers."""
+    for stack, kind, members in by_kind(rows):
+        errors = [row.relative_error for row in members if row.relative_error is not None]
+        squared_difference = math.fsum(row.squared_difference or 0.0 for row in members)
+        squared_values = math.fsum(row.squared_values or 0.0 for row in members)
+        yield ComparedKind(
+            stack=stack,
+            kind=kind,
+            tensors=len(members),
+            elements=sum(row.elements for row in members),
+            identical=sum(row.status is Status.IDENTICAL for row in members),
+            differing=sum(row.differing or 0 for row in members),
+            relative_error=relative_error(squared_difference, squared_values) if errors else None,
+            worst=max(errors, default=None),
+        )

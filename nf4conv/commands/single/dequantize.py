@@ -1,0 +1,238 @@
+"""Dequantizing one checkpoint: 4-bit bitsandbytes weights in, plain ones out, which load without bitsandbytes.
+
+The source presents packed weights as the float tensors that they stand for (checkpoint/encoded.py), so all that is left
+to do is to store them as such, and to take the quantization out of config.json. Weights that are to stay in 4 bits are
+copied as they are, all their tensors into one shard.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from nf4conv.checkpoint.auxiliary import auxiliary_files
+from nf4conv.checkpoint.config import plain_config, without_quantization
+from nf4conv.checkpoint.evidence import Evidence
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, is_wanted, select, with_skip_list
+from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.commands.output import check_apart, source_fingerprint, write_checkpoint
+from nf4conv.errors import PlanError
+from nf4conv.options import DTYPES, DequantizeOptions, RunOptions, SourceOptions
+from nf4conv.pipeline.engines import unpacking_engine
+from nf4conv.pipeline.loop import MemoryUse, Pipeline, make_pipeline
+from nf4conv.report.results import DequantizeReport
+from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSummary
+
+_STAYS: Final = "stays in 4 bits"
+_KEPT: Final = "not quantized"
+
+
+@dataclass(frozen=True)
+class DequantizationPlan:
+    """Everything that is known before a weight is read.
+
+    Attributes:
+        options: what was asked for.
+        source: the checkpoint.
+        output: the output files.
+        config: the content of the output's config.json; None when the source has none.
+        auxiliary: files that are copied beside the weights, relative to the source's folder.
+        notes: what the user should know.
+    """
+
+    options: DequantizeOptions
+    source: Source
+    output: Plan
+    config: Mapping[str, Any] | None
+    auxiliary: tuple[PurePosixPath, ...]
+    notes: tuple[str, ...]
+
+    def card(self, bytes_after: int, verified: VerificationSummary | None) -> None:
+        """None: the model is not another one than its original, whose card says all there is."""
+
+    def rows(self) -> list[PlanRow]:
+        """One for each output tensor."""
+        return [
+            PlanRow(
+                name=job.name,
+                action=_action(job),
+                reason=job.reason,
+                dtype=job.dtype,
+                shape=job.source.shape,
+                bytes_in=job.source_bytes,
+                bytes_out=job.nbytes,
+                file=shard.name,
+            )
+            for shard in self.output.shards
+            for job in shard.jobs
+            if isinstance(job, CopyJob)
+        ]
+
+    def totals(self) -> DequantizationTotals:
+        jobs = list(self.output.jobs)
+        decoded = sum(job.source.encoding is not None for job in jobs)
+        return DequantizationTotals(
+            decoded=decoded,
+            copied=len(jobs) - decoded,
+            shards=len(self.output.shards),
+            bytes_in=sum(job.source_bytes for job in jobs),
+            bytes_out=self.output.largest_size,
+        )
+
+
+def _action(job: CopyJob) -> str:
+    if job.source.encoding is not None:
+        return "decode"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
+def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptions | None) -> DequantizationPlan:
+    """Decide everything about the dequantization of one checkpoint.
+
+    Raises:
+        SourceError, PlanError: as `plan_dequantization`; a diffusers pipeline is a DiffusersFolderError.
+    """
+    if options.dtype not in (None, *DTYPES):
+        raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
+    opened = open_source(source, where)
+    packed = [tensor for tensor in opened.tensors if _is_packed(tensor)]
+    if not packed:
+        raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
+    wanted = {tensor.name for tensor in packed if is_wanted(tensor.name, options.include, options.exclude)}
+    if not wanted:
+        raise PlanError(f"{source}: --include and --exclude leave no weight to decode")
+    config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
+    groups = list(_groups(opened, still_packed, options))
+    dtype = options.dtype or dominant_dtype([job.source for group in groups for job in group])
+    output = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
+    if config is not None and not still_packed:
+        config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
+    return DequantizationPlan(
+        options=options,
+        source=opened,
+        output=output,
+        config=config,
+        auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
+        notes=(),
+    )
+
+
+def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool) -> DequantizationPlan:
+    """The plan of a submodel of a diffusers pipeline; one without weights to decode keeps its tensors as they are.
+
+    Args:
+        source: the pipeline's folder, or its name on the Hub.
+        options: what to make of it.
+        where: its subfolder is the submodel.
+        decode: whether anything in it is wanted.
+
+    Raises:
+        SourceError, PlanError: as `plan_dequantization`.
+    """
+    wanted = (
+        tensor
+        for tensor in open_source(source, where).tensors
+        if _is_packed(tensor) and is_wanted(tensor.name, options.include, options.exclude)
+    )
+    if decode and any(wanted):
+        return plan_one(source, options, where)
+    stored = open_stored(source, where)
+    groups = [[CopyJob(tensor, tensor.dtype, "the submodel stays as it is")] for tensor in stored.tensors]
+    format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
+    output = arrange(groups, format, max_shard_size=options.max_shard_size, stem=stored.stem)
+    auxiliary = () if stored.config is None else auxiliary_files(stored.folder)
+    return DequantizationPlan(options, stored, output, stored.config, auxiliary, stored.notes)
+
+
+def _is_packed(tensor: TensorInfo) -> bool:
+    return tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
+
+
+def _new_config(
+    source: Source, packed: set[str], options: DequantizeOptions
+) -> tuple[Mapping[str, Any] | None, frozenset[str]]:
+    """The config with a skip list for what stays packed, and what does: what a loader could not tell is decoded too."""
+    if source.config is None or not packed:
+        return source.config, frozenset(packed)
+    if options.dtype is not None:
+        raise PlanError("--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits")
+    rules = select(source.tensors, source.config, SelectionOptions()).decisions
+    decisions: dict[str, Pack | Keep] = {}
+    for tensor in source.tensors:
+        rule = rules[tensor.name]
+        if tensor.name in packed:
+            rows = tensor.shape[0]
+            decisions[tensor.name] = Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS)
+        elif isinstance(rule, Pack) or _is_packed(tensor):
+            decisions[tensor.name] = Keep(_KEPT, is_linear=True)
+        else:
+            decisions[tensor.name] = rule
+    selection = with_skip_list(decisions, ModuleNames.of(source.config), ())
+    config = dict(source.config)
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        config["quantization_config"] = dict(quantization) | {"llm_int8_skip_modules": list(selection.skip_modules)}
+    still = (name for name, decision in selection.decisions.items() if isinstance(decision, Pack))
+    return config, frozenset(still)
+
+
+def _groups(source: Source, still_packed: frozenset[str], options: DequantizeOptions) -> Iterator[list[CopyJob]]:
+    evidence = Evidence.gather(source.tensors, source.config or {})
+    for tensor in source.tensors:
+        if tensor.name in still_packed and tensor.encoding is not None:
+            yield [CopyJob(part, part.dtype, _STAYS) for _, part in tensor.encoding.parts]
+            continue
+        decoded = tensor.encoding is not None
+        dtype = tensor.dtype
+        if options.dtype is not None and dtype in FLOAT_TAGS and not evidence.is_float32_by_design(tensor):
+            dtype = TAGS[options.dtype]
+        # decoded to what it is stored in, not by way of another dtype, which would round twice
+        yield [CopyJob(tensor._replace(dtype=dtype) if decoded else tensor, dtype, "decoded" if decoded else _KEPT)]
+
+
+def write_one(
+    plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> DequantizeReport:
+    """Carry out the plan of one checkpoint."""
+    started = time.perf_counter()
+    check_apart(plan.source.folder, out)
+    engine, shard_tasks = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
+    pipeline = make_pipeline(engine, run, progress)
+    baseline = pipeline.memory()
+    fingerprint = {"command": "dequantize", **source_fingerprint(plan.source, pipeline, plan.options)}
+    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
+        resumed = len(workspace.finished)
+        write_checkpoint(plan, workspace, pipeline, shard_tasks)
+        return _report(plan, workspace, pipeline, resumed, started, baseline)
+
+
+def _report(
+    plan: DequantizationPlan,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    resumed: int,
+    started: float,
+    baseline: MemoryUse,
+) -> DequantizeReport:
+    totals, memory = plan.totals(), pipeline.memory()
+    return DequantizeReport(
+        out=str(workspace.out),
+        device=pipeline.device,
+        decoded=totals.decoded,
+        copied=totals.copied,
+        bytes_before=totals.bytes_in,
+        bytes_after=sum(shard.size for shard in workspace.finished.values()),
+        seconds=time.perf_counter() - started,
+        pipeline_seconds=pipeline.elapsed,
+        seconds_by_activity=pipeline.seconds_by_activity(),
+        host_baseline_bytes=baseline.host,
+        host_peak_bytes=memory.host,
+        device_peak_bytes=memory.device,
+        shards_resumed=resumed,
+        notes=plan.notes,
+    )

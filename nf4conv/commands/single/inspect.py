@@ -1,0 +1,168 @@
+"""Inspecting one checkpoint: what is in it, by its headers and quant states; no weight is read, no torch imported.
+
+Of a model on the Hugging Face Hub only the headers are fetched, and the few bytes of each quant state.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.checkpoint.encoded import quantization_of
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.source import Source, open_stored, read_tensor
+from nf4conv.checkpoint.structure import MOST_ELEMENTS, STORAGE_DTYPES, split_component
+from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.options import SourceOptions
+from nf4conv.report.measured import place_of
+from nf4conv.report.results import Inspection
+from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization
+
+_FARTHEST: Final = 2**16
+"""Bytes between two quant states that are still read together: a request to the Hub costs more."""
+
+_LONGEST_READ: Final = 2**22
+
+_AT_A_TIME: Final = 8
+
+
+def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
+    """Describe one checkpoint without reading its weights.
+
+    Raises:
+        SourceError: it cannot be read; a diffusers pipeline is a DiffusersFolderError.
+    """
+    source = open_stored(path, replace(where or SourceOptions(), stream=True))
+    rows = tuple(_rows(source))
+    config = source.config or {}
+    return Inspection(
+        path=str(path),
+        files=tuple(file.name for file in source.files),
+        config=quantization_of(config),
+        model_type=config.get("model_type"),
+        tensors=rows,
+        kinds=tuple(_kinds(rows)),
+        totals=InspectionTotals.of(rows),
+    )
+
+
+def _rows(source: Source) -> Iterator[InspectedRow]:
+    components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    names = {tensor.name for tensor in source.tensors}
+    for tensor in source.tensors:
+        owner, suffix = split_component(tensor.name)
+        if suffix and owner in names:
+            components[owner][suffix] = tensor
+    blobs = [part for parts in components.values() for suffix, part in parts.items() if _is_state(suffix)]
+    states = dict(_read_states(source, blobs))
+    for tensor in source.tensors:
+        owner, suffix = split_component(tensor.name)
+        if not suffix or owner not in names:
+            yield _row(tensor, components.get(tensor.name, {}), states)
+
+
+def _is_state(suffix: str) -> bool:
+    return suffix.startswith(QUANT_STATE_PREFIX)
+
+
+def _read_states(source: Source, blobs: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each blob; those near each other are read together."""
+    ranges = list(_ranges(blobs))
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for group, raw in zip(ranges, pool.map(partial(_read_group, source), ranges), strict=True):
+            for blob in group:
+                yield blob.name, raw[blob.start - group[0].start : blob.stop - group[0].start]
+
+
+def _ranges(blobs: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    group: list[TensorInfo] = []
+    for blob in sorted(blobs, key=lambda blob: (str(blob.file), blob.start)):
+        if group and (
+            blob.file != group[0].file
+            or blob.start - group[-1].stop > _FARTHEST
+            or blob.stop - group[0].start > _LONGEST_READ
+        ):
+            yield group
+            group = []
+        group.append(blob)
+    if group:
+        yield group
+
+
+def _read_group(source: Source, group: Sequence[TensorInfo]) -> bytes:
+    return read_tensor(source, group[0]._replace(stop=group[-1].stop))
+
+
+def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:
+    size = tensor.nbytes + sum(part.nbytes for part in components.values())
+    shape, dtype, quantization = tensor.shape, DTYPE_NAMES.get(tensor.dtype, tensor.dtype), None
+    blob = next((part for suffix, part in components.items() if _is_state(suffix)), None)
+    fields = {} if blob is None else _fields(states[blob.name])
+    if fields:
+        shape, dtype = tuple(fields["shape"]), fields["dtype"]
+        quantization = StoredQuantization(
+            quant_type=fields["quant_type"],
+            blocksize=fields["blocksize"],
+            double_quant="nested_absmax" in components,
+            nested_offset=fields.get("nested_offset"),
+            storage=STORAGE_DTYPES.get(tensor.dtype, tensor.dtype),
+            tensors={"": _described(tensor)} | {suffix: _described(part) for suffix, part in components.items()},
+        )
+    parameters = math.prod(shape)
+    return InspectedRow(
+        name=tensor.name,
+        file=tensor.file.name,
+        dtype=dtype,
+        shape=shape,
+        parameters=parameters,
+        bytes=size,
+        bits_per_parameter=8 * size / max(parameters, 1),
+        format=_format(dtype, quantization),
+        quantization=quantization,
+    )
+
+
+def _described(tensor: TensorInfo) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _fields(blob: bytes) -> dict[str, Any]:
+    """The content of a quant state; empty if it is none. What is wrong with it is `verify`'s to say."""
+    try:
+        fields = json.loads(blob)
+        sizes = [int(size) for size in fields["shape"]]
+        known = {"shape": sizes, "dtype": str(fields["dtype"]), "blocksize": int(fields["blocksize"])}
+        is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < MOST_ELEMENTS
+        return {**fields, **known, "quant_type": str(fields["quant_type"])} if is_possible else {}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return {}
+
+
+def _kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
+    groups: defaultdict[tuple[str, str], list[InspectedRow]] = defaultdict(list)
+    for row in rows:
+        place = place_of(row.name.removesuffix(".bias"))
+        groups[place.stack, place.kind].append(row)
+    for (stack, kind), members in groups.items():
+        totals = InspectionTotals.of(members)
+        yield InspectedKind(
+            stack=stack,
+            kind=kind,
+            tensors=totals.tensors,
+            formats=tuple(sorted({row.format for row in members})),
+            parameters=totals.parameters,
+            bytes=totals.bytes,
+            bits_per_parameter=totals.bits_per_parameter,
+        )
+
+
+def _format(dtype: str, quantization: StoredQuantization | None) -> str:
+    """How a tensor is stored, in one word: "nf4/64", with a "+" before the blocksize where the scales are quantized."""
+    if quantization is None:
+        return dtype
+    return f"{quantization.quant_type}{'+' if quantization.double_quant else ''}/{quantization.blocksize}"

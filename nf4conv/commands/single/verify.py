@@ -1,0 +1,179 @@
+"""Verifying one 4-bit checkpoint: is it sound, and does it hold what its source holds?
+
+read_structure ▸ check_config ▸ pair            headers, small tensors and config: written against the format
+Pipeline(scale, weight and copy tasks)          every byte, where there is a source
+report                                          every check with its findings, and a figure for every weight
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from nf4conv import __version__
+from nf4conv.checkpoint.checksums import check_checksums
+from nf4conv.checkpoint.config_check import check_config
+from nf4conv.checkpoint.findings import CHECKS, Finding
+from nf4conv.checkpoint.pairing import Pairs, pair
+from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.structure import Structure, read_structure
+from nf4conv.errors import PlanError
+from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
+from nf4conv.pipeline.engines import comparing_engine
+from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.results import VerifyReport
+from nf4conv.report.rows import CheckResult
+from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
+
+_STRUCTURAL = (
+    "files", "index", "components", "quant state", "layout", "one shard", "code maps", "uniform", "config",
+    "skip list", "scales",
+)  # fmt: skip
+_WITH_SOURCE = ("names", "copies", "codes", "bound", "tolerance")
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """A checkpoint whose headers have been looked at.
+
+    Attributes:
+        path: as it was given.
+        options: what was asked for.
+        structure: the checkpoint, with what is wrong with it so far.
+        config: the content of its config.json; empty if there is none.
+        source: what it was made from; None if that was not given.
+        pairs: what is to be compared; empty without a source.
+    """
+
+    path: Path
+    options: VerifyOptions
+    structure: Structure
+    config: Mapping[str, Any]
+    source: Source | None
+    pairs: Pairs
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Of scales, and with a source of everything."""
+        scales = sum(weight.nbytes - weight.values.nbytes for weight in self.structure.weights.values())
+        weights = sum(weight.nbytes + job.source_bytes for weight, job in self.pairs.weights)
+        return scales + weights + sum(stored.nbytes + source.nbytes for stored, source in self.pairs.copies)
+
+
+def plan_one(
+    path: str | Path,
+    source: str | Path | None,
+    options: VerifyOptions,
+    where: SourceOptions | None,
+    *,
+    is_submodel: bool = False,
+) -> VerificationPlan:
+    """Look at the headers of one checkpoint, and find out what is to be compared.
+
+    Raises:
+        SourceError, PlanError: as `plan_verification`; a diffusers pipeline is a DiffusersFolderError.
+    """
+    if options.tolerance is not None and not options.tolerance >= 0:
+        raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
+    if source is None and (options.exact or options.tolerance is not None):
+        raise PlanError("--exact and --tolerance compare with the source: give --source")
+    structure = read_structure(Path(path))
+    config = check_config(structure) if structure.weights or not is_submodel else {}
+    if not structure.weights and not structure.findings and not is_submodel:
+        structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
+    opened = None if source is None else open_source(source, where)
+    pairs = Pairs() if opened is None else pair(structure, opened)
+    return VerificationPlan(Path(path), options, structure, config, opened, pairs)
+
+
+def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]) -> VerifyReport:
+    """Carry out the plan of one checkpoint."""
+    from nf4conv.pipeline.with_torch.check import copy_tasks, scale_tasks, weight_tasks  # importing torch takes seconds
+
+    started = time.perf_counter()
+    pipeline = make_pipeline(comparing_engine(run), run, progress)
+    results = {name: WeightResult(weight) for name, weight in plan.structure.weights.items()}
+    copies = {stored.name: CopyResult(stored) for stored, _ in plan.pairs.copies}
+    with_checksums = check_checksums(plan.structure, pipeline.workers)
+    pipeline.run(
+        chain(
+            scale_tasks(results, pipeline.piece),
+            weight_tasks(plan.pairs, results, pipeline.piece),
+            copy_tasks(plan.pairs, copies, pipeline.piece),
+        )
+    )
+    for result in results.values():
+        for check, text in weight_faults(result, plan.options):
+            plan.structure.note(check, result.weight.values.file, result.weight.name, text)
+    for copy in copies.values():
+        if copy.differing:
+            text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
+            plan.structure.note("copies", copy.tensor.file, copy.tensor.name, text)
+    return _report(plan, results, with_checksums, pipeline.device, time.perf_counter() - started)
+
+
+def _report(
+    plan: VerificationPlan,
+    results: Mapping[str, WeightResult],
+    with_checksums: bool,
+    device: str,
+    seconds: float,
+) -> VerifyReport:
+    structure = plan.structure
+    findings = tuple(sorted(structure.findings, key=lambda finding: list(CHECKS).index(finding.check)))
+    rows = tuple(weight_row(result, plan.options) for result in results.values())
+    sizes = _sizes(structure)
+    parameters = sum(weight.elements for weight in structure.weights.values())
+    parameters += sum(tensor.elements for tensor in structure.plain.values())
+    identical = None if plan.source is None else all(result.bytes_differing == 0 for result in results.values())
+    return VerifyReport(
+        path=str(plan.path),
+        source=None if plan.source is None else str(plan.source.folder),
+        passed=not any(finding.is_fault for finding in findings),
+        checks=_checks(plan, findings, with_checksums),
+        findings=findings,
+        weights=rows,
+        kinds=tuple(weight_kinds(rows)),
+        sizes=sizes,
+        parameters=parameters,
+        bits_per_parameter=8 * sum(sizes.values()) / max(parameters, 1),
+        identical=identical,
+        settings={
+            "tolerance": plan.options.tolerance if plan.options.tolerance is not None else "default",
+            "exact": plan.options.exact,
+            "device": device,
+            "nf4conv": __version__,
+            "torch": version("torch"),
+        },
+        seconds=seconds,
+    )
+
+
+def _checks(plan: VerificationPlan, findings: tuple[Finding, ...], with_checksums: bool) -> dict[str, CheckResult]:
+    ran = {*_STRUCTURAL}
+    if with_checksums:
+        ran.add("checksums")
+    if plan.source is not None:
+        ran.update(_WITH_SOURCE)
+    if plan.options.exact:
+        ran.add("exact")
+    failed = {finding.check for finding in findings if finding.is_fault}
+    return {
+        name: CheckResult(meaning, name not in failed)
+        for name, meaning in CHECKS.items()
+        if name in ran or name in failed
+    }
+
+
+def _sizes(structure: Structure) -> dict[str, int]:
+    sizes = {"codes": 0, "scales": 0, "tables and JSON": 0, "not packed": 0}
+    for weight in structure.weights.values():
+        sizes["codes"] += weight.values.nbytes
+        for suffix, part in weight.components.items():
+            sizes["scales" if suffix in ("absmax", "nested_absmax") else "tables and JSON"] += part.nbytes
+    sizes["not packed"] = sum(tensor.nbytes for tensor in structure.plain.values())
+    return sizes

@@ -1,0 +1,197 @@
+"""`--plan-with transformers`: the module tree of the installed transformers as the truth about what is an `nn.Linear`.
+
+The model is built on the meta device, so it costs no memory, and every name on disk is followed to the module that
+transformers would load it into. The rules of checkpoint/selection.py still say which of the linear modules stay in
+16 bits: heads, routers, towers. This is the only module that imports transformers, and it does so when it is called.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nf4conv.checkpoint.config import architecture_of, without_quantization
+from nf4conv.checkpoint.evidence import Why
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, Selection, SelectionOptions, select, with_skip_list
+from nf4conv.errors import PlanError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What transformers makes of the names of a checkpoint.
+
+    Attributes:
+        modules: tensor on disk → path of the module whose weight it becomes; tensors that are split, merged or
+            otherwise changed on the way are not here.
+        linear: paths of the modules that transformers replaces when it loads in 4-bit.
+        transposed: those of them that are Conv1D.
+        version: of the transformers that was asked.
+    """
+
+    modules: Mapping[str, str]
+    linear: frozenset[str]
+    transposed: frozenset[str]
+    version: str
+
+
+def select_with_transformers(
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions
+) -> Selection:
+    """Decide for every tensor of a checkpoint, asking the installed transformers which of them are linear.
+
+    Notes name every tensor of which the rules alone would have thought otherwise.
+
+    Args:
+        tensors: of the source.
+        config: the content of its config.json.
+        options: the user's wishes.
+
+    Raises:
+        PlanError: transformers is not installed or cannot build the model.
+    """
+    by_rule = select(tensors, config, options)
+    skeleton = read_skeleton([tensor.name for tensor in tensors], config)
+    decisions = {tensor.name: _correct(tensor, by_rule.decisions[tensor.name], skeleton, options) for tensor in tensors}
+    names = replace(
+        ModuleNames.of(config),
+        in_memory={_module(name): path for name, path in skeleton.modules.items()},
+    )
+    on_disk = set(skeleton.modules.values())
+    differences = disagreements(by_rule.decisions, decisions, skeleton)
+    return with_skip_list(decisions, names, [*by_rule.notes, *differences], skeleton.linear - on_disk)
+
+
+def second_opinion(
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions
+) -> tuple[str, ...]:
+    """One line about the tensors of which the installed transformers thinks otherwise than the rules.
+
+    Args:
+        tensors: of the source.
+        config: the content of config.json.
+        options: the user's wishes.
+
+    Returns:
+        Nothing where they agree, or where transformers cannot tell.
+    """
+    try:
+        skeleton = read_skeleton([tensor.name for tensor in tensors], config)
+    except PlanError:
+        return ()
+    by_rule = select(tensors, config, options).decisions
+    decisions = {tensor.name: _correct(tensor, by_rule[tensor.name], skeleton, options) for tensor in tensors}
+    found = disagreements(by_rule, decisions, skeleton)
+    more = f"; and {len(found) - 3:,} more" if len(found) > 3 else ""
+    return (f"--plan-with transformers would differ: {'; '.join(found[:3])}{more}",) if found else ()
+
+
+def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
+    """Build the model of a config on the meta device and follow the names on disk into it.
+
+    Args:
+        names: of the tensors on disk.
+        config: the content of config.json.
+
+    Raises:
+        PlanError: transformers is not installed, is older than 5, or cannot build the model.
+    """
+    try:
+        import transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.quantizers.quantizers_utils import should_convert_module
+    except ImportError as error:
+        raise PlanError(
+            f"--plan-with transformers needs transformers 5: pip install 'nf4conv[transformers]' ({error})"
+        ) from error
+    model = _build(config)
+    conversions = get_model_conversion_mapping(model)
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+    converters = [step for step in conversions if isinstance(step, WeightConverter)]
+    meta_state = model.state_dict()
+    modules = {}
+    for name in names:
+        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, meta_state)
+        if converter is None and renamed.endswith(".weight") and renamed in meta_state:
+            modules[name] = _module(renamed)
+    linear, transposed = _linear_modules(model)
+    protected = list(model._keep_in_fp32_modules or ())
+    linear = {path for path in linear if should_convert_module(path, protected)}
+    return Skeleton(modules, frozenset(linear), frozenset(transposed & linear), transformers.__version__)
+
+
+def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    architecture = architecture_of(config)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise PlanError(
+            f"--plan-with transformers: transformers {transformers.__version__} has no {architecture or 'architecture'}"
+        )
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # only a file goes through all that transformers reads it with
+            Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
+            parsed = model_class.config_class.from_pretrained(folder)
+        with torch.device("meta"):
+            return model_class(parsed)  # type: ignore[no-any-return]
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ImportError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
+        raise PlanError(
+            f"--plan-with transformers: transformers {transformers.__version__} cannot build {architecture}: {error}"
+        ) from error
+
+
+def _linear_modules(model: "PreTrainedModel") -> tuple[set[str], set[str]]:
+    """Paths of the modules that are replaced, subclasses of `nn.Linear` excepted, and those that are Conv1D."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    modules = dict(model.named_modules())
+    transposed = {path for path, module in modules.items() if isinstance(module, Conv1D)}
+    return transposed | {path for path, module in modules.items() if type(module) is torch.nn.Linear}, transposed
+
+
+def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, options: SelectionOptions) -> Pack | Keep:
+    path = skeleton.modules.get(tensor.name)
+    if isinstance(decision, Pack):
+        if len(decision.matrices) > 1 or path in skeleton.linear or options.moe == "per-expert":
+            return decision
+        return Keep(f"not an nn.Linear in transformers {skeleton.version}", is_linear=True)
+    if path not in skeleton.linear or len(tensor.shape) != 2 or decision.why is not Why.UNSURE:
+        return replace(decision, is_linear=decision.is_linear or path in skeleton.linear)
+    rows, columns = tensor.shape
+    transpose = path in skeleton.transposed
+    shape = (columns, rows) if transpose else (rows, columns)
+    return Pack((PackedMatrix(tensor.name, shape, transpose),), f"nn.Linear in transformers {skeleton.version}")
+
+
+def disagreements(
+    by_rule: Mapping[str, Pack | Keep], by_skeleton: Mapping[str, Pack | Keep], skeleton: Skeleton
+) -> list[str]:
+    """A line for each tensor that one would pack and the other keep."""
+    return [
+        f"{name}: transformers {skeleton.version} says {decision.reason!r}, the rules say {by_rule[name].reason!r}"
+        for name, decision in by_skeleton.items()
+        if isinstance(decision, Pack) != isinstance(by_rule[name], Pack)
+    ]
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")

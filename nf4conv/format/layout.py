@@ -1,0 +1,171 @@
+"""How one 4-bit weight is laid out on disk: which tensors it becomes, their dtypes and shapes, and the JSON blob.
+
+A weight `W` of n elements becomes these tensors, in bitsandbytes' order (docs/format.md):
+
+    W                                       packed codes, [ceil(n / 2), 1] uint8, the even element in the high nibble
+    W.absmax                                [blocks] float32; uint8 codes when the absmax is quantized too
+    W.quant_map                             [16] float32, the code values
+    W.nested_absmax                         [ceil(blocks / 256)] float32, double quantization only
+    W.nested_quant_map                      [256] float32, double quantization only
+    W.quant_state.bitsandbytes__nf4         the JSON below as uint8 ("__fp4" for FP4)
+
+Nothing here imports torch, so that a plan can be made, and sized, before torch is loaded.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nf4conv.errors import CodecError
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+
+QUANT_STATE_PREFIX: Final = "quant_state.bitsandbytes__"
+
+COMPONENT_SUFFIXES: Final = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    f"{QUANT_STATE_PREFIX}nf4",
+    f"{QUANT_STATE_PREFIX}fp4",
+)
+"""Every suffix a component of a 4-bit weight can have after `W.`."""
+
+DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
+
+_JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}
+
+_LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
+
+
+@dataclass(frozen=True)
+class Component:
+    """One tensor that a 4-bit weight becomes on disk.
+
+    Attributes:
+        suffix: what follows `W.` in its name; empty for the packed codes themselves.
+        dtype: safetensors' dtype tag, "U8" or "F32".
+        shape: its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary.
+    """
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (4 if self.dtype == "F32" else 1)
+
+
+def block_count(elements: int, blocksize: int) -> int:
+    return -(-elements // blocksize)
+
+
+def quant_state_json(
+    *,
+    quant_type: str,
+    blocksize: int,
+    dtype: str,
+    shape: Sequence[int],
+    nested_offset: float | None = None,
+) -> bytes:
+    """The JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes it.
+
+    Args:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        dtype: "float32", "float16" or "bfloat16": of the weight that was quantized.
+        shape: of that weight.
+        nested_offset: the float32 mean of absmax, widened; None without double quantization.
+    """
+    state: dict[str, object] = {
+        "quant_type": quant_type,
+        "blocksize": blocksize,
+        "dtype": dtype,
+        "shape": list(shape),
+    }
+    if nested_offset is not None:
+        state |= {
+            "nested_blocksize": NESTED_BLOCKSIZE,
+            "nested_dtype": "float32",
+            "nested_offset": nested_offset,
+        }
+    return json.dumps(state).encode()
+
+
+def components(
+    *, quant_type: str, blocksize: int, dtype: str, shape: Sequence[int], double_quant: bool
+) -> tuple[Component, ...]:
+    """The tensors that a weight becomes, in the order of the module docstring; arguments as in `quant_state_json`."""
+    elements = math.prod(shape)
+    blocks = block_count(elements, blocksize)
+    longest_json = quant_state_json(
+        quant_type=quant_type,
+        blocksize=blocksize,
+        dtype=dtype,
+        shape=shape,
+        nested_offset=_LONGEST_OFFSET if double_quant else None,
+    )
+    blob = Component(f"{QUANT_STATE_PREFIX}{quant_type}", "U8", (len(longest_json),))
+    packed = Component("", "U8", (-(-elements // 2), 1))
+    quant_map = Component("quant_map", "F32", (16,))
+    if not double_quant:
+        return (packed, Component("absmax", "F32", (blocks,)), quant_map, blob)
+    return (
+        packed,
+        Component("absmax", "U8", (blocks,)),
+        quant_map,
+        Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),)),
+        Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),)),
+        blob,
+    )
+
+
+def parse_quant_state(blob: bytes) -> dict[str, Any]:
+    """The content of a JSON blob.
+
+    Raises:
+        CodecError: it is none that bitsandbytes reads.
+    """
+    try:
+        fields = json.loads(blob)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"quant_state: not JSON ({error})") from error
+    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
+        raise CodecError(f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}")
+    shape = fields["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
+    for key, allowed in (
+        ("quant_type", tuple(CODEBOOKS)),
+        ("blocksize", BLOCKSIZES),
+        ("dtype", tuple(DTYPE_NAMES.values())),
+    ):
+        if type(fields[key]) not in (str, int) or fields[key] not in allowed:
+            raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
+    return fields
+
+
+def nested_offset_of(fields: Mapping[str, Any]) -> float:
+    """The nested_offset of a blob's content.
+
+    Raises:
+        CodecError: there is none, or it cannot be one.
+    """
+    if not fields.keys() >= _NESTED_JSON_KEYS:
+        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
+    if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
+        raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
+    offset = fields["nested_offset"]
+    if type(offset) not in (float, int):
+        raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
+    try:
+        struct.pack("<f", offset)
+    except OverflowError:
+        raise CodecError(f"quant_state: nested_offset {offset!r} is too large for float32") from None
+    return float(offset)

@@ -1,0 +1,60 @@
+"""Which engine a run gets: the one without torch where it can do the work, because importing torch takes seconds.
+
+For that reason each engine is imported only when it is chosen.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nf4conv.checkpoint.plan import Plan
+from nf4conv.options import RunOptions
+from nf4conv.pipeline.loop import Engine
+from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
+
+ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
+"""How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
+
+
+def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
+    """The engine that quantizes, and its tasks."""
+    from nf4conv.pipeline.without_torch import pack
+
+    purpose = None if run.verify else pack.purpose_of(output)  # there are no kernels in a bundle that compare
+    return _without_torch(run, purpose, pack.shard_tasks) or _with_torch(run)
+
+
+def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
+    """The engine that dequantizes, and its tasks; `is_cast` says whether to another dtype than before."""
+    from nf4conv.pipeline.without_torch import unpack
+
+    purpose = None if is_cast else unpack.purpose_of(output)
+    return _without_torch(run, purpose, unpack.shard_tasks) or _with_torch(run)
+
+
+def comparing_engine(run: RunOptions) -> Engine[Any]:
+    """The engine that verifies and compares; its tasks are those of with_torch/check.py and difference.py."""
+    from nf4conv.pipeline.with_torch.worker import TorchEngine
+
+    return TorchEngine(run.device)
+
+
+def make_audit(piece: int, tolerance: float | None) -> Audit:
+    """What compares everything that `packing_engine` writes, in pieces of so many bytes."""
+    from nf4conv.pipeline.with_torch.audit import TorchAudit
+
+    return TorchAudit(piece, tolerance)
+
+
+def _without_torch(run: RunOptions, purpose: Any, tasks: ShardTasks) -> tuple[Engine[Any], ShardTasks] | None:
+    if purpose is None:
+        return None
+    from nf4conv.pipeline.without_torch.worker import bare_engine
+
+    engine = bare_engine(run.device, purpose)
+    return None if engine is None else (engine, tasks)
+
+
+def _with_torch(run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
+    from nf4conv.pipeline.with_torch.pack import shard_tasks
+
+    return comparing_engine(run), shard_tasks

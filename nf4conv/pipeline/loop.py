@@ -1,0 +1,273 @@
+"""The bounded loop that every command shares: read ▸ codec ▸ write, by a few workers that each do all three.
+
+A worker takes the next task, reads its bytes into its own buffer, computes on the device, writes the result to its
+place, and takes the next. While one waits for the disk another computes and a third writes, so reading, computing and
+writing overlap without queues between them, and memory is bounded by the workers' buffers, not by the model. Positional
+reads and writes into files whose layout is planned make the order of the workers irrelevant to the result.
+
+How a worker computes is its engine's business: with_torch/ or without_torch/. No torch here.
+"""
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.errors import PlanError
+from nf4conv.options import RunOptions
+
+
+class Activity(Enum):
+    """What a worker spends its time on; the value is its name in reports."""
+
+    READ = "read"
+    COMPUTE = "compute"
+    WRITE = "write"
+
+
+LARGEST_PIECE: Final = 32 * 2**20
+"""Bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)."""
+
+_CUDA_WORKERS: Final = 8
+
+
+class Worker:
+    """What one thread works with: a buffer to read into, and where its time went.
+
+    Args:
+        reader: of the source files.
+        buffer: host memory, a piece long.
+        advance: told how many source bytes have been read.
+
+    Attributes:
+        seconds: time spent by activity.
+    """
+
+    def __init__(self, reader: Reader, buffer: memoryview, advance: Callable[[int], None]) -> None:
+        self.seconds: defaultdict[Activity, float] = defaultdict(float)
+        self._reader = reader
+        self._buffer = buffer
+        self._advance = advance
+
+    @contextmanager
+    def timed(self, activity: Activity) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[activity] += time.perf_counter() - start
+
+    def copy(self, file: Path, start: int, stop: int, shard: ShardWriter, offset: int) -> None:
+        """Copy bytes from a file to a shard without a detour over the device; at most a piece."""
+        host = self._buffer[: stop - start]
+        self.fill(host, [(file, start, stop)], [0])
+        with self.timed(Activity.WRITE):
+            shard.write(offset, host)
+
+    def fill(self, host: memoryview, ranges: Sequence[tuple[Path, int, int]], positions: Sequence[int]) -> None:
+        """Read file ranges (file, start, stop) to their positions in host memory."""
+        with self.timed(Activity.READ):
+            for (file, start, stop), position in zip(ranges, positions, strict=False):
+                self._reader.read_into(file, start, host[position : position + stop - start])
+        self._advance(sum(stop - start for _, start, stop in ranges))
+
+
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
+W_contra = TypeVar("W_contra", bound=Worker, contravariant=True)
+W = TypeVar("W", bound=Worker)
+
+
+class Task(Protocol[W_contra]):
+    """A piece of work that no other task depends on."""
+
+    def run(self, worker: W_contra) -> None: ...
+
+
+class Engine(Protocol[W_co]):
+    """How workers compute.
+
+    Attributes:
+        device: "cpu", or "cuda:N".
+    """
+
+    @property
+    def device(self) -> str: ...
+
+    def worker(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> AbstractContextManager[W_co]:
+        """A worker for the calling thread, which alone uses it, with buffers for `piece` bytes."""
+
+    def device_memory(self) -> int:
+        """The most bytes held on the device so far."""
+
+
+class MemoryUse(NamedTuple):
+    """The most memory used so far: resident in this process, and held on the device; bytes."""
+
+    host: int
+    device: int
+
+
+class Pipeline(Generic[W]):
+    """Runs tasks on an engine with bounded memory.
+
+    Args:
+        engine: how to compute.
+        workers: threads.
+        buffer_size: bytes of host buffers for reading, all workers together.
+        advance: told how many source bytes have been read, from any thread.
+
+    Attributes:
+        piece: bytes that a worker reads at a time.
+        elapsed: wall-clock seconds from the first task to the end of the last, workers being ready.
+        seconds: time spent by activity, summed over the workers.
+    """
+
+    def __init__(self, engine: Engine[W], *, workers: int, buffer_size: int, advance: Callable[[int], None]) -> None:
+        self.engine = engine
+        self.workers = workers
+        self.piece = piece_size(buffer_size, workers)
+        self.advance = advance
+        self.elapsed = 0.0
+        self.seconds: defaultdict[Activity, float] = defaultdict(float)
+
+    @property
+    def device(self) -> str:
+        return self.engine.device
+
+    def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
+        """Run all tasks; the first error stops the others and is raised.
+
+        An interrupt stops the workers after the piece in hand.
+
+        Args:
+            tasks: taken one by one, in this order.
+            reader: of the source, which the caller closes; None for one of local files.
+        """
+        with nullcontext(reader) if reader is not None else Reader() as reader:
+            crew = _Crew(tasks, reader)
+            threads = [
+                threading.Thread(target=self._work, args=(crew, reader), name=f"nf4conv-{number}", daemon=True)
+                for number in range(self.workers)
+            ]
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    while thread.is_alive():
+                        thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
+            except BaseException:
+                crew.stop(None)
+                for thread in threads:
+                    if thread.ident is not None:  # an interrupt may come before all have been started
+                        thread.join()
+                raise
+        if crew.error is not None:
+            raise crew.error
+        self.elapsed += time.perf_counter() - crew.started
+
+    def seconds_by_activity(self) -> dict[str, float]:
+        """`seconds`, as reports have them."""
+        return {activity.value: seconds for activity, seconds in self.seconds.items()}
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(_peak_resident(), self.engine.device_memory())
+
+    def _work(self, crew: "_Crew[W]", reader: Reader) -> None:
+        try:
+            with self.engine.worker(reader, self.piece, self.advance) as worker:
+                for task in crew:
+                    task.run(worker)
+            with crew.lock:
+                for activity, seconds in worker.seconds.items():
+                    self.seconds[activity] += seconds
+        except BaseException as error:  # noqa: BLE001 - raised again by the main thread
+            crew.stop(error)
+
+
+class _Crew(Generic[W]):
+    """What the workers share: the tasks still to do and the first error."""
+
+    def __init__(self, tasks: Iterable[Task[W]], reader: Reader) -> None:
+        self._reader = reader
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.started = 0.0
+        self._tasks = iter(tasks)
+        self._stopped = False
+
+    def __iter__(self) -> Iterator[Task[W]]:
+        while True:
+            with self.lock:
+                if self._stopped:
+                    return
+                self.started = self.started or time.perf_counter()
+                task = next(self._tasks, None)
+            if task is None:
+                return
+            yield task
+
+    def stop(self, error: BaseException | None) -> None:
+        with self.lock:
+            self._stopped = True
+            if self.error is None:
+                self.error = error
+        self._reader.interrupt()
+
+
+def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], None]) -> Pipeline[W]:
+    """A pipeline with as many workers and as much memory as the user asked for.
+
+    Raises:
+        PlanError: the numbers make no sense.
+    """
+    if run.workers < 0 or run.buffer_size <= 0:
+        raise PlanError("--workers and --buffer-size must be positive")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = run.workers or (cores if engine.device == "cpu" else min(cores, _CUDA_WORKERS))
+    return Pipeline(engine, workers=workers, buffer_size=run.buffer_size, advance=advance)
+
+
+T = TypeVar("T")
+
+
+def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
+    """Items of `width` groups in turn; when one is exhausted the next group takes its place."""
+    waiting = iter(groups)
+    active = deque(iter(group) for group in islice(waiting, width))
+    while active:
+        group = active.popleft()
+        for item in group:
+            yield item
+            active.append(group)
+            break
+        else:
+            active.extend(iter(group) for group in islice(waiting, 1))
+
+
+def aligned(nbytes: int) -> int:
+    """The room that a range of this many bytes takes in a worker's buffer."""
+    return nbytes + -nbytes % 64
+
+
+def piece_size(buffer_size: int, workers: int) -> int:
+    """Bytes that a worker reads at a time: a multiple of 64 KiB, so that pieces end at block boundaries."""
+    piece = min(buffer_size // workers, LARGEST_PIECE)
+    return max(piece - piece % 2**16, 2**16)
+
+
+def _peak_resident() -> int:
+    # getrusage would do, but on Linux its figure includes what the parent held when it started this process
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,281 @@
+"""A shard divided into tasks, and what those tasks share: its file, the JSON blobs so far, how many tasks are left.
+
+How a weight is packed differs by engine (with_torch/pack.py, without_torch/pack.py); what is taken together and what
+piece by piece does not.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.errors import SourceError
+from nf4conv.format.layout import DTYPE_NAMES, block_count, quant_state_json
+from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, interleave
+from nf4conv.report.rows import VerificationSummary
+
+_LARGEST_BATCH = 4096
+
+
+class ShardTask(Task[W_contra], Protocol[W_contra]):
+    """A task of a shard.
+
+    Attributes:
+        file: the source file that most of what it reads is in.
+    """
+
+    @property
+    def file(self) -> Path: ...
+
+
+class Audit(Protocol):
+    """What looks at everything that is written, as soon as it is written."""
+
+    def check_weights(
+        self, worker: Any, progress: "ShardProgress", jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
+    ) -> None:
+        """Compare weights of which all is written but the JSON blobs."""
+
+    def check_copy(self, worker: Any, progress: "ShardProgress", job: CopyJob, start: int, stop: int) -> None:
+        """Compare bytes start … stop of a tensor's source with what has become of them."""
+
+    def check_decoded(self, worker: Any, progress: "ShardProgress", job: CopyJob, piece: EncodedPiece) -> None:
+        """Compare a piece of an encoded tensor with what it has been decoded to."""
+
+    def faults(self) -> Iterator[str]:
+        """A line for everything that is wrong."""
+
+    def summary(self) -> VerificationSummary:
+        """What has been looked at."""
+
+
+class NonFiniteError(SourceError):
+    """A weight that was to be packed holds NaN or infinity."""
+
+    def __init__(self, job: PackJob) -> None:
+        super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
+        self.job = job
+
+
+class CastError(SourceError):
+    """A tensor holds values that are infinite in the dtype that it would be cast to."""
+
+    def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        super().__init__(
+            f"{tensor.file}: {tensor.name}: has values too large for {DTYPE_NAMES.get(tag, tag)}, to which it would be "
+            "cast; give another --dtype"
+        )
+
+
+class ShardProgress:
+    """A shard being written: its file, the JSON blobs gathered so far, and how many of its tasks are left.
+
+    Args:
+        shard: its plan.
+        format: how weights are packed.
+        writer: its file.
+        finished: called with the size of the file once it is complete.
+        audit: what is to look at everything that has been written; None for nothing.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        format: Format,
+        writer: ShardWriter,
+        finished: Callable[[int], None],
+        audit: Audit | None = None,
+    ) -> None:
+        self.shard = shard
+        self.format = format
+        self.writer = writer
+        self.audit = audit
+        self._finished = finished
+        self._blobs: dict[str, bytes] = {}
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def expect(self, tasks: int) -> None:
+        """Set how many tasks fill this shard."""
+        self._left = tasks
+
+    def done(self, blobs: dict[str, bytes] | None = None) -> None:
+        """Count a task as done; the last one completes the file."""
+        with self._lock:
+            self._blobs |= blobs or {}
+            self._left -= 1
+            complete = self._left == 0
+        if complete:
+            self._finish()
+
+    def _finish(self) -> None:
+        entries = list(self.shard.entries())
+        tail = bytearray()
+        for job in self.shard.jobs:
+            if isinstance(job, PackJob):
+                blob = self._blobs[job.name]
+                start = self.shard.fixed_size + len(tail)
+                entries.append((component_name(job, job.components[-1]), "U8", (len(blob),), start, start + len(blob)))
+                tail += blob
+        self._finished(self.writer.finish(entries, bytes(tail)))
+
+
+M = TypeVar("M")
+
+
+class Gathered(Generic[M]):
+    """The absmax of a weight that several workers pack piece by piece, in memory of the device.
+
+    Args:
+        blocks: of the whole weight.
+        pieces: that fill it.
+    """
+
+    def __init__(self, blocks: int, pieces: int) -> None:
+        self.blocks = blocks
+        self._left = pieces
+        self._memory: M | None = None
+        self._lock = threading.Lock()
+
+    def memory(self, allocate: Callable[[int], M]) -> M:
+        """Where all pieces write their share; `allocate` is asked once, for so many blocks."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = allocate(self.blocks)
+            return self._memory
+
+    def done(self) -> M | None:
+        """Count a piece as packed; the last one gets the memory."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return None
+            # tasks live as long as their shard does: kept here, memory would grow with what has been packed
+            whole, self._memory = self._memory, None
+            return whole
+
+
+def gather(job: PackJob, blocksize: int, pieces: int) -> Gathered[Any]:
+    return Gathered(block_count(job.elements, blocksize), pieces)
+
+
+def fill(
+    progress: ShardProgress,
+    weights: Sequence[ShardTask[Any]],
+    piece: int,
+    cast: Callable[[ShardProgress, "tuple[CopyPart, ...]"], ShardTask[Any]] | None = None,
+) -> list[ShardTask[Any]]:
+    """All tasks of a shard: those of its weights, in turn with those of the tensors that are kept.
+
+    Args:
+        progress: the shard, which learns how many they are.
+        weights: tasks of the weights, and of whatever else an engine does in its own way.
+        piece: bytes that a worker reads at a time.
+        cast: makes the task of tensors that are kept in another dtype; None where there are none.
+    """
+    copies = [
+        cast(progress, parts) if cast is not None and is_cast(parts) else RawCopies(progress, parts)
+        for parts in copy_groups(progress.shard, piece)
+    ]
+    progress.expect(len(weights) + len(copies))
+    return list(interleave([weights, copies], 2))
+
+
+def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float | None]) -> dict[str, bytes]:
+    """The JSON blobs of packed weights, by name; `offsets` are nested_offsets, None without double quantization."""
+    return {
+        job.name: quant_state_json(
+            quant_type=format.quant_type,
+            blocksize=format.blocksize,
+            dtype=format.dtype,
+            shape=job.matrix.shape,
+            nested_offset=offset,
+        )
+        for job, offset in zip(jobs, offsets, strict=True)
+    }
+
+
+def pack_groups(shard: Shard, piece: int) -> Iterator[list[PackJob]]:
+    """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out.
+
+    No group is of several source files.
+    """
+    group: list[PackJob] = []
+    room = piece
+    for job in shard.jobs:
+        if not isinstance(job, PackJob):
+            continue
+        size = aligned(job.source_bytes)
+        is_elsewhere = bool(group) and group[0].source.file != job.source.file
+        if group and (size > room or job.is_cut_out or is_elsewhere or len(group) == _LARGEST_BATCH):
+            yield group
+            group, room = [], piece
+        group.append(job)
+        room -= size
+        if room < 0 or job.is_cut_out:
+            yield group
+            group, room = [], piece
+    if group:
+        yield group
+
+
+def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:
+    """A large weight in pieces: (start, stop) in elements, starts at block boundaries."""
+    step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
+    return [(start, min(start + step, job.elements)) for start in range(0, job.elements, step)]
+
+
+CopyPart = tuple[CopyJob, int, int]
+"""(job, start, stop): bytes of its source."""
+
+
+def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
+    """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart.
+
+    No group is of several source files. Those that must be decoded are left out.
+    """
+    for cast in (False, True):
+        group: list[CopyPart] = []
+        room = piece
+        for job in shard.jobs:
+            if not isinstance(job, CopyJob) or job.source.encoding or (job.dtype != job.source.dtype) is not cast:
+                continue
+            for start in range(0, max(job.source_bytes, 1), piece):
+                stop = min(start + piece, job.source_bytes)
+                if group and (stop - start > room or group[0][0].source.file != job.source.file):
+                    yield tuple(group)
+                    group, room = [], piece
+                group.append((job, start, stop))
+                room -= stop - start
+        if group:
+            yield tuple(group)
+
+
+def is_cast(group: Sequence[CopyPart]) -> bool:
+    job = group[0][0]
+    return job.dtype != job.source.dtype
+
+
+@dataclass(frozen=True)
+class RawCopies:
+    """Tensors, or parts of them, that are kept as they are."""
+
+    progress: ShardProgress
+    parts: tuple[CopyPart, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].source.file
+
+    def run(self, worker: Worker) -> None:
+        for job, start, stop in self.parts:
+            begin = job.source.start + start
+            worker.copy(job.source.file, begin, begin + stop - start, self.progress.writer, job.offset + start)
+            if self.progress.audit is not None:
+                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
+        self.progress.done()

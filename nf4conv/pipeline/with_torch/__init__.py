@@ -1,0 +1,11 @@
+"""The engine that computes with torch, on any device: workers, and tasks for everything that a command does.
+
+worker.py       a thread's buffers, and a stream on a GPU
+reading.py      tensors and weights from a source, decoded and cut out
+pack.py         weights → 4 bits, and what is kept
+unpack.py       4 bits → weights
+check.py        what is stored against what it was made from
+audit.py        check.py for what has just been written
+difference.py   a tensor against another
+scan.py         which weights hold NaN or infinity
+"""

@@ -1,0 +1,85 @@
+"""`quantize --verify`: what has been written is read back and held against its source, as soon as it is written.
+
+The worker that has completed a weight compares its codes and scales, while the source is in the page cache, and on
+disk, where that of a stream does not stay. The comparison is that of `nf4conv verify` (check.py).
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
+from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
+from nf4conv.options import VerifyOptions
+from nf4conv.pipeline.shards import ShardProgress
+from nf4conv.pipeline.with_torch.check import CompareCopy, CompareDecoded, tasks_of_weight
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.weights import weight_faults, weight_row
+
+
+class TorchAudit:
+    """Looks at what workers with torch have written; a pipeline.shards.Audit.
+
+    Args:
+        piece: bytes that a worker reads at a time.
+        tolerance: the largest relative error of a weight; None for that of its format.
+    """
+
+    def __init__(self, piece: int, tolerance: float | None) -> None:
+        self._piece = piece
+        self._options = VerifyOptions(tolerance)
+        self._weights: dict[str, WeightResult] = {}
+        self._copies: dict[str, CopyResult] = {}
+        self._lock = threading.Lock()
+
+    def check_weights(
+        self, worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
+    ) -> None:
+        for job in jobs:
+            result = WeightResult(_stored(progress, job, blobs[job.name]))
+            with self._lock:
+                self._weights[job.name] = result
+            for task in tasks_of_weight(result, job, self._piece):
+                task.run(worker)
+
+    def check_copy(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, start: int, stop: int) -> None:
+        bits = DTYPE_BITS[job.source.dtype]
+        task = CompareCopy(self._copy(progress, job), job.source, start * 8 // bits, stop * 8 // bits)
+        task.run(worker)
+
+    def check_decoded(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, piece: EncodedPiece) -> None:
+        CompareDecoded(self._copy(progress, job), piece).run(worker)
+
+    def _copy(self, progress: ShardProgress, job: CopyJob) -> CopyResult:
+        with self._lock:
+            if job.name not in self._copies:
+                file, start = progress.writer.place(job.offset)
+                stored = TensorInfo(job.name, job.dtype, job.source.shape, file, start, start + job.nbytes)
+                self._copies[job.name] = CopyResult(stored)
+            return self._copies[job.name]
+
+    def faults(self) -> Iterator[str]:
+        for result in self._weights.values():
+            yield from (f"{result.weight.name}: {text}" for _, text in weight_faults(result, self._options))
+        for copy in self._copies.values():
+            if copy.differing:
+                yield f"{copy.tensor.name}: {copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
+
+    def summary(self) -> VerificationSummary:
+        rows = [weight_row(self._weights[name], self._options) for name in sorted(self._weights)]
+        return VerificationSummary.of(rows, len(self._copies))
+
+
+def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
+    """A weight as it lies in a shard that is not complete."""
+    parts = {}
+    for component, offset in zip(job.components, job.offsets, strict=False):  # the blob, which is the last, has none
+        file, start = progress.writer.place(offset)
+        name, stop = component_name(job, component), start + component.nbytes
+        parts[component.suffix] = TensorInfo(name, component.dtype, component.shape, file, start, stop)
+    values, format = parts.pop(""), progress.format
+    state = QuantStateFields(format.quant_type, format.blocksize, format.dtype, job.matrix.shape, None)
+    return StoredWeight(values, parts, state, blob)

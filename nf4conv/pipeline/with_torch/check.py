@@ -1,0 +1,292 @@
+"""Verification as pipeline tasks: read what is stored and what it was made from, decode, compare, count.
+
+A packed weight is compared in three ways at once: the error of its values; its codes and scales against those that
+quantizing the source gives; and, where a code differs, whether it is as near to the value, as rounding and ties allow.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_parts, encoded_pieces, packed_spans
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.pairing import Pairs
+from nf4conv.checkpoint.plan import PackJob
+from nf4conv.checkpoint.stored import StoredWeight
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
+from nf4conv.codec.ops import backend, compress_absmax
+from nf4conv.codec.quant_state import DTYPES, QuantState
+from nf4conv.codec.reference import decode_absmax, decoded_values
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
+from nf4conv.pipeline.loop import Activity, Task
+from nf4conv.pipeline.shards import Gathered
+from nf4conv.pipeline.with_torch.pack import part_of
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, matrix_pieces, read_decoded, read_matrix
+from nf4conv.pipeline.with_torch.unpack import packed_piece
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
+
+_TIE: Final = 2.0**-18
+"""Relative to absmax: how much nearer another code may be, for the rounding of the reciprocal and of the product, and
+because FP4's cuts are a few ulp away from the middle."""
+
+_NESTED_TIE: Final = 2.0**-14
+"""The same of the 8-bit codes, relative to nested absmax: bitsandbytes on a CPU looks them up in a table of 2^16."""
+
+
+def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[TorchWorker]]:
+    """A look at the scales of every weight, which needs no source."""
+    for result in results.values():
+        weight = result.weight
+        blocksize = weight.state.blocksize
+        for start, stop in packed_spans(weight.elements, blocksize, piece // 4 * blocksize):
+            yield CheckScales(result, start, stop)
+
+
+def weight_tasks(pairs: Pairs, results: dict[str, WeightResult], piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of every packed weight with its source."""
+    for weight, job in pairs.weights:
+        yield from tasks_of_weight(results[weight.name], job, piece)
+
+
+def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of one packed weight, in pieces of so many bytes."""
+    weight = result.weight
+    blocksize = weight.state.blocksize
+    # a code and its share of the scales take less than a byte
+    spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
+    pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
+    if job.is_cut_out:
+        spans = [(part.start, part.start + part.tensor.elements) for part in pieces] or [(0, weight.elements)]
+    absmax: Gathered[torch.Tensor] = Gathered(block_count(weight.elements, blocksize), len(spans))
+    for number, (start, stop) in enumerate(spans):
+        encoded = pieces[number].tensor if len(pieces) > 1 else None
+        yield CompareWeight(result, job, absmax, start, stop, encoded)
+
+
+def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of every other tensor with its source."""
+    for stored, source in pairs.copies:
+        result = results[stored.name]
+        if source.encoding is not None:
+            yield from (CompareDecoded(result, part) for part in encoded_pieces(source, piece // 4))
+            continue
+        step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
+        for start in range(0, max(stored.elements, 1), step):
+            yield CompareCopy(result, source, start, min(start + step, stored.elements))
+
+
+@dataclass(frozen=True)
+class CheckScales:
+    """Whether the scales of elements start … stop are finite and not negative."""
+
+    result: WeightResult
+    start: int
+    stop: int
+
+    def run(self, worker: TorchWorker) -> None:
+        weight = self.result.weight
+        parts = cut_parts(weight.parts(), weight.state.blocksize, self.start, self.stop)
+        parts["values"] = parts["values"]._replace(stop=parts["values"].start)
+        _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
+        with worker.timed(Activity.COMPUTE):
+            scales, allowed = state.absmax, torch.zeros((), device=worker.device)
+            if state.state2 is not None and state.offset is not None:
+                scales = decode_absmax(state.absmax, state.state2, state.offset)
+                allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
+            improper = ~torch.isfinite(scales) | (scales < -allowed)
+            self.result.add_improper(int(improper.sum()))
+
+
+@dataclass(frozen=True)
+class CompareWeight:
+    """Elements start … stop of a packed weight and of its source; `encoded` holds the latter if they are encoded."""
+
+    result: WeightResult
+    job: PackJob
+    absmax: Gathered[torch.Tensor]
+    start: int
+    stop: int
+    encoded: TensorInfo | None = None
+
+    def run(self, worker: TorchWorker) -> None:
+        weight, packed, state = self._read(worker)
+        blocksize = state.blocksize
+        with worker.timed(Activity.COMPUTE):
+            absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
+            errors = _compare_piece(weight, packed, state, absmax)
+        self.result.add_piece(self.start, errors)
+        whole = self.absmax.done()
+        if whole is not None:
+            self.result.scales = _compare_scales(worker, self.result.weight, whole)
+
+    def _read(self, worker: TorchWorker) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
+        """The source cast to what was packed, the codes, and their state."""
+        stored, job = self.result.weight, self.job
+        dtype = DTYPES[stored.state.dtype]
+        parts = cut_parts(stored.parts(), stored.state.blocksize, self.start, self.stop)
+        ranges = _ranges(parts)
+        if self.encoded is not None:
+            weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
+            return weight, *_stored_piece(stored, parts, worker.read(ranges))
+        if job.is_cut_out:
+            weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
+            return weight, *_stored_piece(stored, parts, worker.read(ranges))
+        begin, _ = job.source_range
+        itemsize = DTYPE_BITS[job.source.dtype] // 8
+        raws = worker.read([(job.source.file, begin + self.start * itemsize, begin + self.stop * itemsize), *ranges])
+        with worker.timed(Activity.COMPUTE):
+            weight = raws[0].view(TORCH_DTYPES[job.source.dtype]).to(dtype)
+        return weight, *_stored_piece(stored, parts, raws[1:])
+
+
+def _ranges(parts: Mapping[str, TensorInfo]) -> list[tuple[Path, int, int]]:
+    return [(part.file, part.start, part.stop) for part in parts.values()]
+
+
+def _stored_piece(
+    weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, QuantState]:
+    """As `packed_piece`, also of a weight whose blob is not on disk yet."""
+    if weight.blob is None:
+        return packed_piece(parts, raws)
+    suffix, blob = f"{QUANT_STATE_PREFIX}{weight.state.quant_type}", bytearray(weight.blob)
+    described = weight.values._replace(dtype="U8", shape=(len(blob),))
+    return packed_piece({**parts, suffix: described}, [*raws, torch.frombuffer(blob, dtype=torch.uint8)])
+
+
+def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, absmax: torch.Tensor) -> PieceErrors:
+    """Compare a piece with what it was made from; writes the absmax that it should have."""
+    functions = backend(weight.device)
+    expected = torch.empty_like(packed)
+    functions.quantize_blocks(weight, expected, absmax, state.quant_type, state.blocksize)
+    sums = functions.error_sums(
+        weight, packed, state.absmax, state.state2, state.offset, state.quant_type, state.blocksize
+    )
+    figures = {field.name: getattr(sums, field.name).double() for field in fields(sums)}
+    figures["differing"] = (packed != expected).sum().double()
+    found = dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))  # waits for the device once
+    differing, not_nearest = int(found["differing"]), 0
+    if differing:
+        places = (packed != expected).nonzero().view(-1)
+        not_nearest = _count_not_nearest(weight, packed, expected, places, state, absmax)
+    return PieceErrors(**found | {"outside": int(found["outside"]), "differing": differing, "not_nearest": not_nearest})
+
+
+def _count_not_nearest(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    expected: torch.Tensor,
+    places: torch.Tensor,
+    state: QuantState,
+    absmax: torch.Tensor,
+) -> int:
+    """How many of the codes in the bytes at `places` are farther from their values than the expected ones."""
+    values = decoded_values(state.quant_type, weight.device)
+    total = 0
+    for shift, odd in ((4, 0), (0, 1)):  # the even element is in the high nibble
+        elements = 2 * places + odd
+        inside = elements < weight.numel()
+        elements, found = elements[inside], places[inside]
+        scale = absmax[elements // state.blocksize]
+        original = weight[elements].float()
+        far = (original - values[((packed[found] >> shift) & 15).int()] * scale).abs()
+        near = (original - values[((expected[found] >> shift) & 15).int()] * scale).abs()
+        total += int((far > near + _TIE * scale + SMALLEST_NORMAL).sum())
+    return total
+
+
+def _compare_scales(worker: TorchWorker, weight: StoredWeight, absmax: torch.Tensor) -> ScaleErrors:
+    """Compare a weight's scales with the absmax of its source.
+
+    Args:
+        worker: reads and computes.
+        weight: as it is stored.
+        absmax: [blocks] float32, of the source.
+    """
+    parts = weight.parts()
+    parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
+    _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
+    with worker.timed(Activity.COMPUTE):
+        if state.state2 is None or state.offset is None:
+            differing = int((state.absmax.view(torch.int32) != absmax.view(torch.int32)).sum())
+            wrong = (state.absmax != absmax) & ~((state.absmax - absmax).abs() < SMALLEST_NORMAL)
+            return ScaleErrors(*_count(wrong), 0, differing)
+        wrong, wrong_nested = _wrong_nested(absmax, state)
+        codes, offset, state2 = compress_absmax(absmax)
+        differing = int((codes != state.absmax).sum()) + int((state2.absmax != state.state2.absmax).sum())
+        differing += int(offset.view(torch.int32) != state.offset.view(torch.int32))
+        return ScaleErrors(*_count(wrong), int(wrong_nested.sum()), differing)
+
+
+def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which 8-bit codes, and which nested absmax, do not follow from the source's absmax and the stored offset."""
+    assert state.state2 is not None
+    assert state.offset is not None
+    centred = absmax - state.offset
+    padded = torch.nn.functional.pad(centred, (0, -centred.numel() % NESTED_BLOCKSIZE)).view(-1, NESTED_BLOCKSIZE)
+    largest = padded.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=1)
+    nested = state.state2.absmax
+    wrong_nested = (largest != nested) & ~((largest - nested).abs() < SMALLEST_NORMAL)
+    scaled = centred / nested.repeat_interleave(NESTED_BLOCKSIZE)[: centred.numel()]
+    values = state.state2.code
+    nearest = torch.bucketize(scaled.nan_to_num(nan=-2.0), (values[:-1] + values[1:]) / 2)
+    far = (scaled - values[state.absmax.int()]).abs()
+    near = (scaled - values[nearest]).abs()
+    return far > near + _NESTED_TIE, wrong_nested
+
+
+def _count(wrong: torch.Tensor) -> tuple[int, int]:
+    """How many are, and the index of the first."""
+    count = int(wrong.sum())
+    return count, int(wrong.int().argmax()) if count else 0
+
+
+@dataclass(frozen=True)
+class CompareCopy:
+    """Elements start … stop of a tensor that is not packed, and of its source."""
+
+    result: CopyResult
+    source: TensorInfo
+    start: int
+    stop: int
+
+    def run(self, worker: TorchWorker) -> None:
+        stored = self.result.tensor
+        ranges = [_range(tensor, self.start, self.stop) for tensor in (stored, self.source)]
+        found, original = worker.read(ranges)
+        with worker.timed(Activity.COMPUTE):
+            if self.source.dtype != stored.dtype:
+                original = original.view(TORCH_DTYPES[self.source.dtype]).to(TORCH_DTYPES[stored.dtype])
+            self.result.add(_count_differing(found, original.view(torch.uint8), stored))
+
+
+@dataclass(frozen=True)
+class CompareDecoded:
+    """A tensor that is not packed, or a piece of it, whose source is encoded."""
+
+    result: CopyResult
+    source: EncodedPiece
+
+    def run(self, worker: TorchWorker) -> None:
+        stored, start = self.result.tensor, self.source.start
+        original = read_decoded(worker, self.source.tensor).to(TORCH_DTYPES[stored.dtype]).clone()
+        [found] = worker.read([_range(stored, start, start + original.numel())])
+        with worker.timed(Activity.COMPUTE):
+            self.result.add(_count_differing(found, original.view(-1).view(torch.uint8), stored))
+
+
+def _range(tensor: TensorInfo, start: int, stop: int) -> tuple[Path, int, int]:
+    bits = DTYPE_BITS[tensor.dtype]
+    return tensor.file, tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
+
+
+def _count_differing(found: torch.Tensor, expected: torch.Tensor, tensor: TensorInfo) -> int:
+    """Elements of which any byte differs."""
+    size = max(DTYPE_BITS[tensor.dtype] // 8, 1)
+    return int((found.view(-1, size) != expected.view(-1, size)).any(dim=1).sum())

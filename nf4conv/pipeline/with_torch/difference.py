@@ -1,0 +1,185 @@
+"""Comparison as pipeline tasks: first whether two tensors are the same bytes, then how far their values are apart.
+
+All are read piece by piece, except two encoded tensors that cannot be cut at the same places, and transposed ones.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import cut_parts, encoded_pieces
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.encodings import Method
+from nf4conv.pipeline.loop import Activity, Task, aligned
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, read_decoded
+from nf4conv.pipeline.with_torch.unpack import decode_piece, packed_piece
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+from nf4conv.report.measured import PieceDifference, TensorDifference
+
+FileRange = tuple[Path, int, int]
+"""(file, start, stop) in bytes."""
+
+_CHUNK: Final = 2**18
+"""Values compared at a time: in float64 they take a few times as much memory as they do in a file."""
+
+
+def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of tensors that are stored alike, byte by byte."""
+    for result in results:
+        group: list[tuple[FileRange, FileRange]] = []
+        room = piece
+        for pair in _range_pairs(result, piece // 2):
+            size = sum(aligned(stop - start) for _, start, stop in pair)
+            if group and size > room:
+                yield CompareBytes(result, tuple(group))
+                group, room = [], piece
+            group.append(pair)
+            room -= size
+        if group:
+            yield CompareBytes(result, tuple(group))
+
+
+def _range_pairs(result: TensorDifference, most: int) -> Iterator[tuple[FileRange, FileRange]]:
+    for a, b in zip(_parts(result.a), _parts(result.b), strict=True):
+        for start in range(0, a.stop - a.start, most):
+            stop = min(start + most, a.stop - a.start)
+            yield (a.file, a.start + start, a.start + stop), (b.file, b.start + start, b.start + stop)
+
+
+def _parts(tensor: TensorInfo) -> list[TensorInfo]:
+    return [tensor] if tensor.encoding is None else [part for _, part in tensor.encoding.parts]
+
+
+@dataclass(frozen=True)
+class CompareBytes:
+    """Some of the bytes of two tensors."""
+
+    result: TensorDifference
+    pairs: tuple[tuple[FileRange, FileRange], ...]
+
+    def run(self, worker: TorchWorker) -> None:
+        if self.result.is_identical is False:
+            return
+        raws = worker.read(list(chain.from_iterable(self.pairs)))
+        with worker.timed(Activity.COMPUTE):
+            if not all(torch.equal(a, b) for a, b in zip(raws[::2], raws[1::2], strict=True)):
+                self.result.is_identical = False
+
+
+def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison of tensors value by value."""
+    for result in results:
+        if not result.a.elements:
+            continue
+        a, b = _decoded_alike(result.a, result.b), _decoded_alike(result.b, result.a)
+        # decoded and in float64, two pieces and what is computed of them take some 60 bytes a value
+        for start, *pieces in _pieces(a, b, piece // 16):
+            yield CompareValues(result, start, *pieces)
+
+
+def _decoded_alike(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
+    """A packed weight decodes to the dtype of what it is compared with: by way of its own, it would round twice."""
+    is_packed = tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
+    is_plain_float = other.encoding is None and other.dtype in ("F32", "F16", "BF16")
+    return tensor._replace(dtype=other.dtype) if is_packed and is_plain_float else tensor
+
+
+def _pieces(a: TensorInfo, b: TensorInfo, most: int) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
+    """(first element, piece of A, piece of B), of so many elements if both can be cut alike, or else all in one."""
+    unit = max(_unit(a), _unit(b))
+    encoded = [tensor for tensor in (a, b) if not _is_cuttable(tensor)]
+    spans = _spans(encoded[0] if encoded else a, most, unit)
+    if len(encoded) == 2 and spans != _spans(b, most, unit):
+        yield 0, a, b
+    else:
+        for (start, _), *pieces in zip(spans, *(_cut(tensor, spans, most, unit) for tensor in (a, b)), strict=True):
+            yield start, pieces[0], pieces[1]
+
+
+def _is_cuttable(tensor: TensorInfo) -> bool:
+    return tensor.encoding is None or tensor.encoding.method is Method.BITSANDBYTES_4BIT
+
+
+def _unit(tensor: TensorInfo) -> int:
+    """The number of elements at whose multiples a tensor can be cut."""
+    return 1 if tensor.encoding is None or not _is_cuttable(tensor) else tensor.encoding.block[0] * NESTED_BLOCKSIZE
+
+
+def _spans(tensor: TensorInfo, most: int, unit: int) -> list[tuple[int, int]]:
+    if not _is_cuttable(tensor):
+        return [(start, start + part.elements) for part, start in encoded_pieces(tensor, most, unit)]
+    step = max(most - most % unit, unit)
+    return [(start, min(start + step, tensor.elements)) for start in range(0, tensor.elements, step)]
+
+
+def _cut(tensor: TensorInfo, spans: Sequence[tuple[int, int]], most: int, unit: int) -> list[TensorInfo]:
+    encoding = tensor.encoding
+    if encoding is None:
+        return [cut_elements(tensor, *span) for span in spans]
+    if not _is_cuttable(tensor):
+        return [piece.tensor for piece in encoded_pieces(tensor, most, unit)]
+    cuts = [(span, cut_parts(dict(encoding.parts), encoding.block[0], *span)) for span in spans]
+    return [
+        tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=tuple(parts.items())))
+        for (start, stop), parts in cuts
+    ]
+
+
+@dataclass(frozen=True)
+class CompareValues:
+    """A piece of two tensors, which begins at an element."""
+
+    result: TensorDifference
+    start: int
+    a: TensorInfo
+    b: TensorInfo
+
+    def run(self, worker: TorchWorker) -> None:
+        a = _read(worker, self.a).clone()  # the next read reuses the buffer
+        b = _read(worker, self.b)
+        with worker.timed(Activity.COMPUTE):
+            self.result.add_piece(self.start, difference(a, b))
+
+
+def _read(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    """[elements] of a piece, decoded."""
+    encoding, dtype = tensor.encoding, TORCH_DTYPES[tensor.dtype]
+    if encoding is None:
+        [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
+        return raw.view(dtype)
+    if encoding.method is not Method.BITSANDBYTES_4BIT:
+        return read_decoded(worker, tensor).view(-1)
+    raws = worker.read([(part.file, part.start, part.stop) for _, part in encoding.parts])
+    with worker.timed(Activity.COMPUTE):
+        return decode_piece(*packed_piece(dict(encoding.parts), raws), tensor.elements, dtype)
+
+
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same values for a test of equality, which torch has on a GPU for signed integers only."""
+    return values.view(_SIGNED.get(values.dtype, values.dtype))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
+    """Compare the values of two flat tensors of one length and any dtypes."""
+    sums = torch.zeros(3, dtype=torch.float64, device=a.device)
+    largest = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, a.numel(), _CHUNK):
+        left, right = a[start : start + _CHUNK], b[start : start + _CHUNK]
+        x, y = left.double(), right.double()
+        # float64 does not hold every integer of 64 bits
+        unequal = _bits(left) != _bits(right) if left.dtype == right.dtype else x != y
+        unequal &= ~(x.isnan() & y.isnan())
+        distance = torch.where(unequal, (x - y).abs(), 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        values = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        sums += torch.stack([distance.square().sum(), values.square().sum(), unequal.sum()])
+        largest = torch.maximum(largest, distance.amax())
+    squared_difference, squared_values, differing = sums.tolist()
+    return PieceDifference(squared_difference, squared_values, float(largest), int(differing))

@@ -1,0 +1,297 @@
+"""A plan's shards as pipeline tasks: read a piece of a weight, pack it, write the codes to their place.
+
+A large weight is packed in pieces that end at block boundaries; its absmax gathers on the device, and whoever packs the
+last piece does the nested step, which needs all of it. Small tensors are taken many at a time: their outputs are
+neighbours in the shard (checkpoint/plan.py), so each kind of component of a whole batch is one write.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
+from nf4conv.codec.ops import backend, compress_absmax
+from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
+from nf4conv.format.layout import block_count
+from nf4conv.pipeline.loop import Activity, aligned
+from nf4conv.pipeline.shards import (
+    CopyPart,
+    Gathered,
+    NonFiniteError,
+    ShardProgress,
+    ShardTask,
+    fill,
+    gather,
+    json_blobs,
+    pack_groups,
+    spans,
+)
+from nf4conv.pipeline.with_torch.reading import (
+    TORCH_DTYPES,
+    check_cast,
+    exactly_decoded,
+    matrix_pieces,
+    read_decoded,
+    read_matrix,
+)
+from nf4conv.pipeline.with_torch.unpack import unpack_pieces
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+
+
+def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
+    """Everything that is to be done for a shard, in pieces of so many source bytes."""
+    tasks: list[ShardTask[TorchWorker]] = []
+    for group in pack_groups(progress.shard, piece):
+        if group[0].is_cut_out:
+            tasks += _pack_matrix(progress, group[0], piece)
+        elif aligned(group[0].source_bytes) > piece:
+            tasks += _pack_pieces(progress, group[0], piece)
+        else:
+            tasks.append(PackBatch(progress, tuple(group)))
+    for job in progress.shard.jobs:
+        if isinstance(job, CopyJob) and job.source.encoding is not None:
+            pieces = unpack_pieces(progress, job, piece) if progress.audit is None else []
+            tasks += pieces or [
+                CopyDecoded(progress, job, part) for part in encoded_pieces(job.source, _decoded(piece))
+            ]
+    return fill(progress, tasks, piece, CastCopies)
+
+
+def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
+    pieces = spans(job, piece)
+    absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
+    return (PackPiece(progress, job, absmax, start, stop) for start, stop in pieces)
+
+
+def _pack_matrix(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
+    """Tasks of a weight that is cut out of its source: piece by piece if it is encoded by rows, or else whole."""
+    pieces = matrix_pieces(job, _decoded(piece), progress.format.blocksize)
+    if len(pieces) < 2:
+        yield PackMatrix(progress, job)
+        return
+    absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
+    for tensor, start in pieces:
+        yield PackPiece(progress, job, absmax, start, start + tensor.elements, tensor)
+
+
+def _decoded(piece: int) -> int:
+    """Elements that are decoded at a time: as many as a piece holds in 16 bits."""
+    return piece // 2
+
+
+def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """[stop - start] float32: where a piece of a weight writes its share of the absmax."""
+    return absmax.memory(lambda blocks: torch.empty(blocks, dtype=torch.float32, device=device))[start:stop]
+
+
+@dataclass(frozen=True)
+class PackPiece:
+    """Elements start … stop of a large weight; `encoded` holds them if the weight is encoded."""
+
+    progress: ShardProgress
+    job: PackJob
+    absmax: Gathered[torch.Tensor]
+    start: int
+    stop: int
+    encoded: TensorInfo | None = None
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        blocksize = self.progress.format.blocksize
+        weight = self._read(worker)
+        with worker.timed(Activity.COMPUTE):
+            absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
+            packed = _pack(self.progress.format, weight, absmax)
+        worker.write([(self.progress.writer, self.job.offsets[0] + self.start // 2, packed)])
+        _check_finite([self.job], [weight])
+        whole = self.absmax.done()
+        self.progress.done(None if whole is None else _complete(worker, self.progress, [self.job], [whole]))
+
+    def _read(self, worker: TorchWorker) -> torch.Tensor:
+        """[stop - start] in the format's dtype."""
+        format = self.progress.format
+        if self.encoded is not None:
+            return read_decoded(worker, self.encoded).to(DTYPES[format.dtype]).view(-1)
+        [weight] = _read_weights(worker, format, [self.job], self.start, self.stop)
+        return weight
+
+
+@dataclass(frozen=True)
+class PackBatch:
+    """Weights that fit into a worker's buffer together and are neighbours in the shard."""
+
+    progress: ShardProgress
+    jobs: tuple[PackJob, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.jobs[0].source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        _pack_whole(worker, self.progress, self.jobs, _read_weights(worker, self.progress.format, self.jobs))
+
+
+@dataclass(frozen=True)
+class PackMatrix:
+    """A weight that is stored transposed, encoded, or as a part of a larger tensor: it is taken whole."""
+
+    progress: ShardProgress
+    job: PackJob
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        weight = read_matrix(worker, self.job, DTYPES[self.progress.format.dtype])
+        _pack_whole(worker, self.progress, [self.job], [weight])
+
+
+@dataclass(frozen=True)
+class CopyDecoded:
+    """A kept tensor, or a piece of it, that the source holds encoded."""
+
+    progress: ShardProgress
+    job: CopyJob
+    piece: EncodedPiece
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        tensor = read_decoded(worker, self.piece.tensor)
+        with worker.timed(Activity.COMPUTE):
+            tensor = tensor.to(TORCH_DTYPES[self.job.dtype])
+            check_cast(tensor, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
+        offset = self.job.offset + self.piece.start * tensor.element_size()
+        worker.write([(self.progress.writer, offset, tensor)])
+        if self.progress.audit is not None:
+            self.progress.audit.check_decoded(worker, self.progress, self.job, self.piece)
+        self.progress.done()
+
+
+@dataclass(frozen=True)
+class CastCopies:
+    """Tensors, or parts of them, that are kept in another dtype."""
+
+    progress: ShardProgress
+    parts: tuple[CopyPart, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        for job, start, stop in self.parts:
+            begin = job.source.start + start
+            [raw] = worker.read([(job.source.file, begin, begin + stop - start)])
+            with worker.timed(Activity.COMPUTE):
+                cast = _cast(raw, job)
+            offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
+            worker.write([(self.progress.writer, offset, cast)])
+            if self.progress.audit is not None:
+                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
+        self.progress.done()
+
+
+def _cast(raw: torch.Tensor, job: CopyJob) -> torch.Tensor:
+    """The values of some bytes of a kept tensor in the dtype that it is stored in."""
+    values = raw.view(TORCH_DTYPES[job.source.dtype])
+    cast = values.to(TORCH_DTYPES[job.dtype])
+    check_cast(cast, job, lambda: values)
+    return cast
+
+
+def _read_weights(
+    worker: TorchWorker, format: Format, jobs: Sequence[PackJob], start: int = 0, stop: int | None = None
+) -> list[torch.Tensor]:
+    """Weights, or elements start … stop of them, flat and cast to the format's dtype."""
+    ranges = []
+    for job in jobs:
+        begin, end = job.source_range
+        itemsize = DTYPE_BITS[job.source.dtype] // 8
+        ranges.append((job.source.file, begin + start * itemsize, end if stop is None else begin + stop * itemsize))
+    raws = worker.read(ranges)
+    with worker.timed(Activity.COMPUTE):
+        return [
+            raw.view(TORCH_DTYPES[job.source.dtype]).to(DTYPES[format.dtype])
+            for job, raw in zip(jobs, raws, strict=True)
+        ]
+
+
+def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
+    backend(weight.device).quantize_blocks(weight, packed, absmax, format.quant_type, format.blocksize)
+    return packed
+
+
+def _pack_whole(
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]
+) -> None:
+    """Pack whole weights and write all their components."""
+    format = progress.format
+    with worker.timed(Activity.COMPUTE):
+        absmaxes = [
+            torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
+            for weight in weights
+        ]
+        packed = torch.cat([_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)])
+    worker.write([(progress.writer, jobs[0].offsets[0], packed)])
+    _check_finite(jobs, weights)
+    progress.done(_complete(worker, progress, jobs, absmaxes))
+
+
+def _complete(
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
+) -> dict[str, bytes]:
+    """Write what is still missing of weights whose codes are written, and look at them; returns their JSON blobs."""
+    blobs = _write_states(worker, progress, jobs, absmaxes)
+    if progress.audit is not None:
+        progress.audit.check_weights(worker, progress, jobs, blobs)
+    return blobs
+
+
+def _write_states(
+    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
+) -> dict[str, bytes]:
+    """Write all components but the codes and the JSON blobs of weights that are neighbours in the shard.
+
+    Returns:
+        The blobs, by name of the weight.
+    """
+    format = progress.format
+    quant_map = code_table(format.quant_type, worker.device).repeat(len(jobs))
+    offsets: list[float | None] = [None] * len(jobs)
+    with worker.timed(Activity.COMPUTE):
+        if format.double_quant:
+            nested = [compress_absmax(absmax) for absmax in absmaxes]
+            parts = [
+                torch.cat([codes for codes, _, _ in nested]),
+                quant_map,
+                torch.cat([state2.absmax for _, _, state2 in nested]),
+                dynamic_table(worker.device).repeat(len(jobs)),
+            ]
+            offsets = list(torch.stack([offset for _, offset, _ in nested]).tolist())
+        else:
+            parts = [torch.cat(list(absmaxes)), quant_map]
+    # parts stand in the order of layout.components, of which the packed codes are the first
+    worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
+    return json_blobs(format, jobs, offsets)
+
+
+def _check_finite(jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]) -> None:
+    # A sum is NaN or infinite if any term is; a finite weight whose sum overflows is looked at again.
+    sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])
+    if bool(torch.isfinite(sums).all()):
+        return
+    for job, weight in zip(jobs, weights, strict=True):
+        if not bool(torch.isfinite(weight).all()):
+            raise NonFiniteError(job)

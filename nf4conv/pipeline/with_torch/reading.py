@@ -1,0 +1,149 @@
+"""Tensors from a source: encoded ones decoded on the device, and weights as they are before they are packed."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import (
+    EncodedPiece,
+    can_cut_rows,
+    encoded_pieces,
+    is_stack_of_matrices,
+    matrix_of,
+    packed_pieces,
+    rows_of,
+)
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob, PackJob
+from nf4conv.codec.decode import decode
+from nf4conv.format.encodings import Method
+from nf4conv.pipeline.loop import Activity
+from nf4conv.pipeline.shards import CastError
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+
+TORCH_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+"""By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
+
+
+def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Elements start … stop of a tensor that is stored as it is, flat."""
+    bits = DTYPE_BITS[tensor.dtype]
+    begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
+    return tensor._replace(shape=(stop - start,), start=begin, stop=end)
+
+
+def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    """Read and decode a tensor, or a piece of one (checkpoint/encoded_pieces.py).
+
+    Args:
+        worker: reads and computes.
+        tensor: has an encoding.
+
+    Returns:
+        A contiguous tensor on the worker's device, in the tensor's dtype and shape.
+
+    Raises:
+        CodecError: its parts contradict each other.
+    """
+    encoding = tensor.encoding
+    assert encoding is not None
+    parts = [part for _, part in encoding.parts]
+    raws = worker.read([(part.file, part.start, part.stop) for part in parts])
+    with worker.timed(Activity.COMPUTE):
+        views = [raw.view(TORCH_DTYPES[part.dtype]).view(part.shape) for raw, part in zip(raws, parts, strict=True)]
+        roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
+        decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
+        return decoded.view(-1)[: tensor.elements].view(tensor.shape)
+
+
+def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
+    """An encoded tensor that decodes to a dtype which holds all its values."""
+    assert tensor.encoding is not None
+    return tensor if tensor.encoding.method is Method.STRIDED else tensor._replace(dtype="F32")
+
+
+def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:
+    """Raise if a cast made finite values infinite; what is infinite or NaN in the source stays so.
+
+    Args:
+        cast: values of a kept tensor as they will be stored.
+        job: of that tensor.
+        exact: gives the same values in a dtype that holds them; asked only if there is something to look for.
+
+    Raises:
+        CastError: names the tensor.
+    """
+    # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
+    if bool(torch.isfinite(cast.sum(dtype=torch.float32))):
+        return
+    if bool((torch.isfinite(exact()) & ~torch.isfinite(cast)).any()):
+        raise CastError(job.source, job.dtype)
+
+
+def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
+    """A whole weight, as it is before it is packed.
+
+    Args:
+        worker: reads and computes.
+        job: a weight that is stored transposed, encoded, or as some columns of a larger matrix.
+        dtype: to cast to.
+
+    Returns:
+        [n] on the worker's device, contiguous.
+    """
+    matrix, source = job.matrix, job.source
+    if source.encoding is not None:
+        weight = _read_encoded(worker, source, matrix.index)
+        if matrix.rows is not None:
+            weight = weight[slice(*matrix.rows)]
+    else:
+        [raw] = worker.read([(source.file, *job.source_range)])
+        weight = raw.view(TORCH_DTYPES[source.dtype]).view(-1, source.shape[-1])
+    with worker.timed(Activity.COMPUTE):
+        if matrix.columns is not None:
+            weight = weight[:, slice(*matrix.columns)]
+        if matrix.transpose:
+            weight = weight.t()
+        return weight.to(dtype).contiguous().view(-1)
+
+
+def _read_encoded(worker: TorchWorker, source: TensorInfo, index: int | None) -> torch.Tensor:
+    """An encoded matrix, or one at an index of an encoded stack."""
+    if index is None:
+        return read_decoded(worker, source)
+    if is_stack_of_matrices(source):
+        return read_decoded(worker, matrix_of(source, index))
+    return read_decoded(worker, source)[index]
+
+
+def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
+    """An encoded weight in pieces that can be decoded one by one.
+
+    Args:
+        job: a weight.
+        most: elements of a piece, unless its rows are longer.
+        unit: every piece begins at a multiple of so many elements.
+
+    Returns:
+        The pieces in order; a single one, or none, for a weight that `read_matrix` has to read.
+    """
+    matrix, source = job.matrix, job.source
+    if source.encoding is None or matrix.transpose or matrix.columns is not None:
+        return []
+    if source.encoding.method is Method.BITSANDBYTES_4BIT and matrix.index is None and matrix.rows is None:
+        return packed_pieces(source, most, unit)
+    if matrix.index is not None:
+        if not is_stack_of_matrices(source):
+            return []
+        source = matrix_of(source, matrix.index)
+    if matrix.rows is not None:
+        if not can_cut_rows(source, matrix.rows[0]):
+            return []
+        source = rows_of(source, *matrix.rows)
+    return encoded_pieces(source, most, unit)

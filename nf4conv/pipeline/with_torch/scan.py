@@ -1,0 +1,82 @@
+"""A pass over weights that only counts: which of them hold NaN or infinity."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import encoded_pieces
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import PackJob
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.source import Source
+from nf4conv.options import RunOptions
+from nf4conv.pipeline.loop import Activity, Task, make_pipeline
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded
+from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
+
+
+@dataclass
+class _Counts:
+    by_name: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        found = int((~torch.isfinite(values)).sum())
+        if found:
+            with self.lock:
+                self.by_name[name] += found
+
+
+@dataclass(frozen=True)
+class _CountPiece:
+    tensor: TensorInfo
+    start: int
+    stop: int
+    counts: _Counts
+
+    def run(self, worker: TorchWorker) -> None:
+        [raw] = worker.read([(self.tensor.file, self.start, self.stop)])
+        with worker.timed(Activity.COMPUTE):
+            self.counts.add(self.tensor.name, raw.view(TORCH_DTYPES[self.tensor.dtype]))
+
+
+@dataclass(frozen=True)
+class _CountDecoded:
+    tensor: TensorInfo
+    counts: _Counts
+
+    def run(self, worker: TorchWorker) -> None:
+        values = read_decoded(worker, self.tensor)
+        with worker.timed(Activity.COMPUTE):
+            self.counts.add(self.tensor.name, values)
+
+
+def count_non_finite(jobs: Sequence[PackJob], run: RunOptions, source: Source) -> Mapping[str, int]:
+    """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
+    counts = _Counts()
+    pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
+    with _open_reader(source) as reader:
+        pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts), reader)
+    return dict(sorted(counts.by_name.items()))
+
+
+def _open_reader(source: Source) -> Reader:
+    fetched = source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.checkpoint.stream import RemoteReader  # importing huggingface_hub takes a while
+
+    return RemoteReader(fetched.repository, fetched.absent)
+
+
+def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
+    for tensor in tensors.values():
+        if tensor.encoding is not None:
+            yield from (_CountDecoded(part.tensor, counts) for part in encoded_pieces(tensor, piece // 2))
+            continue
+        step = piece - piece % (DTYPE_BITS[tensor.dtype] // 8)
+        for start in range(tensor.start, tensor.stop, step):
+            yield _CountPiece(tensor, start, min(start + step, tensor.stop), counts)

@@ -1,0 +1,79 @@
+"""Packed weights as pipeline tasks: read the codes and scales of a piece, decode them, write the values to their place.
+
+A weight decodes in pieces that begin at a multiple of 256 blocks, where both its codes and its scales can be cut; they
+are as large as a worker's buffer when decoded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nf4conv.checkpoint.encoded_pieces import cut_parts, packed_spans
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.plan import CopyJob
+from nf4conv.codec.ops import backend
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.format.encodings import Method
+from nf4conv.pipeline.loop import Activity
+from nf4conv.pipeline.shards import ShardProgress
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, check_cast
+from nf4conv.pipeline.with_torch.worker import TorchWorker
+
+
+@dataclass(frozen=True)
+class UnpackPiece:
+    """Elements start … stop of a packed weight that is stored decoded."""
+
+    progress: ShardProgress
+    job: CopyJob
+    start: int
+    stop: int
+
+    @property
+    def file(self) -> Path:
+        return self.job.source.file
+
+    def run(self, worker: TorchWorker) -> None:
+        encoding = self.job.source.encoding
+        assert encoding is not None
+        parts = cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
+        raws = worker.read([(part.file, part.start, part.stop) for part in parts.values()])
+        with worker.timed(Activity.COMPUTE):
+            packed, state = packed_piece(parts, raws)
+            values = decode_piece(packed, state, self.stop - self.start, TORCH_DTYPES[self.job.dtype])
+            if values.dtype != state.dtype:
+                check_cast(values, self.job, lambda: decode_piece(packed, state, values.numel(), torch.float32))
+        offset = self.job.offset + self.start * DTYPE_BITS[self.job.dtype] // 8
+        worker.write([(self.progress.writer, offset, values)])
+        self.progress.done()
+
+
+def unpack_pieces(progress: ShardProgress, job: CopyJob, piece: int) -> list[UnpackPiece]:
+    """A packed weight in pieces of so many decoded bytes; none for a tensor that is encoded in another way."""
+    encoding = job.source.encoding
+    if encoding is None or encoding.method is not Method.BITSANDBYTES_4BIT or job.dtype != job.source.dtype:
+        return []
+    spans = packed_spans(job.elements, encoding.block[0], piece // (DTYPE_BITS[job.dtype] // 8))
+    return [UnpackPiece(progress, job, start, stop) for start, stop in spans]
+
+
+def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """[elements]: the values of a piece, from `packed_piece`, in float32, float16 or bfloat16."""
+    values = torch.empty(elements, dtype=dtype, device=packed.device)
+    scales = state.absmax, state.state2, state.offset
+    backend(packed.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)
+    return values
+
+
+def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:
+    """The codes of a piece and its state; the state's shape is that of the whole weight.
+
+    Args:
+        parts: from `cut_parts`.
+        raws: their bytes, in the same order.
+    """
+    tensors = {role: raw.view(TORCH_DTYPES[part.dtype]) for (role, part), raw in zip(parts.items(), raws, strict=True)}
+    packed = tensors.pop("values")
+    return packed, QuantState.from_components(tensors)

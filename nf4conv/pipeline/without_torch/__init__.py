@@ -1,0 +1,13 @@
+"""The engine on an NVIDIA GPU without torch: packing and unpacking weights that need no cast.
+
+Importing torch takes longer than quantizing an 8B model. So the kernels of codec/kernels are compiled once for a GPU,
+with torch and Triton at hand, and kept with their tables in a bundle on disk; later runs load it with the few calls of
+the CUDA driver that they need, and touch their first byte within a second. The bytes are those of with_torch/, because
+the kernels are (tests/test_gpu.py holds the two engines equal).
+
+    driver.py   the CUDA driver API: context, streams, memory, launches
+    bundle.py   compiled kernels on disk
+    worker.py   the engine, and a thread's stream and buffers on both sides
+    pack.py     weights → 4 bits
+    unpack.py   4 bits → weights
+"""

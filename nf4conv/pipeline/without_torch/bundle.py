@@ -1,0 +1,142 @@
+"""Compiled kernels on disk: made once for a GPU, a format and a release; then loaded without torch.
+
+Bundles lie in the user's cache folder, one file each, named by a hash of all that decides their content.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nf4conv import codec, format
+from nf4conv.checkpoint.writer import write_file
+from nf4conv.errors import OutputError
+from nf4conv.pipeline.without_torch.driver import Device, Function
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The kernels on a device; the attributes are those of codec.kernels.ahead.CompiledCodec."""
+
+    functions: dict[str, Function]
+    tables: dict[str, bytes]
+    numbers: dict[str, int]
+
+
+class Action(Enum):
+    """What is done to weights."""
+
+    PACK = "pack"
+    UNPACK = "unpack"
+
+
+class Purpose(NamedTuple):
+    """What kernels are for.
+
+    Attributes:
+        action: what is done to weights.
+        dtype: of the weights that are not packed: "float32", "float16" or "bfloat16".
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+    """
+
+    action: Action
+    dtype: str
+    quant_type: str
+    blocksize: int
+
+
+def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
+    """The kernels for a purpose; compiled now, with torch, if this is the first time.
+
+    Args:
+        device: the current one.
+        purpose: what they are for.
+
+    Returns:
+        None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
+        old for them.
+    """
+    path = _folder() / f"{_key(device.capability(), purpose)}.json"
+    content = _read(path)
+    if content is None:
+        content = _compile(device.ordinal, purpose)
+        if content is None:
+            return None
+        _keep(path, content)
+    functions = {
+        name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
+        for name, kernel in content["kernels"].items()
+    }
+    tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
+    return Bundle(functions, tables, content["numbers"])
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nf4conv"
+
+
+def deciding_sources() -> list[Path]:
+    """Every file of ours that decides a kernel: the codec, and the tables that it is built from."""
+    return sorted(path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*.py"))
+
+
+def _key(capability: tuple[int, int], purpose: Purpose) -> str:
+    digest = hashlib.sha256()
+    for source in deciding_sources():
+        digest.update(source.read_bytes())
+    choice = (capability, purpose.action.value, *purpose[1:], version("torch"), version("triton"))
+    digest.update(repr(choice).encode())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def _keep(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, [json.dumps(content).encode()])
+    except (OSError, OutputError):
+        return  # a home that cannot be written to costs time at the next run, not this result
+
+
+def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
+    import torch
+
+    from nf4conv.codec import ops, reference  # importing torch takes seconds
+
+    device = torch.device("cuda", ordinal)
+    if not torch.cuda.is_available() or ops.backend(device) is reference:
+        return None
+    from nf4conv.codec.kernels.ahead import compile_decoder, compile_encoder  # importing torch takes seconds
+    from nf4conv.codec.quant_state import DTYPES
+
+    with torch.cuda.device(device):
+        compiling = compile_encoder if purpose.action is Action.PACK else compile_decoder
+        compiled = compiling(device, DTYPES[purpose.dtype], purpose.quant_type, purpose.blocksize)
+    if compiled is None:
+        return None
+    return {
+        "kernels": {
+            name: {
+                "cubin": base64.b64encode(kernel.cubin).decode(),
+                "entry": kernel.entry,
+                "shared": kernel.shared,
+                "threads": kernel.threads,
+            }
+            for name, kernel in compiled.kernels.items()
+        },
+        "tables": {name: base64.b64encode(table).decode() for name, table in compiled.tables.items()},
+        "numbers": compiled.numbers,
+    }

@@ -1,0 +1,241 @@
+"""The model card of a 4-bit checkpoint, its README.md, as the Hub shows it. Two runs of one job write the same one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from nf4conv import __version__
+from nf4conv.checkpoint.config import architecture_of
+from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Plan
+from nf4conv.checkpoint.source import Source
+from nf4conv.report.rows import VerificationSummary
+
+if TYPE_CHECKING:
+    from nf4conv.checkpoint.hub import Origin
+
+_INHERITED: Final = (
+    *("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets"),
+)
+"""What holds for the quantized model as for the original."""
+
+_FRONT_MATTER: Final = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_HUB: Final = "https://huggingface.co"
+_LOADERS: Final = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForImageTextToText",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run measured.
+
+    Attributes:
+        bytes_before: of all tensors of the source.
+        bytes_after: of the output's weight files.
+        verified: an audit's summary; None if nothing was verified.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    verified: VerificationSummary | None = None
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What a card is about.
+
+    Attributes:
+        origin: where the original came from; None for one on this disk.
+        readme: the original's own card, if there is one.
+        library: that loads it.
+        format: of the packed weights.
+        jobs: what was written.
+        figures: sizes.
+    """
+
+    origin: "Origin | None"
+    readme: Path
+    library: str
+    format: Format
+    jobs: Sequence[PackJob | CopyJob]
+    figures: Figures
+
+
+def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
+    """The card: front matter by which the Hub files the model under its original, and what was done to it.
+
+    Args:
+        source: the original; what its own card says of license and language is taken over.
+        plan: what was written.
+        config: the content of the output's config.json.
+        figures: sizes.
+    """
+    origin = None if source.fetched is None else source.fetched.origin
+    library = "transformers" if source.stem == "model" else "diffusers"
+    subject = _Subject(origin, source.folder / "README.md", library, plan.format, list(plan.jobs), figures)
+    compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
+    return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(config)])
+
+
+def diffusers_card(
+    folder: Path,
+    class_name: str,
+    submodels: Mapping[str, tuple[Source, Plan]],
+    figures: Mapping[str, Figures],
+    verified: VerificationSummary | None,
+) -> str:
+    """The card of a diffusers pipeline, as `model_card`.
+
+    Args:
+        folder: of the original.
+        class_name: of the diffusers pipeline.
+        submodels: (original, what was written) of each, by name.
+        figures: of each.
+        verified: an audit's summary of all of them; None if nothing was verified.
+    """
+    # what is not packed keeps dtypes of its own
+    source, plan = next(
+        (source, plan) for source, plan in submodels.values() if any(isinstance(job, PackJob) for job in plan.jobs)
+    )
+    origin = None if source.fetched is None else _parent(source.fetched.origin)
+    jobs = [job for _, plan in submodels.values() for job in plan.jobs]
+    before = sum(part.bytes_before for part in figures.values())
+    whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
+    subject = _Subject(origin, folder / "README.md", "diffusers", plan.format, jobs, whole)
+    loading = (
+        f"## Use\n\n```python\nimport torch\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
+        f'pipeline = {class_name}.from_pretrained("path or name of this model", '
+        f"torch_dtype=torch.{plan.format.dtype})\n```\n"
+    )
+    return _document(subject, [_settings(subject, None), _submodels(submodels, figures), _kept(jobs), loading])
+
+
+def _parent(submodel: "Origin") -> "Origin":
+    return replace(submodel, subfolder=submodel.subfolder.rpartition("/")[0])
+
+
+def _document(subject: _Subject, sections: Sequence[str]) -> str:
+    front = yaml.safe_dump(_front_matter(subject), sort_keys=False, allow_unicode=True)
+    return "\n".join([f"---\n{front}---\n", _introduction(subject), *sections, _checking(subject.origin)])
+
+
+def _front_matter(subject: _Subject) -> dict[str, Any]:
+    before = _card_of(subject.readme)
+    front: dict[str, Any] = {}
+    if subject.origin is not None:
+        front |= {"base_model": subject.origin.repo, "base_model_relation": "quantized"}
+    front |= {key: before[key] for key in _INHERITED if before.get(key)}
+    front.setdefault("library_name", subject.library)
+    tags = before.get("tags", [])
+    own = ["bitsandbytes", "4-bit", subject.format.quant_type, "nf4conv"]
+    front["tags"] = list(dict.fromkeys([*(tags if isinstance(tags, list) else [tags]), *own]))
+    return front
+
+
+def _card_of(path: Path) -> dict[str, Any]:
+    """The front matter of a card; nothing where there is none that can be read."""
+    try:
+        block = _FRONT_MATTER.match(path.read_text(encoding="utf-8"))
+        front = yaml.safe_load(block[1]) if block is not None else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _introduction(subject: _Subject) -> str:
+    name, origin = subject.format.quant_type.upper(), subject.origin
+    if origin is None:
+        return f"# A 4-bit {name} checkpoint\n\nMade with nf4conv {__version__}.\n"
+    link = f"[{origin.repo}]({_HUB}/{origin.repo})" + (f", `{origin.subfolder}`," if origin.subfolder else "")
+    return (
+        f"# {origin.repo.partition('/')[2]} in 4 bits\n\n"
+        f"{link} at commit [`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit}), its linear layers "
+        f"packed to bitsandbytes {name} with nf4conv {__version__}.\n"
+    )
+
+
+def _settings(subject: _Subject, compute: str | None) -> str:
+    format, figures = subject.format, subject.figures
+    packed = [job for job in subject.jobs if isinstance(job, PackJob)]
+    parameters = sum(job.elements for job in subject.jobs)
+    share = sum(job.elements for job in packed) / parameters
+    rows = {
+        "4-bit data type": format.quant_type.upper(),
+        "block size": str(format.blocksize),
+        "double quantization": "yes" if format.double_quant else "no",
+        "what is not packed": format.dtype,
+        **({} if compute is None else {"computed in": str(compute)}),
+        "packed": f"{len(packed):,} weights, {100 * share:.1f} % of {parameters:,} parameters",
+        "size": f"{_bytes(figures.bytes_before)} → {_bytes(figures.bytes_after)}, "
+        f"{8 * figures.bytes_after / parameters:.2f} bits a parameter",
+        **({} if figures.verified is None else {"verified": _verified(figures.verified)}),
+    }
+    return "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+
+
+def _submodels(submodels: Mapping[str, tuple[Source, Plan]], figures: Mapping[str, Figures]) -> str:
+    rows = (
+        f"| {name} | {sum(isinstance(job, PackJob) for job in plan.jobs):,} "
+        f"| {_bytes(figures[name].bytes_before)} → {_bytes(figures[name].bytes_after)} |\n"
+        for name, (_, plan) in submodels.items()
+    )
+    return "## Components\n\n| component | packed weights | size |\n|---|---|---|\n" + "".join(rows)
+
+
+def _verified(summary: VerificationSummary) -> str:
+    return (
+        f"every value against the original: relative error at most {summary.largest_relative_error:.4f}, "
+        f"median {summary.median_relative_error:.4f}"
+    )
+
+
+def _kept(jobs: Sequence[PackJob | CopyJob]) -> str:
+    sizes: dict[str, tuple[int, int]] = {}
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            count, size = sizes.get(job.reason, (0, 0))
+            sizes[job.reason] = (count + 1, size + job.nbytes)
+    rows = sorted(sizes.items(), key=lambda entry: (-entry[1][1], entry[0]))
+    table = "".join(f"| {_cell(reason)} | {count:,} | {_bytes(size)} |\n" for reason, (count, size) in rows)
+    return f"## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n{table}" if table else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _loading(config: Mapping[str, Any] | None) -> str:
+    architecture = architecture_of(config or {})
+    loader = next((loader for end, loader in _LOADERS.items() if architecture.endswith(end)), None)
+    if loader is None:
+        return "## Use\n\nIt loads as the original does, with bitsandbytes installed.\n"
+    return (
+        f"## Use\n\n```python\nfrom transformers import {loader}  # pip install bitsandbytes\n\n"
+        f'model = {loader}.from_pretrained("path or name of this model", device_map="auto")\n```\n'
+    )
+
+
+def _checking(origin: "Origin | None") -> str:
+    original = "ORIGINAL" if origin is None else origin.repo
+    if origin is not None and origin.subfolder:
+        original += f" --subfolder {origin.subfolder}"
+    return (
+        "## Check\n\nEvery packed byte is the one that bitsandbytes' CUDA kernels make of the original weight. "
+        f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

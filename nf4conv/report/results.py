@@ -1,0 +1,208 @@
+"""What each command returns. Field names are the keys of --json, in their order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nf4conv.checkpoint.findings import Finding
+from nf4conv.report.rows import (
+    CheckResult,
+    ComparedKind,
+    ComparedRow,
+    InspectedKind,
+    InspectedRow,
+    InspectionTotals,
+    Status,
+    VerificationSummary,
+    WeightKind,
+    WeightRow,
+)
+
+
+@dataclass(frozen=True)
+class DequantizeReport:
+    """What a run did.
+
+    Attributes:
+        out: the output folder.
+        device: where it was computed.
+        decoded: weights decoded.
+        copied: other tensors, those of weights that stay in 4 bits included.
+        bytes_before: of all tensors of the source.
+        bytes_after: of the output's weight files.
+        seconds: wall clock of the whole run, once planned.
+        pipeline_seconds: of it, from the first read to the last write.
+        seconds_by_activity: "read", "compute" and "write", summed over the workers.
+        host_baseline_bytes: peak resident memory of the process when the first byte is read.
+        host_peak_bytes: the same at the end.
+        device_peak_bytes: the most held on the GPU.
+        shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        notes: what the user should know.
+    """
+
+    out: str
+    device: str
+    decoded: int
+    copied: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    pipeline_seconds: float
+    seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    shards_resumed: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What a run did.
+
+    Attributes:
+        out: the output folder.
+        device: where it was computed.
+        packed: weights packed.
+        copied: tensors kept.
+        parameters: elements of all tensors.
+        bytes_before: of all tensors of the source.
+        bytes_after: of the output's weight files.
+        bits_per_parameter: of the output.
+        seconds: wall clock of the whole run, once planned.
+        pipeline_seconds: of it, from the first read to the last write.
+        seconds_by_activity: "read", "compute" and "write", summed over the workers.
+        host_baseline_bytes: peak resident memory of the process when the first byte is read.
+        host_peak_bytes: the same at the end.
+        device_peak_bytes: the most held on the GPU.
+        shards_resumed: finished shards of an earlier, interrupted run that were kept.
+        verification: what was looked at, with `verify`; else None.
+        pushed: address of the commit on the Hub; None if nothing was to be pushed.
+        notes: what the user should know.
+    """
+
+    out: str
+    device: str
+    packed: int
+    copied: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+    bits_per_parameter: float
+    seconds: float
+    pipeline_seconds: float
+    seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    shards_resumed: int
+    verification: VerificationSummary | None
+    pushed: str | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What verification found.
+
+    Attributes:
+        path: the checkpoint.
+        source: what it was compared with; None if nothing.
+        passed: the verdict.
+        checks: for each check that ran, by name: what it means, and whether it passed.
+        findings: everything that is wrong or worth knowing; a fault has is_fault.
+        weights: a row for each packed weight: place, size, format and, with a source, its errors.
+        kinds: the same added up by kind of module.
+        sizes: bytes of codes, of scales, of tables and JSON, and of tensors that are not packed.
+        parameters: elements of all tensors.
+        bits_per_parameter: of the whole checkpoint.
+        identical: whether every byte compared is what quantizing the source gives; None without a source.
+        settings: options, device and versions.
+        seconds: wall clock.
+    """
+
+    path: str
+    source: str | None
+    passed: bool
+    checks: Mapping[str, CheckResult]
+    findings: tuple[Finding, ...]
+    weights: tuple[WeightRow, ...]
+    kinds: tuple[WeightKind, ...]
+    sizes: Mapping[str, int]
+    parameters: int
+    bits_per_parameter: float
+    identical: bool | None
+    settings: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        faults = sum(finding.is_fault for finding in self.findings)
+        compared = [weight.relative_error for weight in self.weights if weight.relative_error is not None]
+        worst = f"largest relative error {max(compared):.4f}" if compared else "not compared with a source"
+        if self.passed:
+            same = ", byte for byte what quantizing the source gives" if self.identical else ""
+            return f"passed: {len(self.weights):,} packed weights, {worst}{same}"
+        return f"FAILED: {faults:,} fault{'s' if faults != 1 else ''} in {len(self.weights):,} packed weights, {worst}"
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """What a comparison found.
+
+    Attributes:
+        a: the one checkpoint.
+        b: the other.
+        passed: the verdict.
+        tensors: a row for each.
+        kinds: the same added up by kind of module.
+        counts: tensors by status.
+        settings: options, device and versions.
+        seconds: wall clock.
+    """
+
+    a: str
+    b: str
+    passed: bool
+    tensors: tuple[ComparedRow, ...]
+    kinds: tuple[ComparedKind, ...]
+    counts: Mapping[Status, int]
+    settings: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        total = len(self.tensors)
+        if self.counts.get(Status.IDENTICAL) == total:
+            return f"identical: {total:,} tensors, every byte"
+        counted = ", ".join(f"{count:,} {status}" for status, count in self.counts.items())
+        errors = [row.relative_error for row in self.tensors if row.relative_error is not None]
+        worst = f"; largest relative error {max(errors):.4g}" if errors else ""
+        if not self.passed and self.counts.keys() <= {Status.EQUAL, Status.IDENTICAL}:
+            worst += " (--tolerance 0 lets these pass)"
+        return f"{'within tolerance' if self.passed else 'DIFFERENT'}: {counted}{worst}"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in a checkpoint.
+
+    Attributes:
+        path: the checkpoint, as it was given.
+        files: the weight files.
+        config: what config.json says about a quantization; None if nothing.
+        model_type: of the config; None if there is none.
+        tensors: a row for each tensor, the tensors of a packed weight being one.
+        kinds: the same added up by kind of module.
+        totals: of the whole checkpoint.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    config: Mapping[str, Any] | None
+    model_type: str | None
+    tensors: tuple[InspectedRow, ...]
+    kinds: tuple[InspectedKind, ...]
+    totals: InspectionTotals

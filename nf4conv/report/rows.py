@@ -1,0 +1,376 @@
+"""One tensor, or one kind of module, in a result. Field names are the keys of --json, in their order."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What becomes of one weight that is packed or decoded, or one tensor that is kept.
+
+    Attributes:
+        name: of the tensor.
+        action: "pack", "decode", "copy" or "cast".
+        reason: why.
+        dtype: safetensors' tag, of the source when packing and of the output when decoding.
+        shape: of the tensor.
+        bytes_in: in the source.
+        bytes_out: in the output.
+        file: of the output.
+    """
+
+    name: str
+    action: str
+    reason: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes_in: int
+    bytes_out: int
+    file: str
+
+
+@dataclass(frozen=True)
+class DequantizationTotals:
+    """What the rows of a dequantization add up to; bytes_out is exact."""
+
+    decoded: int
+    copied: int
+    shards: int
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def changed(self) -> int:
+        return self.decoded
+
+
+@dataclass(frozen=True)
+class QuantizationTotals:
+    """What the rows of a quantization add up to; bytes_out is exact but for the digits of the nested offsets."""
+
+    packed: int
+    copied: int
+    shards: int
+    parameters: int
+    bytes_in: int
+    bytes_out: int
+    compression: float = 0.0
+    bits_per_parameter: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compression", self.bytes_in / self.bytes_out)
+        object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_out / max(self.parameters, 1))
+
+    @property
+    def changed(self) -> int:
+        return self.packed
+
+
+TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
+
+
+def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
+    """The totals of several plans of one kind."""
+    counts = [field.name for field in fields(parts[0]) if field.type in (int, "int")]
+    return replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in counts})
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """One packed weight, as `verify` sees it.
+
+    Attributes:
+        name: of the weight.
+        stack, layer, kind: its place, see measured.ModulePlace.
+        file: that holds it.
+        quant_type, blocksize, dtype, shape, nested_offset: what its quant state says.
+        double_quant: whether its absmax is quantized.
+        elements: of the weight.
+        bytes: of all its tensors.
+        relative_error: ‖W - Ŵ‖ / ‖W‖; this and what follows, but for the tolerance, is None without a source.
+        tolerance: how large the relative error may be.
+        snr_db: the relative error as signal to noise, in decibels.
+        max_error: the largest |error|.
+        max_error_of_absmax: the largest |error| / absmax of its block.
+        outside: values beyond the format's worst case.
+        not_nearest: codes for which another is nearer to the value.
+        bytes_differing: of codes and scales, from those that quantizing the source gives.
+        squared_error, squared_weight: sums.
+    """
+
+    name: str
+    stack: str
+    layer: int | None
+    kind: str
+    file: str
+    quant_type: str
+    blocksize: int
+    dtype: str
+    shape: tuple[int, ...]
+    nested_offset: float | None
+    double_quant: bool
+    elements: int
+    bytes: int
+    relative_error: float | None
+    tolerance: float
+    snr_db: float | None
+    max_error: float | None
+    max_error_of_absmax: float | None
+    outside: int | None
+    not_nearest: int | None
+    bytes_differing: int | None
+    squared_error: float | None
+    squared_weight: float | None
+
+    @property
+    def error(self) -> float:
+        """The relative error of a weight that was compared."""
+        assert self.relative_error is not None
+        return self.relative_error
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """The packed weights of one kind in one stack of layers; errors are None without a source."""
+
+    stack: str
+    kind: str
+    weights: int
+    elements: int
+    bytes: int
+    relative_error: float | None
+    worst: float | None
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A check that ran: what it means, and whether it passed."""
+
+    meaning: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class VerificationSummary:
+    """What `quantize --verify` has looked at.
+
+    Attributes:
+        weights: packed weights.
+        copies: tensors that are kept.
+        largest_relative_error, median_relative_error: of the weights.
+        bytes_differing: from those that quantizing the source gives.
+        rows: one for each weight.
+    """
+
+    weights: int
+    copies: int
+    largest_relative_error: float
+    median_relative_error: float
+    bytes_differing: int
+    rows: tuple[WeightRow, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[WeightRow], copies: int) -> "VerificationSummary":
+        errors = [row.relative_error for row in rows if row.relative_error is not None]
+        return cls(
+            weights=len(rows),
+            copies=copies,
+            largest_relative_error=max(errors, default=0.0),
+            median_relative_error=statistics.median(errors) if errors else 0.0,
+            bytes_differing=sum(row.bytes_differing or 0 for row in rows),
+            rows=tuple(rows),
+        )
+
+
+class Status(str, Enum):
+    """How the tensors of one name in two checkpoints compare; the worst first."""
+
+    ONLY_A = "only in A"
+    ONLY_B = "only in B"
+    SHAPE = "another shape"
+    DIFFERENT = "different"
+    EQUAL = "equal in value"
+    IDENTICAL = "identical"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """The tensors of one name in two checkpoints.
+
+    Attributes:
+        name: of both.
+        stack, layer, kind: their place, see measured.ModulePlace.
+        elements: of the tensor.
+        format_a, format_b: how each is stored, in a few words; None where there is none.
+        shape_a, shape_b: of each.
+        status: how they compare.
+        differing: values that are not equal; this and what follows is None where no values were compared.
+        relative_error: ‖A - B‖ / ‖A‖.
+        snr_db: that as signal to noise, in decibels.
+        largest: the largest |a - b|.
+        squared_difference, squared_values: sums.
+        passed: whether that is let pass.
+    """
+
+    name: str
+    stack: str
+    layer: int | None
+    kind: str
+    elements: int
+    format_a: str | None
+    format_b: str | None
+    shape_a: tuple[int, ...] | None
+    shape_b: tuple[int, ...] | None
+    status: Status
+    differing: int | None = None
+    relative_error: float | None = None
+    snr_db: float | None = None
+    largest: float | None = None
+    squared_difference: float | None = None
+    squared_values: float | None = None
+    passed: bool = False
+
+
+@dataclass(frozen=True)
+class ComparedKind:
+    """The compared tensors of one kind in one stack of layers."""
+
+    stack: str
+    kind: str
+    tensors: int
+    elements: int
+    identical: int
+    differing: int
+    relative_error: float | None
+    worst: float | None
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How a packed weight is stored, by its quant state; `tensors` has dtype and shape of each by its suffix."""
+
+    quant_type: str
+    blocksize: int
+    double_quant: bool
+    nested_offset: Any
+    storage: str
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class InspectedRow:
+    """One tensor, or one packed weight with all its tensors.
+
+    Attributes:
+        name: of the tensor.
+        file: that holds it.
+        dtype, shape: of a packed weight, those that it decodes to.
+        parameters: elements.
+        bytes: of all its tensors.
+        bits_per_parameter: of it.
+        format: how it is stored, in one word.
+        quantization: None unless it is packed.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameters: int
+    bytes: int
+    bits_per_parameter: float
+    format: str
+    quantization: StoredQuantization | None
+
+
+@dataclass(frozen=True)
+class InspectedKind:
+    """The tensors of one kind in one stack of layers."""
+
+    stack: str
+    kind: str
+    tensors: int
+    formats: tuple[str, ...]
+    parameters: int
+    bytes: int
+    bits_per_parameter: float
+
+
+@dataclass(frozen=True)
+class InspectionTotals:
+    """What a checkpoint holds in all; `packed` weights are in 4 bits."""
+
+    tensors: int
+    packed: int
+    parameters: int
+    bytes: int
+    bits_per_parameter: float
+
+    @classmethod
+    def of(cls, rows: Sequence[InspectedRow]) -> "InspectionTotals":
+        parameters, size = sum(row.parameters for row in rows), sum(row.bytes for row in rows)
+        packed = sum(row.quantization is not None for row in rows)
+        return cls(len(rows), packed, parameters, size, 8 * size / max(parameters, 1))
+
+
+class Placed(Protocol):
+    """A row that stands somewhere in a model."""
+
+    @property
+    def stack(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+def by_kind(rows: Iterable[PlacedT]) -> Iterator[tuple[str, str, list[PlacedT]]]:
+    """(stack, kind, rows) of each kind of module in each stack of layers."""
+    groups: defaultdict[tuple[str, str], list[PlacedT]] = defaultdict(list)
+    for row in rows:
+        groups[row.stack, row.kind].append(row)
+    for (stack, kind), members in groups.items():
+        yield stack, kind, members
+
+
+def kind_name(row: Placed) -> str:
+    """The modules of one kind, with a star for the layer."""
+    return f"{row.stack}.*.{row.kind}" if row.stack else row.kind
+
+
+def relative_error(squared_error: float, squared_weight: float) -> float:
+    """‖W - Ŵ‖ / ‖W‖ from the squares of both; 0 for two weights of zeros, infinite if only W is one."""
+    if squared_weight == 0:
+        return 0.0 if squared_error == 0 else math.inf
+    return math.sqrt(squared_error / squared_weight)
+
+
+def decibels(error: float) -> float:
+    """A relative error as the ratio of signal to noise: infinite for 0, and -infinite for an infinite error."""
+    if math.isnan(error):
+        return error
+    return math.inf if error == 0 else -math.inf if math.isinf(error) else -20 * math.log10(error)
+
+
+RowT = TypeVar("RowT", PlanRow, WeightRow, WeightKind, InspectedRow, InspectedKind)
+
+
+def inside(submodel: str, row: RowT) -> RowT:
+    """A row with the submodel of a diffusers pipeline before its name, its file, and its stack of layers.
+
+    A kind of modules that are in no stack has the submodel before itself.
+    """
+    found = {key: getattr(row, key, "") for key in ("name", "file", "stack")}
+    if not found["name"] and not found["stack"]:
+        found["kind"] = getattr(row, "kind", "")
+    changes: dict[str, Any] = {key: f"{submodel}/{value}" for key, value in found.items() if value}
+    return replace(row, **changes)

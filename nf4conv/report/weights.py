@@ -1,0 +1,79 @@
+"""From what verification has gathered of a packed weight to its row, its faults, and totals by kind of module."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from nf4conv.options import VerifyOptions
+from nf4conv.report.measured import WeightResult, place_of
+from nf4conv.report.rows import WeightKind, WeightRow, by_kind, relative_error
+from nf4conv.report.tolerance import TOLERANCES
+
+
+def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
+    """(check, text) of everything that is wrong with a weight's values."""
+    state, errors, scales = result.weight.state, result.errors, result.scales
+    if result.improper:
+        yield "scales", f"{result.improper:,} scales are infinite, NaN or negative"
+    if errors is None or scales is None:
+        return
+    if scales.wrong:
+        yield "scales", f"{scales.wrong:,} scales do not follow from the source; the first is of block {scales.first:,}"
+    if scales.wrong_nested:
+        yield "scales", f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
+    if errors.not_nearest:
+        yield "codes", f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest"
+    if errors.outside:
+        yield "bound", f"{errors.outside:,} values are beyond the worst case of {state.quant_type}"
+    error, tolerance = result.relative_error, _tolerance(result, options)
+    if error is None or not error <= tolerance:
+        yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
+    if options.exact and errors.differing + scales.differing:
+        yield "exact", f"{errors.differing:,} bytes of codes and {scales.differing:,} of scales differ"
+
+
+def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
+    if options.tolerance is not None:
+        return options.tolerance
+    state = result.weight.state
+    return TOLERANCES[state.quant_type][state.blocksize]
+
+
+def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
+    weight, errors = result.weight, result.errors
+    return WeightRow(
+        name=weight.name,
+        **place_of(weight.name)._asdict(),
+        file=weight.values.file.name,
+        **asdict(weight.state),
+        double_quant=weight.is_nested,
+        elements=weight.elements,
+        bytes=weight.nbytes,
+        relative_error=result.relative_error,
+        tolerance=_tolerance(result, options),
+        snr_db=result.snr_db,
+        max_error=None if errors is None else errors.max_error,
+        max_error_of_absmax=None if errors is None else errors.max_relative_error,
+        outside=None if errors is None else errors.outside,
+        not_nearest=None if errors is None else errors.not_nearest,
+        bytes_differing=result.bytes_differing,
+        squared_error=None if errors is None else errors.squared_error,
+        squared_weight=None if errors is None else errors.squared_weight,
+    )
+
+
+def weight_kinds(rows: Iterable[WeightRow]) -> Iterator[WeightKind]:
+    """Totals of the weights of one kind in one stack of layers."""
+    for stack, kind, members in by_kind(rows):
+        errors = [row.relative_error for row in members if row.relative_error is not None]
+        squared_error = math.fsum(row.squared_error for row in members if row.squared_error is not None)
+        squared_weight = math.fsum(row.squared_weight for row in members if row.squared_weight is not None)
+        yield WeightKind(
+            stack=stack,
+            kind=kind,
+            weights=len(members),
+            elements=sum(row.elements for row in members),
+            bytes=sum(row.bytes for row in members),
+            relative_error=relative_error(squared_error, squared_weight) if squared_weight else None,
+            worst=max(errors, default=None),
+        )

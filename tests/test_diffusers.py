@@ -1,0 +1,387 @@
+"""Diffusers pipelines: what is packed, what stays, and that the whole is finished last."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
+
+import nf4conv
+from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
+from nf4conv.cli import main
+from nf4conv.commands.compare import execute_comparison, plan_comparison
+from nf4conv.commands.dequantize import execute_dequantization, plan_dequantization
+from nf4conv.commands.inspect import inspect_checkpoint
+from nf4conv.commands.quantize import execute_quantization, plan_quantization
+from nf4conv.commands.verify import execute_verification, plan_verification, verify_checkpoint
+from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.options import CompareOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+
+RUN = RunOptions(device="cpu", workers=2)
+FLUX = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 1}
+CLIP = {"model_type": "clip_text_model", "architectures": ["CLIPTextModel"], "dtype": "bfloat16"}
+VAE = {"_class_name": "AutoencoderKL", "latent_channels": 1}
+INDEX = {
+    "_class_name": "FluxPipeline",
+    "transformer": ["diffusers", "FluxTransformer2DModel"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "safety_checker": [None, None],
+}
+PACKED = {
+    "transformer/transformer_blocks.0.attn.to_q.weight",
+    "transformer/single_transformer_blocks.0.proj_mlp.weight",
+    "text_encoder/encoder.layers.0.mlp.fc1.weight",
+}
+
+
+def component(folder: Path, stem: str, config: dict, **shapes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(len(shapes))
+    folder.mkdir(parents=True)
+    tensors = {
+        name.replace("__", "."): torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / f"{stem}.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """What save_pretrained of a tiny FluxPipeline writes, with files beside it that are no part of it."""
+    folder = tmp_path / "pipeline"
+    component(
+        folder / "transformer",
+        "diffusion_pytorch_model",
+        FLUX,
+        x_embedder__weight=(64, 4),
+        transformer_blocks__0__attn__to_q__weight=(64, 64),
+        transformer_blocks__0__attn__to_q__bias=(64,),
+        single_transformer_blocks__0__proj_mlp__weight=(256, 64),
+    )
+    component(
+        folder / "text_encoder",
+        "model",
+        CLIP,
+        embeddings__token_embedding__weight=(64, 32),
+        encoder__layers__0__mlp__fc1__weight=(64, 32),
+    )
+    component(folder / "vae", "diffusion_pytorch_model", VAE, decoder__mid_block__attentions__0__to_q__weight=(64, 64))
+    (folder / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"the same in another format")
+    for name in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "other/config.json", "onnx/model.onnx"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "flux1-dev.safetensors").write_bytes(b"all of it in the format of its authors")
+    (folder / "model_index.json").write_text(json.dumps(INDEX))
+    return folder
+
+
+def packed(plan) -> set[str]:
+    return {row.name for row in plan.rows() if row.action == "pack"}
+
+
+def test_layout_and_contents(pipeline, tmp_path):
+    out = tmp_path / "out"
+    report = execute_quantization(plan_quantization(pipeline), out, RUN)
+    found = contents(out)
+    assert set(found) == {
+        "model_index.json",
+        "README.md",
+        *(f"transformer/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors")),
+        *(f"text_encoder/{name}" for name in ("config.json", "model.safetensors")),
+        *(f"vae/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors")),
+        *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
+    }
+    assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
+    assert (report.packed, report.copied, report.out) == (3, 4, str(out))
+    assert report.bytes_after == sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+    before = load_file(pipeline / "vae/diffusion_pytorch_model.safetensors")
+    after = load_file(out / "vae/diffusion_pytorch_model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in before.items()} == {
+        name: tensor.tolist() for name, tensor in after.items()
+    }
+    assert json.loads(found["vae/config.json"]) == VAE
+
+
+def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
+    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    configs = {name: json.loads((tmp_path / "out" / name / "config.json").read_bytes()) for name in INDEX if name in (
+        "transformer", "text_encoder")}  # fmt: skip
+    quantization = {name: config.pop("quantization_config") for name, config in configs.items()}
+    assert configs["transformer"] == FLUX  # diffusers warns of every key that it does not know, dtype among them
+    assert configs["text_encoder"] == CLIP | {"torch_dtype": "bfloat16"}
+    assert "x_embedder" in quantization["transformer"]["llm_int8_skip_modules"]
+    assert "x_embedder" not in quantization["text_encoder"]["llm_int8_skip_modules"]
+
+
+def test_what_is_packed(pipeline):
+    assert packed(plan_quantization(pipeline)) == PACKED
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (QuantizeOptions(include=("transformer/*",)), {name for name in PACKED if name.startswith("transformer/")}),
+        (QuantizeOptions(include=("*.attn.*",)), {name for name in PACKED if ".attn." in name}),
+        (QuantizeOptions(exclude=("text_*/*",)), {name for name in PACKED if name.startswith("transformer/")}),
+        (QuantizeOptions(skip_modules=("transformer/proj_mlp",)), {name for name in PACKED if "proj_mlp" not in name}),
+        (QuantizeOptions(skip_modules=("text_encoder/proj_mlp",)), PACKED),
+    ],
+    ids=["include a component", "include in all", "exclude", "skip", "skip elsewhere"],
+)
+def test_choosing(pipeline, options, expected):
+    assert packed(plan_quantization(pipeline, options)) == expected
+
+
+def test_choosing_nothing_is_refused(pipeline):
+    with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
+        plan_quantization(pipeline, QuantizeOptions(include=("vae/*",)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformer", "transformer_2", "unconditional_transformer", "unet", "prior", "controlnet", "text_encoder_3"],
+)
+def test_packed_by_default(name):
+    assert is_packed_by_default(name)
+
+
+@pytest.mark.parametrize("name", ["vae", "image_encoder", "safety_checker", "vqvae", "text_encoder_x"])
+def test_kept_by_default(name):
+    assert not is_packed_by_default(name)
+
+
+def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
+    execute_quantization(plan_quantization(pipeline), tmp_path / "all", RUN)
+    execute_quantization(
+        plan_quantization(pipeline, where=SourceOptions(subfolder="transformer")), tmp_path / "one", RUN
+    )
+    one, whole = contents(tmp_path / "one"), contents(tmp_path / "all" / "transformer")
+    del one["README.md"]
+    assert one == whole
+
+
+@pytest.mark.parametrize("after", ["text_encoder", "vae"])
+def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
+    execute_quantization(plan_quantization(pipeline), tmp_path / "whole", RUN)
+    out = tmp_path / "out"
+    shard = out / after / ("model.safetensors" if after == "text_encoder" else "diffusion_pytorch_model.safetensors")
+
+    def stop(_count: int) -> None:
+        if shard.parent.is_dir():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute_quantization(plan_quantization(pipeline), out, RUN, stop)
+    assert not (out / "model_index.json").exists()
+    before = (out / "transformer" / "diffusion_pytorch_model.safetensors").stat()
+    with pytest.raises(OutputError, match="an unfinished run that differs in"):
+        execute_quantization(plan_quantization(pipeline, QuantizeOptions(blocksize=128)), out, RUN)
+    seen: list[int] = []
+    plan = plan_quantization(pipeline)
+    report = execute_quantization(plan, out, RUN, seen.append)
+    assert (out / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    assert report.shards_resumed == ["text_encoder", "vae"].index(after) + 1
+    assert (report.packed, sum(seen)) == (3, plan.totals().bytes_in)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
+    out = tmp_path / "out"
+    execute_quantization(plan_quantization(pipeline), out, RUN)
+    whole = contents(out)
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        execute_quantization(plan_quantization(pipeline), out, RUN)
+    execute_quantization(plan_quantization(pipeline), out, RunOptions(device="cpu", overwrite=True))
+    assert contents(out) == whole
+
+
+def test_there_and_back(pipeline, tmp_path):
+    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    report = execute_dequantization(plan_dequantization(tmp_path / "out"), tmp_path / "back", RUN)
+    assert report.decoded == 3
+    for name in ("transformer", "text_encoder", "vae"):
+        [before], [after] = ([*(root / name).glob("*.safetensors")] for root in (pipeline, tmp_path / "back"))
+        shapes = [{key: (t.shape, t.dtype) for key, t in load_file(file).items()} for file in (before, after)]
+        assert shapes[0] == shapes[1]
+        assert "quantization_config" not in json.loads((after.parent / "config.json").read_bytes())
+    assert json.loads((tmp_path / "back/transformer/config.json").read_bytes()) == FLUX
+
+
+def test_verification(pipeline, tmp_path):
+    out = tmp_path / "out"
+    execute_quantization(plan_quantization(pipeline), out, RUN)
+    found = execute_verification(plan_verification(out, pipeline, VerifyOptions(exact=True)), RUN)
+    assert found.passed
+    assert found.identical
+    assert {row.name for row in found.weights} == PACKED
+    file = out / "vae/diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    found = execute_verification(plan_verification(out, pipeline), RUN)
+    assert [(finding.check, finding.file) for finding in found.findings] == [("copies", "vae/" + file.name)]
+    assert not found.passed
+    assert execute_verification(
+        plan_verification(out), RUN
+    ).passed  # the change is not one that the pipeline itself tells
+
+
+@pytest.fixture
+def quantized(pipeline, tmp_path) -> Path:
+    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    return tmp_path / "out"
+
+
+def compared(a: Path, b: Path, options: CompareOptions | None = None):
+    return execute_comparison(plan_comparison(a, b, options), RUN)
+
+
+def test_comparison(pipeline, quantized):
+    assert compared(pipeline, pipeline).verdict == "identical: 7 tensors, every byte"
+    found = compared(pipeline, quantized)
+    assert {row.name for row in found.tensors if row.status == "different"} == PACKED
+    assert not found.passed
+    assert compared(pipeline, quantized, CompareOptions(tolerance=0.112)).passed
+    assert {row.stack for row in found.kinds if row.stack} == {
+        "transformer/transformer_blocks",
+        "transformer/single_transformer_blocks",
+        "text_encoder/encoder.layers",
+        "vae/decoder.mid_block.attentions",
+    }
+
+
+def test_a_comparison_names_the_component_of_a_changed_byte(quantized, tmp_path):
+    copy = Path(shutil.copytree(quantized, tmp_path / "copy"))
+    file = copy / "vae/diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    [changed] = [row for row in compared(quantized, copy).tensors if row.status != "identical"]
+    assert changed.name == "vae/decoder.mid_block.attentions.0.to_q.weight"
+    assert changed.differing == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tensors"),
+    [
+        (CompareOptions(include=("vae/*",)), 1),
+        (CompareOptions(include=("*.attn.*",)), 2),
+        (CompareOptions(exclude=("transformer/*", "text_encoder/*.fc1.*")), 2),
+    ],
+    ids=["a component", "in all", "exclude"],
+)
+def test_comparison_of_a_part(pipeline, options, tensors):
+    assert len(compared(pipeline, pipeline, options).tensors) == tensors
+
+
+def test_comparison_with_a_pipeline_that_lacks_a_component(pipeline, tmp_path):
+    copy = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+    (copy / "model_index.json").write_text(json.dumps(INDEX | {"vae": [None, None]}))
+    found = compared(pipeline, copy)
+    assert found.counts == {"only in A": 1, "identical": 6}
+    assert not found.passed
+    assert compared(copy, pipeline).counts == {"only in B": 1, "identical": 6}
+
+
+@pytest.mark.parametrize("other", ["text_encoder", "text_encoder/model.safetensors", "scheduler", "nowhere"])
+def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
+    for sides in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
+        result = CliRunner().invoke(main, ["compare", *map(str, sides), "--device", "cpu"])
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("text_encoder", "can only be compared with a diffusers pipeline.*no model_index.json"),
+        ("text_encoder/model.safetensors", "can only be compared with a diffusers pipeline.*a file"),
+        ("nowhere/at/all", "nowhere/at/all: no such file or folder"),
+        ("broken", "there is no such folder; the download is incomplete"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_compared_with(pipeline, other, message):
+    (pipeline / "broken").mkdir()
+    (pipeline / "broken" / "model_index.json").write_text(json.dumps(INDEX))
+    with pytest.raises((PlanError, SourceError), match=message):
+        plan_comparison(pipeline, pipeline / other)
+
+
+def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
+    with pytest.raises(PlanError, match="--tolerance"):
+        plan_comparison(tmp_path / "nowhere", tmp_path / "nowhere", CompareOptions(tolerance=-1.0))
+
+
+def test_a_pipeline_that_has_nothing_but_nan_to_pack(pipeline, tmp_path):
+    for file in (*pipeline.glob("transformer/*.safetensors"), *pipeline.glob("text_encoder/*.safetensors")):
+        save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
+        execute_quantization(plan_quantization(pipeline, QuantizeOptions(non_finite="keep")), tmp_path / "out", RUN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_to_compare(pipeline):
+    with pytest.raises(PlanError, match="leave no tensor"):
+        plan_comparison(pipeline, pipeline, CompareOptions(include=("unet/*",)))
+
+
+def test_inspection(pipeline, tmp_path):
+    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    found = inspect_checkpoint(tmp_path / "out")
+    assert {row.name for row in found.tensors if row.quantization} == PACKED
+    assert found.totals.packed == 3
+    assert "vae/diffusion_pytorch_model.safetensors" in found.files
+
+
+def test_from_python(pipeline, tmp_path):
+    assert nf4conv.quantize_checkpoint(pipeline, tmp_path / "out", run=RUN).packed == 3
+    assert verify_checkpoint(tmp_path / "out", pipeline, run=RUN).passed
+    assert nf4conv.dequantize_checkpoint(tmp_path / "out", tmp_path / "back", run=RUN).decoded == 3
+
+
+def test_commands(pipeline, tmp_path):
+    out = str(tmp_path / "out")
+    runner = CliRunner()
+    dry = runner.invoke(main, ["quantize", str(pipeline), out, "--dry-run", "--json"], catch_exceptions=False)
+    assert json.loads(dry.stdout)["totals"]["packed"] == 3
+    assert not Path(out).exists()
+    for command in (
+        ["quantize", str(pipeline), out, "--device", "cpu", "--checksum"],
+        ["verify", out, "--source", str(pipeline), "--device", "cpu", "--json", str(tmp_path / "report.json")],
+        ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
+        ["inspect", out],
+        ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],
+    ):
+        assert runner.invoke(main, command, catch_exceptions=False).exit_code == 0, command
+    assert (tmp_path / "out/transformer/SHA256SUMS").is_file()
+
+
+def test_a_missing_component(pipeline):
+    (pipeline / "scheduler/scheduler_config.json").unlink()
+    with pytest.raises(SourceError, match=r"model_index.json: scheduler: there is no such folder"):
+        plan_quantization(pipeline)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["fetched", "streamed"])
+def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline, stream):
+    files = {path.relative_to(pipeline).as_posix(): path.read_bytes() for path in pipeline.rglob("*") if path.is_file()}
+    fp16 = "transformer/diffusion_pytorch_model.fp16.safetensors"
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit(files | {fp16: files["transformer/diffusion_pytorch_model.safetensors"]})
+    where = SourceOptions(cache_dir=tmp_path / "cache", stream=stream)
+    execute_quantization(plan_quantization("org/model", where=where), tmp_path / "out", RUN)
+    execute_quantization(plan_quantization(pipeline), tmp_path / "local", RUN)
+    from_hub, from_disk = contents(tmp_path / "out"), contents(tmp_path / "local")
+    assert from_hub.pop("README.md") != from_disk.pop("README.md")  # which names the source
+    assert from_hub == from_disk
+    cached = {path.relative_to(path.parents[1]).as_posix() for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert cached == (set() if stream else {name for name in files if "/" in name and name.endswith(".safetensors")})
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    assert not list((tmp_path / "cache").rglob("*.onnx"))
+    variant = SourceOptions(cache_dir=tmp_path / "cache", variant="fp16")
+    opened = open_diffusers("org/model", variant).submodels
+    assert {name: place.variant for name, place in opened.items()} == {
+        "transformer": "fp16", "text_encoder": None, "vae": None}  # fmt: skip
