@@ -23,7 +23,7 @@ from nf4conv.pipeline.loop import interleave
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""
 FILES_AT_A_TIME = 8
-"""As in nf4conv/output.py."""
+"""As in nf4conv/commands/output.py."""
 
 
 class Job(NamedTuple):
