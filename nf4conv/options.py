@@ -84,11 +84,13 @@ class QuantizeOptions:
             is float32, which is slow.
         dtype: what unquantized tensors are stored in and weights are cast to before they are packed; None takes the
             config's, or else the dtype that most of the checkpoint is stored in.
-        include: glob patterns; only tensors that match one are packed. Empty: all that can be.
+        include: glob patterns; only tensors that match one are packed, those included of which the rules are unsure.
+            Empty: all that can be.
         exclude: glob patterns of tensors to keep, beside those that are kept anyway.
-        skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers.
+        skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers 4 or 5.
         quantize_towers: whether to pack vision and audio towers too.
-        moe: how experts are stored: "portable" or "per-expert".
+        moe: how experts are stored: "portable" keeps them in 16 bits, which loads everywhere; "per-expert" packs those
+            that are stored one by one, which transformers 4 and vLLM load but transformers 5 does not.
         plan_with: who says which modules are linear: our "rules", or the installed "transformers".
         max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.

@@ -11,9 +11,10 @@ from pace import Stopwatch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, parse_header
 from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, make_plan
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, select
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, select
 from nf4conv.commands.output import plan_fingerprint
 from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)
@@ -141,7 +142,7 @@ def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
     try:
         stopwatch = Stopwatch()
         tensors = parse_header(raw, Path("file"), 8 + len(raw) + position)
-        selection = select(tensors, config, SelectionOptions(moe=moe))
+        selection = select(tensors, config, QuantizeOptions(moe=moe))
         plan = make_plan(tensors, selection.decisions, FORMATS[2], max_shard_size=10**9)
         units = stopwatch.units()
     finally:

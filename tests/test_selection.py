@@ -6,9 +6,10 @@ import pytest
 
 from nf4conv.checkpoint.evidence import Why
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, demote, select
+from nf4conv.checkpoint.selection import Keep, Pack, demote, select
 from nf4conv.checkpoint.skip_list import transformers_5, vllm
 from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
 
 
 def tensors(**shapes: tuple[int, ...]) -> list[TensorInfo]:
@@ -57,14 +58,14 @@ LLAMA_PACKED = [info.name for info in LLAMA if "_proj" in info.name]
 
 
 def test_the_linear_layers_of_a_language_model_are_packed_and_nothing_else():
-    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     assert packed(selection) == LLAMA_PACKED
     assert list(selection.decisions) == [info.name for info in LLAMA], "a decision for every tensor, in order"
     assert "lm_head" in selection.skip_modules
 
 
 def test_a_tied_head_is_listed_though_it_is_not_on_disk():
-    selection = select(LLAMA[:-1], {**LLAMA_CONFIG, "tie_word_embeddings": True}, SelectionOptions())
+    selection = select(LLAMA[:-1], {**LLAMA_CONFIG, "tie_word_embeddings": True}, QuantizeOptions())
     assert "lm_head" in selection.skip_modules
 
 
@@ -95,7 +96,7 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
     ],
 )  # fmt: skip
 def test_what_is_kept_and_why(name, shape, config, reason):
-    selection = select([tensor(name, shape)], config, SelectionOptions())
+    selection = select([tensor(name, shape)], config, QuantizeOptions())
     assert selection.decisions[name].reason == reason
 
 
@@ -108,20 +109,20 @@ def test_the_pooler_of_a_bare_bert_is_packed_and_its_embeddings_are_not():
         pooler__dense__weight=(384, 384),
         pooler__dense__bias=(384,),
     )
-    selection = select(source, {"architectures": ["BertModel"], "vocab_size": 30522}, SelectionOptions())
+    selection = select(source, {"architectures": ["BertModel"], "vocab_size": 30522}, QuantizeOptions())
     assert packed(selection) == ["encoder.layer.0.attention.self.query.weight", "pooler.dense.weight"]
 
 
 def test_conv1d_is_transposed():
     name = "transformer.h.0.attn.c_attn.weight"
-    selection = select([tensor(name, (64, 192))], {"model_type": "gpt2"}, SelectionOptions())
+    selection = select([tensor(name, (64, 192))], {"model_type": "gpt2"}, QuantizeOptions())
     (matrix,) = selection.decisions[name].matrices
     assert (matrix.shape, matrix.transpose) == ((192, 64), True)
 
 
 def test_an_unlisted_family_with_transposed_weights_is_kept_not_packed_wrongly():
     name = "layers.0.c_attn"
-    selection = select([tensor(f"{name}.weight", (64, 192)), tensor(f"{name}.bias", (192,))], {}, SelectionOptions())
+    selection = select([tensor(f"{name}.weight", (64, 192)), tensor(f"{name}.bias", (192,))], {}, QuantizeOptions())
     assert selection.decisions[f"{name}.weight"].reason == "unsure: its bias has shape [192]"
 
 
@@ -134,14 +135,14 @@ MOE = [
 
 
 def test_experts_stay_in_16_bits_unless_the_user_says_otherwise():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions())
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions())
     assert packed(selection) == [MOE[0].name, MOE[-1].name]
     assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate"} <= set(selection.skip_modules)
     assert any("--moe per-expert" in note for note in selection.notes)
 
 
 def test_per_expert_packs_experts_but_never_routers():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions(moe="per-expert"))
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="per-expert"))
     assert len(packed(selection)) == 6
     assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep(Why.ROUTER, is_linear=True)
     assert "model.layers.0.mlp.gate" in selection.skip_modules
@@ -149,14 +150,14 @@ def test_per_expert_packs_experts_but_never_routers():
 
 
 def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, SelectionOptions(moe="per-expert"))
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="per-expert"))
     assert {"model.layers.0.mlp.gate", "layers.0.mlp.gate"} <= set(selection.skip_modules)
 
 
 @pytest.mark.parametrize("leaf", ["gate", "router", "router.proj", "router.layer", "gate.wg", "shared_expert_gate"])
 def test_routers_of_many_experts_are_kept(leaf):
     router = tensor(f"model.layers.0.mlp.{leaf}.weight", (128, 64))
-    selection = select([*LLAMA, router], LLAMA_CONFIG, SelectionOptions())
+    selection = select([*LLAMA, router], LLAMA_CONFIG, QuantizeOptions())
     assert selection.decisions[router.name] == Keep(Why.ROUTER, is_linear=True)
 
 
@@ -166,7 +167,7 @@ def test_the_encoder_that_shares_the_decoders_layers_is_not_skipped_as_a_whole()
         tensor("model.encoder.vision_tower.layers.0.fc1.weight", (64, 64)),
     ]
     config = {"model_type": "diffusion_gemma", "text_config": {}, "vision_config": {}}
-    selection = select(source, config, SelectionOptions())
+    selection = select(source, config, QuantizeOptions())
     assert not transformers_5(selection.skip_modules)("model.encoder.language_model.layers.0.mlp.up_proj")
     assert transformers_5(selection.skip_modules)("model.encoder.vision_tower.layers.0.fc1")
 
@@ -176,14 +177,14 @@ def test_mixtral_is_listed_under_the_names_of_transformers_4_and_5():
         tensor("model.layers.0.self_attn.q_proj.weight", (64, 64)),
         tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight", (64, 64)),
     ]
-    selection = select(source, {"model_type": "mixtral"}, SelectionOptions())
+    selection = select(source, {"model_type": "mixtral"}, QuantizeOptions())
     assert {"model.layers.0.block_sparse_moe", "model.layers.0.mlp"} <= set(selection.skip_modules)
 
 
 def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
     prefix = "language_model.model.layers.0.feed_forward.experts"
     source = [tensor(f"{prefix}.gate_up_proj", (2, 64, 256)), tensor(f"{prefix}.down_proj", (2, 128, 64))]
-    selection = select(source, {"model_type": "llama4", "text_config": {}}, SelectionOptions())
+    selection = select(source, {"model_type": "llama4", "text_config": {}}, QuantizeOptions())
     matrices = [matrix for decision in selection.decisions.values() for matrix in decision.matrices]
     assert [(m.name.removeprefix(prefix), m.shape, m.transpose, m.index, m.columns) for m in matrices] == [
         (".0.gate_proj.weight", (128, 64), True, 0, (0, 128)),
@@ -204,7 +205,7 @@ VLM = [
 
 
 def test_vision_parts_are_kept_and_listed_in_every_spelling():
-    selection = select(VLM, {"model_type": "llava", "text_config": {}}, SelectionOptions())
+    selection = select(VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions())
     assert packed(selection) == [VLM[0].name]
     assert {"lm_head", "vision_tower", "model.vision_tower", "model.multi_modal_projector"} <= set(
         selection.skip_modules
@@ -213,28 +214,28 @@ def test_vision_parts_are_kept_and_listed_in_every_spelling():
 
 def test_an_old_multimodal_config_without_a_part_for_words_is_recognised_by_its_part_for_pictures():
     source = [tensor("model.layers.0.mlp.up_proj.weight", (64, 64)), tensor("visual.blocks.0.mlp.fc1.weight", (64, 64))]
-    selection = select(source, {"model_type": "qwen2_vl", "vocab_size": 1000, "vision_config": {}}, SelectionOptions())
+    selection = select(source, {"model_type": "qwen2_vl", "vocab_size": 1000, "vision_config": {}}, QuantizeOptions())
     assert packed(selection) == [source[0].name]
     assert {"visual", "model.visual"} <= set(selection.skip_modules)
 
 
 def test_quantize_towers_packs_them():
-    selection = select(VLM, {"model_type": "llava", "text_config": {}}, SelectionOptions(quantize_towers=True))
+    selection = select(VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions(quantize_towers=True))
     assert VLM[2].name in packed(selection)
     assert "vision_tower" not in selection.skip_modules
 
 
 def test_a_dual_encoder_is_no_multimodal_language_model():
     config = {"model_type": "clip", "text_config": {}, "vision_config": {}}
-    selection = select([tensor("vision_model.encoder.layers.0.mlp.fc1.weight", (64, 64))], config, SelectionOptions())
+    selection = select([tensor("vision_model.encoder.layers.0.mlp.fc1.weight", (64, 64))], config, QuantizeOptions())
     assert len(packed(selection)) == 1
 
 
 def test_include_restricts_and_exclude_and_skip_modules_add():
-    only = select(LLAMA, LLAMA_CONFIG, SelectionOptions(include=("*.layers.0.*",)))
+    only = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(include=("*.layers.0.*",)))
     assert packed(only) == LLAMA_PACKED[:4]
     without = select(
-        LLAMA, LLAMA_CONFIG, SelectionOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",))
+        LLAMA, LLAMA_CONFIG, QuantizeOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",))
     )
     assert packed(without) == [*LLAMA_PACKED[:3], *LLAMA_PACKED[4:6]]
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp"} <= set(without.skip_modules)
@@ -248,25 +249,25 @@ def test_include_restricts_and_exclude_and_skip_modules_add():
     ],
 )
 def test_skip_modules_mean_what_they_mean_to_transformers(entry, kept):
-    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions(skip_modules=(entry,)))
+    selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=(entry,)))
     assert set(LLAMA_PACKED) - set(packed(selection)) == {f"model.layers.{name}.weight" for name in kept}
 
 
 def test_skip_modules_may_use_the_names_in_memory():
     config = {"model_type": "llava", "text_config": {}}
-    selection = select(VLM, config, SelectionOptions(skip_modules=("model.language_model.layers.0",)))
+    selection = select(VLM, config, QuantizeOptions(skip_modules=("model.language_model.layers.0",)))
     assert packed(selection) == []
 
 
 def test_skip_modules_that_are_no_regular_expression_are_refused():
     with pytest.raises(PlanError, match=r"cannot name layers\.\(: transformers 5 takes it for a regular expression"):
-        select(LLAMA, LLAMA_CONFIG, SelectionOptions(skip_modules=("layers.(",)))
+        select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=("layers.(",)))
 
 
 def test_include_packs_what_the_rule_is_unsure_of_but_never_an_embedding():
     source = tensors(odd_projection__weight=(64, 64), model__embed_tokens__weight=(64, 64))
-    assert packed(select(source, {}, SelectionOptions())) == []
-    assert packed(select(source, {}, SelectionOptions(include=("*",)))) == ["odd_projection.weight"]
+    assert packed(select(source, {}, QuantizeOptions())) == []
+    assert packed(select(source, {}, QuantizeOptions(include=("*",)))) == ["odd_projection.weight"]
 
 
 def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
@@ -276,12 +277,12 @@ def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
         classifier__weight=(64, 64),
         classifier__bias=(64,),
     )
-    selection = select(source, {"model_type": "distilbert"}, SelectionOptions())
+    selection = select(source, {"model_type": "distilbert"}, QuantizeOptions())
     assert selection.decisions["pre_classifier.weight"].reason.startswith("a loader could not tell its name")
 
 
 def test_demoted_tensors_are_kept_and_listed():
-    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     name = "model.layers.0.mlp.up_proj.weight"
     demoted = demote(selection, [name], LLAMA_CONFIG)
     assert demoted.decisions[name] == Keep("holds NaN or infinity", is_linear=True)
@@ -290,7 +291,7 @@ def test_demoted_tensors_are_kept_and_listed():
 
 
 def test_what_cannot_be_demoted_alone_is_named():
-    selection = select(LLAMA, LLAMA_CONFIG, SelectionOptions())
+    selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     with pytest.raises(PlanError, match=r"model\.norm\.weight: holds NaN or infinity"):
         demote(selection, ["model.norm.weight"], LLAMA_CONFIG)
 
@@ -307,7 +308,7 @@ def test_what_cannot_be_demoted_alone_is_named():
 )
 def test_only_what_is_float32_by_design_escapes_the_cast(name, dtype, keep):
     shape = (4, 64) if name.endswith("gate.weight") else (4,)
-    decisions = select([*LLAMA, tensor(name, shape, dtype)], {}, SelectionOptions()).decisions
+    decisions = select([*LLAMA, tensor(name, shape, dtype)], {}, QuantizeOptions()).decisions
     assert decisions[name].keep_dtype is keep
 
 
@@ -327,7 +328,7 @@ def test_a_diffusion_transformer_is_packed_in_its_blocks():
         proj_out__weight=(64, 64),
         proj_out__bias=(64,),
     )
-    selection = select(source, {"_class_name": "FluxTransformer2DModel"}, SelectionOptions())
+    selection = select(source, {"_class_name": "FluxTransformer2DModel"}, QuantizeOptions())
     assert packed(selection) == [
         "transformer_blocks.0.attn.to_q.weight",
         "transformer_blocks.0.attn.to_out.0.weight",
@@ -352,7 +353,7 @@ def test_a_diffusion_transformer_is_packed_in_its_blocks():
 )
 def test_what_diffusers_cannot_load_packed_is_kept(denoiser, name, is_packed):
     blocks = [tensor("blocks.0.attn1.to_q.weight", (64, 64)), tensor("blocks.0.attn1.to_q.bias", (64,))]
-    selection = select([*blocks, tensor(f"{name}.weight", (64, 64))], {"_class_name": denoiser}, SelectionOptions())
+    selection = select([*blocks, tensor(f"{name}.weight", (64, 64))], {"_class_name": denoiser}, QuantizeOptions())
     assert packed(selection) == ["blocks.0.attn1.to_q.weight"] + [f"{name}.weight"] * is_packed
 
 
@@ -363,7 +364,7 @@ def test_what_diffusers_keeps_in_float32_is_not_cast():
         tensor("blocks.0.scale_shift_table", (1, 6, 64), "F32"),
         tensor("blocks.0.attn1.norm_q.weight", (64,), "F32"),
     ]
-    decisions = select(source, {"_class_name": "WanTransformer3DModel"}, SelectionOptions()).decisions
+    decisions = select(source, {"_class_name": "WanTransformer3DModel"}, QuantizeOptions()).decisions
     assert [decision.keep_dtype for decision in decisions.values() if isinstance(decision, Keep)] == [True, True, False]
 
 
@@ -373,7 +374,7 @@ def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
     names += ["model.layers.0.mlp.up_proj.weight"]
     tensors = [tensor(name, (64, 64)) for name in names]
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    found = select(tensors, config, SelectionOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")))
+    found = select(tensors, config, QuantizeOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")))
     assert "model.layers.0.self_attn.qkv_proj" in found.skip_modules
     assert "model.layers.0.mlp.gate_up_proj" not in found.skip_modules
     [note] = [note for note in found.lines if "vLLM" in note]
@@ -386,5 +387,5 @@ def test_a_narrow_proj_out_is_packed_because_its_name_cannot_be_told_from_those_
         single_transformer_blocks__0__proj_out__weight=(64, 128),
         proj_out__weight=(16, 64),
     )
-    selection = select(source, {"_class_name": "FluxTransformer2DModel"}, SelectionOptions())
+    selection = select(source, {"_class_name": "FluxTransformer2DModel"}, QuantizeOptions())
     assert packed(selection) == ["single_transformer_blocks.0.proj_out.weight", "proj_out.weight"]

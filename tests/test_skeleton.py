@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Pack, SelectionOptions, select
+from nf4conv.checkpoint.selection import Pack, select
 from nf4conv.cli import main
 from nf4conv.commands.skeleton import read_skeleton, select_with_transformers
 from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
 
 pytestmark = pytest.mark.oracle
 
@@ -44,8 +45,8 @@ Q_PROJ = tensor("model.layers.0.self_attn.q_proj.weight", 64, 64)
 
 def test_rules_and_transformers_agree_on_a_plain_language_model():
     source = [tensor("model.embed_tokens.weight", 320, 64), Q_PROJ, tensor("model.norm.weight", 64)]
-    by_rule = select(source, LLAMA, SelectionOptions())
-    by_tree = select_with_transformers(source, LLAMA, SelectionOptions())
+    by_rule = select(source, LLAMA, QuantizeOptions())
+    by_tree = select_with_transformers(source, LLAMA, QuantizeOptions())
     assert by_tree.decisions == by_rule.decisions
     assert by_tree.notes == ()
     assert "lm_head" in by_tree.skip_modules
@@ -60,8 +61,8 @@ def test_names_on_disk_are_followed_to_those_in_memory():
 
 def test_a_wrong_rule_is_corrected_and_told():
     odd = tensor("model.layers.0.self_attn.rotary.weight", 64, 64)
-    selection = select_with_transformers([Q_PROJ, odd], LLAMA, SelectionOptions())
-    assert isinstance(select([odd], LLAMA, SelectionOptions()).decisions[odd.name], Pack)
+    selection = select_with_transformers([Q_PROJ, odd], LLAMA, QuantizeOptions())
+    assert isinstance(select([odd], LLAMA, QuantizeOptions()).decisions[odd.name], Pack)
     assert selection.decisions[odd.name].reason.startswith("not an nn.Linear in transformers")
     assert len(selection.notes) == 1
     assert selection.notes[0].startswith(f"{odd.name}: transformers ")
@@ -76,8 +77,8 @@ def test_what_the_rules_are_unsure_of_is_packed_when_the_tree_knows():
         "vision_config": {"model_type": "clip_vision_model", **SIZES},
     }
     source = [tensor("text_projection.weight", 64, 64)]
-    assert select(source, config, SelectionOptions()).decisions[source[0].name].reason.startswith("unsure")
-    assert isinstance(select_with_transformers(source, config, SelectionOptions()).decisions[source[0].name], Pack)
+    assert select(source, config, QuantizeOptions()).decisions[source[0].name].reason.startswith("unsure")
+    assert isinstance(select_with_transformers(source, config, QuantizeOptions()).decisions[source[0].name], Pack)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_what_the_rules_are_unsure_of_is_packed_when_the_tree_knows():
 )
 def test_what_transformers_cannot_build_is_said(changes, message):
     with pytest.raises(PlanError, match=message):
-        select_with_transformers([Q_PROJ], {**LLAMA, **changes}, SelectionOptions())
+        select_with_transformers([Q_PROJ], {**LLAMA, **changes}, QuantizeOptions())
 
 
 def test_a_dry_run_tells_what_transformers_would_decide_otherwise(tmp_path, monkeypatch):

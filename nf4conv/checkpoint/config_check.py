@@ -9,13 +9,14 @@ from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dty
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.selection import Keep, Pack, SelectionOptions, select
+from nf4conv.checkpoint.module_names import ModuleNames, module_of
+from nf4conv.checkpoint.selection import Keep, Pack, select
 from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is_name
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.options import QuantizeOptions
 
 _TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
@@ -162,7 +163,7 @@ def _mistaken(
     """Packed modules that a loader would skip; surely only if it would under every name it may know it by."""
     for weight in structure.weights.values():
         for loader, is_skipped in matchers.items():
-            hits = [is_skipped(path) for path in names.spellings(_module(weight.name))]
+            hits = [is_skipped(path) for path in names.spellings(module_of(weight.name))]
             if any(hits):
                 yield weight.values, f"is packed, but {loader} would skip it", all(hits)
 
@@ -188,7 +189,7 @@ def _unnamed_heads(
     """An output head that is the embedding: it is not stored, but loaders make it 4-bit unless the list names it."""
     embedding = next((tensor for name, tensor in structure.plain.items() if name.endswith(_EMBEDDINGS)), None)
     heads = _TIED_HEADS + tuple(head for family in names.families for head in family.heads)
-    is_stored = any(_module(name).endswith(heads) for name in (*structure.plain, *structure.weights))
+    is_stored = any(module_of(name).endswith(heads) for name in (*structure.plain, *structure.weights))
     is_tied = config.get("tie_word_embeddings", True) is True
     if embedding is None or is_stored or not is_tied or not architecture_of(config).endswith("ForCausalLM"):
         return
@@ -207,21 +208,17 @@ def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[T
     families = families_of(config)
     logical = list(structure.plain.values())
     for weight in structure.weights.values():
-        transposed = len(weight.state.shape) == 2 and is_transposed(_module(weight.name), families)
+        transposed = len(weight.state.shape) == 2 and is_transposed(module_of(weight.name), families)
         shape = weight.state.shape[::-1] if transposed else weight.state.shape
         logical.append(weight.values._replace(shape=shape, dtype=_TAGS[weight.state.dtype]))
     try:
-        decisions = select(logical, config, SelectionOptions(quantize_towers=True, moe="per-expert")).decisions
+        decisions = select(logical, config, QuantizeOptions(quantize_towers=True, moe="per-expert")).decisions
     except PlanError as error:
         structure.note("skip list", "config.json", "", f"could not be checked: {error}", is_fault=False)
         return
     for name, tensor in structure.plain.items():
         decision = decisions[name]
         if isinstance(decision, Pack):
-            yield from ((tensor, _module(matrix.name), True) for matrix in decision.matrices)
+            yield from ((tensor, module_of(matrix.name), True) for matrix in decision.matrices)
         elif isinstance(decision, Keep) and decision.is_linear:
-            yield tensor, _module(name), decision.why in _SURELY_LINEAR
-
-
-def _module(tensor: str) -> str:
-    return tensor.removesuffix(".weight")
+            yield tensor, module_of(name), decision.why in _SURELY_LINEAR

@@ -26,6 +26,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.config import LEFTOVERS
 from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
+from nf4conv.checkpoint.module_names import module_of
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import BLOCKSIZES, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
@@ -250,7 +251,7 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         part = components.get(suffix)
         if part is None or (part.dtype, part.elements) != stored_as:
             raise _misfit(tensor, part or blobs[0])
-    transposed = len(shape) == 2 and is_transposed(tensor.name.removesuffix(".weight"), siblings.families)
+    transposed = len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families)
     method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
     encoding = Encoding(method, (("values", tensor), *components.items()), (blocksize,))
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
@@ -312,7 +313,7 @@ def _scaled(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
 
 
 def _scale_names(name: str) -> tuple[str, ...]:
-    module = name.removesuffix(".weight")
+    module = module_of(name)
     inside = () if module == name else (f"{module}.scale", f"{module}.qscale_weight")
     return (f"{name}_scale_inv", f"{name}_scale", *inside)
 

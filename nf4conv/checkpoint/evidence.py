@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import is_multimodal
+from nf4conv.checkpoint.module_names import is_multimodal, module_of
 
 FEWEST_ROWS: Final = 32
 """bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss."""
@@ -189,7 +189,7 @@ class Evidence:
             return False
         if _FLOAT32.search(tensor.name):
             return True
-        module = tensor.name.removesuffix(".weight")
+        module = module_of(tensor.name)
         if any(family.float32 and re.search(family.float32, module) for family in self.families):
             return True
         is_parameter = not tensor.name.endswith((".weight", ".bias"))
@@ -245,7 +245,7 @@ def _in_layer(module: str) -> bool:
 
 def _names_in_blocks(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     for tensor in tensors:
-        module = tensor.name.removesuffix(".weight")
+        module = module_of(tensor.name)
         if len(tensor.shape) == 2 and module != tensor.name and _in_layer(module):
             yield from module.split(".")
 

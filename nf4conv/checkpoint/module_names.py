@@ -35,6 +35,11 @@ _DUAL_ENCODER: Final = re.compile(
 )
 
 
+def module_of(tensor: str) -> str:
+    """The path of the module whose weight a tensor is, by its name; other tensors stand for themselves."""
+    return tensor.removesuffix(".weight")
+
+
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a language model stands beside encoders of other inputs. A dual encoder such as CLIP has no such core."""
     has_text = any(isinstance(config.get(key), Mapping) for key in TEXT_CONFIGS)

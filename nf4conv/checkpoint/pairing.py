@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.module_names import module_of
 from nf4conv.checkpoint.plan import FLOAT_TAGS, Format, PackJob, footprint
 from nf4conv.checkpoint.selection import PackedMatrix, split_experts
 from nf4conv.checkpoint.skip_list import HEADS
@@ -109,7 +110,7 @@ def _matrix(
     shape = weight.state.shape
     if source.dtype not in FLOAT_TAGS:
         return None
-    if len(shape) == 2 and is_transposed(weight.name.removesuffix(".weight"), families_of(config)):
+    if len(shape) == 2 and is_transposed(module_of(weight.name), families_of(config)):
         rows, columns = shape
         return (source, PackedMatrix(weight.name, (rows, columns), True)) if source.shape == (columns, rows) else None
     if source.shape != shape:
@@ -134,6 +135,6 @@ def _lost(source: Source, used: set[str], config: Mapping[str, Any]) -> Iterator
     for tensor in source.tensors:
         if tensor.name in used:
             continue
-        module = tensor.name.removesuffix(".weight")
+        module = module_of(tensor.name)
         is_tied = bool(config.get("tie_word_embeddings", True)) and module in HEADS
         yield tensor, not (is_tied or _BUFFERS.search(tensor.name))

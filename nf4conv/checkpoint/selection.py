@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import ModuleNames
+from nf4conv.checkpoint.module_names import ModuleNames, module_of
 from nf4conv.checkpoint.skip_list import (
     build_skip_modules,
     check_skip_modules,
@@ -21,6 +21,7 @@ from nf4conv.checkpoint.skip_list import (
     transformers_5,
 )
 from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
 
 NOTES: Final = {
     Why.EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a checkpoint "
@@ -31,27 +32,6 @@ NOTES: Final = {
 """What to tell the user when many bytes are kept for a reason."""
 
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionOptions:
-    """What the user asks for; everything here adds to the rules and replaces none.
-
-    Attributes:
-        include: globs on tensor names; when given, only matches are packed. Also packs what the rule is unsure of,
-            but nothing that cannot be packed.
-        exclude: globs on tensor names; matches are not packed.
-        skip_modules: entries as in llm_int8_skip_modules, by the rules of transformers 4 and 5; what they hit is kept.
-        quantize_towers: whether to pack the vision and audio parts of a multimodal model.
-        moe: "portable" keeps experts in 16 bits, which loads everywhere; "per-expert" packs experts that are stored
-            one by one, which transformers 4 and vLLM load but transformers 5 does not.
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    skip_modules: tuple[str, ...] = ()
-    quantize_towers: bool = False
-    moe: str = "portable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,43 +112,39 @@ class Selection:
         return (*self.notes, f"vLLM cannot load this: {what}")
 
 
-def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions) -> Selection:
+def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
     """Decide for every tensor of a checkpoint.
 
     Args:
         tensors: of the source.
         config: the content of its config.json.
-        options: the user's wishes.
+        options: the user's wishes, which add to the rules and replace none.
 
     Raises:
         PlanError: no skip list can tell the packed modules from the others.
     """
-    evidence = Evidence.gather(tensors, config)
-    wishes = _Wishes(options, ModuleNames.of(config))
+    evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
+    wishes = _Wishes(options, names)
     decisions = {tensor.name: _decide(tensor, evidence, wishes) for tensor in tensors}
-    return with_skip_list(decisions, ModuleNames.of(config), list(_notes(tensors, decisions)))
+    return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
 
 
-def demote(
-    selection: Selection, names: Iterable[str], config: Mapping[str, Any], reason: str = "holds NaN or infinity"
-) -> Selection:
-    """Keep tensors that were to be packed.
+def demote(selection: Selection, names: Iterable[str], config: Mapping[str, Any]) -> Selection:
+    """Keep tensors that were to be packed, because they hold NaN or infinity.
 
     Args:
         selection: what was decided.
         names: of the source tensors to keep after all.
         config: the content of config.json.
-        reason: why.
 
     Raises:
         PlanError: a tensor is not to be packed, or becomes several weights, of which loaders expect all.
     """
     decisions = dict(selection.decisions)
     for name in names:
-        decision = decisions.get(name)
-        if not isinstance(decision, Pack) or [matrix.name for matrix in decision.matrices] != [name]:
-            raise PlanError(f"{name}: {reason}, but it cannot be kept in 16 bits on its own")
-        decisions[name] = Keep(reason, is_linear=True)
+        if [matrix.name for matrix in _matrices(decisions[name])] != [name]:
+            raise PlanError(f"{name}: holds NaN or infinity, but it cannot be kept in 16 bits on its own")
+        decisions[name] = Keep("holds NaN or infinity", is_linear=True)
     return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
 
 
@@ -195,10 +171,10 @@ def with_skip_list(
     while True:
         packed = {matrix.name: name for name, decision in decisions.items() for matrix in _matrices(decision)}
         kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
-        fused, split = fused_modules((_module(matrix) for matrix in packed), (_module(name) for name in kept))
-        spelled = {path: name for matrix, name in packed.items() for path in names.spellings(_module(matrix))}
-        modules = [*(_module(name) for name in kept), *fused]
-        skipped = [path for module in modules for path in names.spellings(module)] + list(not_on_disk)
+        modules = [module_of(name) for name in kept]
+        fused, split = fused_modules(map(module_of, packed), modules)
+        spelled = {path: name for matrix, name in packed.items() for path in names.spellings(module_of(matrix))}
+        skipped = [path for module in (*modules, *fused) for path in names.spellings(module)] + list(not_on_disk)
         skip_modules, mistaken = build_skip_modules(spelled, skipped, names.absent)
         if not mistaken:
             skip_modules = complete_for_base(skip_modules, spelled, skipped)
@@ -214,16 +190,12 @@ def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
     return decision.matrices if isinstance(decision, Pack) else ()
 
 
-def _module(tensor: str) -> str:
-    return tensor.removesuffix(".weight")
-
-
 def _decide(tensor: TensorInfo, evidence: Evidence, wishes: "_Wishes") -> Pack | Keep:
     options = wishes.options
     keep_dtype = evidence.is_float32_by_design(tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
-    module = _module(tensor.name)
+    module = module_of(tensor.name)
     if evidence.splits_experts and (matrices := split_experts(tensor)):
         unwanted = wishes.why_unwanted(tensor.name)
         if unwanted:
@@ -283,7 +255,7 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
 class _Wishes:
     """What the user does not want to be packed."""
 
-    def __init__(self, options: SelectionOptions, names: ModuleNames) -> None:
+    def __init__(self, options: QuantizeOptions, names: ModuleNames) -> None:
         self.options = options
         self._names = names
         self._rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
@@ -291,14 +263,12 @@ class _Wishes:
     def why_unwanted(self, name: str) -> str | None:
         if _matches(name, self.options.exclude):
             return "excluded by the user"
-        if self.options.skip_modules and self._is_skipped(_module(name)):
+        paths = self._names.spellings(module_of(name)) if self.options.skip_modules else ()
+        if any(is_skipped(path) for path in paths for is_skipped in self._rules):
             return "in a module that the user skips"
         if self.options.include and not _matches(name, self.options.include):
             return "not included by the user"
         return None
-
-    def _is_skipped(self, module: str) -> bool:
-        return any(is_skipped(path) for path in self._names.spellings(module) for is_skipped in self._rules)
 
 
 def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

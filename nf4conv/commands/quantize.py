@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from nf4conv.commands.single.quantize import (
     plan_one,
     plan_submodel,
     prepared,
-    second_opinion_of,
     write_one,
 )
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -113,7 +113,11 @@ def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
 
     It takes seconds to ask transformers. A diffusers pipeline is not its business.
     """
-    return second_opinion_of(plan) if isinstance(plan, QuantizationPlan) else ()
+    if not isinstance(plan, QuantizationPlan) or plan.options.plan_with != "rules" or find_spec("transformers") is None:
+        return ()
+    from nf4conv.commands import skeleton  # importing transformers takes seconds
+
+    return skeleton.second_opinion(plan.source.tensors, plan.source.config, plan.options)
 
 
 def execute_quantization(

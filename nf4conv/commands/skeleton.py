@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from nf4conv.checkpoint.config import architecture_of, without_quantization
 from nf4conv.checkpoint.evidence import Why
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, Selection, SelectionOptions, select, with_skip_list
+from nf4conv.checkpoint.module_names import ModuleNames, module_of
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, Selection, select, with_skip_list
 from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ class Skeleton:
 
 
 def select_with_transformers(
-    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
 ) -> Selection:
     """Decide for every tensor of a checkpoint, asking the installed transformers which of them are linear.
 
@@ -56,40 +57,40 @@ def select_with_transformers(
     Raises:
         PlanError: transformers is not installed or cannot build the model.
     """
-    by_rule = select(tensors, config, options)
-    skeleton = read_skeleton([tensor.name for tensor in tensors], config)
-    decisions = {tensor.name: _correct(tensor, by_rule.decisions[tensor.name], skeleton, options) for tensor in tensors}
-    names = replace(
-        ModuleNames.of(config),
-        in_memory={_module(name): path for name, path in skeleton.modules.items()},
-    )
+    by_rule, decisions, skeleton = _select_twice(tensors, config, options)
+    in_memory = {module_of(name): path for name, path in skeleton.modules.items()}
+    names = replace(ModuleNames.of(config), in_memory=in_memory)
     on_disk = set(skeleton.modules.values())
     differences = disagreements(by_rule.decisions, decisions, skeleton)
     return with_skip_list(decisions, names, [*by_rule.notes, *differences], skeleton.linear - on_disk)
 
 
 def second_opinion(
-    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: SelectionOptions
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any] | None, options: QuantizeOptions
 ) -> tuple[str, ...]:
     """One line about the tensors of which the installed transformers thinks otherwise than the rules.
 
-    Args:
-        tensors: of the source.
-        config: the content of config.json.
-        options: the user's wishes.
-
-    Returns:
-        Nothing where they agree, or where transformers cannot tell.
+    Arguments as `select_with_transformers`. There is no line where the two agree, or where transformers cannot tell.
     """
+    if config is None:
+        return ()
     try:
-        skeleton = read_skeleton([tensor.name for tensor in tensors], config)
+        by_rule, decisions, skeleton = _select_twice(tensors, config, options)
     except PlanError:
         return ()
-    by_rule = select(tensors, config, options).decisions
-    decisions = {tensor.name: _correct(tensor, by_rule[tensor.name], skeleton, options) for tensor in tensors}
-    found = disagreements(by_rule, decisions, skeleton)
+    found = disagreements(by_rule.decisions, decisions, skeleton)
     more = f"; and {len(found) - 3:,} more" if len(found) > 3 else ""
     return (f"--plan-with transformers would differ: {'; '.join(found[:3])}{more}",) if found else ()
+
+
+def _select_twice(
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
+) -> tuple[Selection, dict[str, Pack | Keep], Skeleton]:
+    """What the rules decide, what becomes of that by the module tree, and the tree."""
+    by_rule = select(tensors, config, options)
+    skeleton = read_skeleton([tensor.name for tensor in tensors], config)
+    decisions = {tensor.name: _correct(tensor, by_rule.decisions[tensor.name], skeleton, options) for tensor in tensors}
+    return by_rule, decisions, skeleton
 
 
 def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
@@ -120,7 +121,7 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
     for name in names:
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, meta_state)
         if converter is None and renamed.endswith(".weight") and renamed in meta_state:
-            modules[name] = _module(renamed)
+            modules[name] = module_of(renamed)
     linear, transposed = _linear_modules(model)
     protected = list(model._keep_in_fp32_modules or ())
     linear = {path for path in linear if should_convert_module(path, protected)}
@@ -168,7 +169,7 @@ def _linear_modules(model: "PreTrainedModel") -> tuple[set[str], set[str]]:
     return transposed | {path for path, module in modules.items() if type(module) is torch.nn.Linear}, transposed
 
 
-def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, options: SelectionOptions) -> Pack | Keep:
+def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, options: QuantizeOptions) -> Pack | Keep:
     path = skeleton.modules.get(tensor.name)
     if isinstance(decision, Pack):
         if len(decision.matrices) > 1 or path in skeleton.linear or options.moe == "per-expert":
@@ -191,7 +192,3 @@ def disagreements(
         for name, decision in by_skeleton.items()
         if isinstance(decision, Pack) != isinstance(by_rule[name], Pack)
     ]
-
-
-def _module(tensor: str) -> str:
-    return tensor.removesuffix(".weight")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.module_names import module_of
 from nf4conv.checkpoint.stored import StoredWeight
 from nf4conv.report.rows import decibels, relative_error
 
@@ -29,7 +30,7 @@ class ModulePlace(NamedTuple):
 
 def place_of(name: str) -> ModulePlace:
     """The place of a weight, by its name."""
-    module = name.removesuffix(".weight")
+    module = module_of(name)
     match = _NUMBER.search(module)
     if match is None:
         return ModulePlace("", None, module)

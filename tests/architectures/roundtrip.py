@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, select
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, select
 from nf4conv.checkpoint.skip_list import transformers_4, transformers_5, transformers_5_0
 from nf4conv.checkpoint.source import open_source
 from nf4conv.commands.quantize import quantize_checkpoint
@@ -109,7 +109,7 @@ def compare_modules(architecture: str, source: Path) -> Modules:
     """Hold our selection against what transformers would replace in the same model."""
     opened = open_source(source)
     assert opened.config is not None
-    selection = select(opened.tensors, opened.config, SelectionOptions())
+    selection = select(opened.tensors, opened.config, QuantizeOptions())
     skeleton = read_skeleton([tensor.name for tensor in opened.tensors], opened.config)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(tiny_config(architecture))
@@ -129,7 +129,7 @@ def mistaken_modules(source: Path, other: str) -> list[str]:
     """Linear modules of another class that are packed and skipped, or on disk and neither."""
     opened = open_source(source)
     assert opened.config is not None
-    selection = select(opened.tensors, opened.config, SelectionOptions())
+    selection = select(opened.tensors, opened.config, QuantizeOptions())
     skeleton = read_skeleton([tensor.name for tensor in opened.tensors], {**opened.config, "architectures": [other]})
     packed = {
         skeleton.modules[name]

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, select
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, select
+from nf4conv.options import QuantizeOptions
 
 ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ControlNetUnionModel": {
@@ -94,7 +95,7 @@ def plan(kind: Any) -> Plan:
         model = kind(**ARGUMENTS.get(kind.__name__, {}))
     linear = _of_type(model, torch.nn.Linear)
     config = {"_class_name": kind.__name__, **model.config}
-    selection = select([_stored(*entry) for entry in model.state_dict().items()], config, SelectionOptions())
+    selection = select([_stored(*entry) for entry in model.state_dict().items()], config, QuantizeOptions())
     replaced = _replace(model, selection.skip_modules)
     alone = _replace(model, ())
     return Plan(_packed(selection), replaced, linear, _reasons(selection, alone))

@@ -17,12 +17,12 @@ from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, SelectionOptions, is_wanted, select, with_skip_list
+from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.commands.output import check_apart, source_fingerprint, write_checkpoint
 from nf4conv.errors import PlanError
-from nf4conv.options import DTYPES, DequantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import unpacking_engine
 from nf4conv.pipeline.loop import MemoryUse, Pipeline, make_pipeline
 from nf4conv.report.results import DequantizeReport
@@ -161,7 +161,7 @@ def _new_config(
         return source.config, frozenset(packed)
     if options.dtype is not None:
         raise PlanError("--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits")
-    rules = select(source.tensors, source.config, SelectionOptions()).decisions
+    rules = select(source.tensors, source.config, QuantizeOptions()).decisions
     decisions: dict[str, Pack | Keep] = {}
     for tensor in source.tensors:
         rule = rules[tensor.name]

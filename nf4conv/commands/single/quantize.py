@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +17,7 @@ from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import TAGS, Format, PackJob, Plan, dominant_dtype, make_plan
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, SelectionOptions, demote, select
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.commands.output import check_apart, plan_fingerprint, source_fingerprint, write_checkpoint
@@ -122,7 +121,7 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
     config = opened.config or {}
     selection = _select(opened.tensors, config, options)
     if non_finite:
-        selection = demote(selection, dict.fromkeys(sorted(non_finite), "holds NaN or infinity"), config)
+        selection = demote(selection, sorted(non_finite), config)
     dtype = _dtype(opened, selection, options)
     output = make_plan(
         opened.tensors,
@@ -171,33 +170,12 @@ def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *
     return QuantizationPlan(options, stored, output, stored.config, auxiliary, frozenset(), stored.notes, True)
 
 
-def second_opinion_of(plan: QuantizationPlan) -> tuple[str, ...]:
-    """A line on what the installed transformers, if there is one, would decide otherwise than the rules did."""
-    config = plan.source.config
-    if plan.options.plan_with != "rules" or config is None or find_spec("transformers") is None:
-        return ()
-    from nf4conv.commands.skeleton import second_opinion  # importing transformers takes seconds
-
-    return second_opinion(plan.source.tensors, config, _wishes(plan.options))
-
-
-def _wishes(options: QuantizeOptions) -> SelectionOptions:
-    return SelectionOptions(
-        include=options.include,
-        exclude=options.exclude,
-        skip_modules=options.skip_modules,
-        quantize_towers=options.quantize_towers,
-        moe=options.moe,
-    )
-
-
 def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
-    wishes = _wishes(options)
     if options.plan_with == "rules":
-        return select(tensors, config, wishes)
+        return select(tensors, config, options)
     from nf4conv.commands.skeleton import select_with_transformers  # importing torch takes seconds
 
-    return select_with_transformers(tensors, config, wishes)
+    return select_with_transformers(tensors, config, options)
 
 
 def _check_options(options: QuantizeOptions) -> None:

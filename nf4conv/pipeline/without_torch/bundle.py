@@ -120,7 +120,7 @@ def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
     if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
     from nf4conv.codec.kernels.ahead import compile_decoder, compile_encoder  # importing torch takes seconds
-    from nf4conv.codec.quant_state import DTYPES
+    from nf4conv.codec.quant_state import DTYPES  # which importing torch comes with
 
     with torch.cuda.device(device):
         compiling = compile_encoder if purpose.action is Action.PACK else compile_decoder
