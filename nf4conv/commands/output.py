@@ -5,23 +5,25 @@ space ▸ shard tasks ▸ auxiliary files ▸ index ▸ config.json: that last, 
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
-from nf4conv.checkpoint.plan import CopyJob, Plan, Shard
+from nf4conv.checkpoint.auxiliary import auxiliary_files
+from nf4conv.checkpoint.plan import CopyJob, Format, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import OutputError, SourceError, VerificationError
-from nf4conv.options import DequantizeOptions, QuantizeOptions
-from nf4conv.pipeline.engines import ShardTasks
-from nf4conv.pipeline.loop import Pipeline, Task, interleave
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.pipeline.engines import ShardTasks, make_audit
+from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
 from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
 from nf4conv.report.rows import VerificationSummary
 
@@ -33,26 +35,45 @@ _SHARDS_AT_A_TIME: Final = 8
 do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
 
 
-class WritingPlan(Protocol):
-    """What is to be written.
+@dataclass(frozen=True)
+class WritingPlan:
+    """Everything that is known of an output checkpoint before a weight is read.
 
     Attributes:
+        options: what was asked for.
         source: the checkpoint that is read.
         output: the output files.
-        config: the content of the output's config.json; None when it gets none.
-        auxiliary: files that are copied beside the weights, relative to the source's folder.
+        config: the content of the output's config.json; None when the source has none.
+        notes: what the user should know.
     """
 
-    @property
-    def source(self) -> Source: ...
-    @property
-    def output(self) -> Plan: ...
-    @property
-    def config(self) -> Mapping[str, Any] | None: ...
-    @property
-    def auxiliary(self) -> tuple[PurePosixPath, ...]: ...
-    def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
+    command: ClassVar[str]
+    """By which it was made."""
+
+    options: QuantizeOptions | DequantizeOptions
+    source: Source
+    output: Plan
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+    @cached_property
+    def auxiliary(self) -> tuple[PurePosixPath, ...]:
+        """Files that are copied beside the weights, relative to the source's folder."""
+        return () if self.source.config is None else auxiliary_files(self.source.folder)
+
+    def decided(self) -> dict[str, Any]:
+        """What decides the bytes of the result beside the source and the options, as JSON values."""
+        return {}
+
+    def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:  # noqa: ARG002
         """The output's README.md, given the size of its weight files and an audit's summary; None when it gets none."""
+        return None
+
+
+def kept_as_stored(submodel: Source, format: Format, max_shard_size: int) -> Plan:
+    """The output files of a submodel of a diffusers pipeline in which nothing changes."""
+    groups = [[CopyJob(tensor, tensor.dtype, "the submodel stays as it is")] for tensor in submodel.tensors]
+    return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
 
 
 def ignore(count: int) -> None:
@@ -72,21 +93,21 @@ def check_apart(source: Path, out: Path) -> None:
         raise OutputError(f"{out}: holds the source folder; choose another output folder")
 
 
-def source_fingerprint(
-    source: Source, pipeline: Pipeline[Any], options: QuantizeOptions | DequantizeOptions
-) -> dict[str, Any]:
+def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
     """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
     headers = hashlib.sha256()
-    for tensor in source.tensors:
+    for tensor in plan.source.tensors:
         headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
     return {
+        "command": plan.command,
         "version": __version__,
         "torch": version("torch"),
-        "device": pipeline.device.partition(":")[0],
-        "source files": source_stamps(source),
+        "device": device.partition(":")[0],
+        "source files": source_stamps(plan.source),
         "source headers": headers.hexdigest(),
-        "source config": source.config,
-        **{f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()},
+        "source config": plan.source.config,
+        **{f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()},
+        **plan.decided(),
     }
 
 
@@ -113,26 +134,71 @@ def source_stamps(source: Source) -> dict[str, list[int]]:
 
 def write_checkpoint(
     plan: WritingPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    shard_tasks: ShardTasks,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    computed_by: tuple[Engine[Any], ShardTasks],
     announce: Callable[[str, Path], None] | None = None,
-    audit: Audit | None = None,
-) -> None:
-    """Carry out a plan in a workspace, which is a finished checkpoint afterwards.
+    *,
+    is_audited: bool = False,
+) -> dict[str, Any]:
+    """Carry out the plan of one checkpoint.
 
     Args:
         plan: what is to be written.
-        workspace: where.
-        pipeline: on what.
-        shard_tasks: how.
+        out: the output folder, which is a finished checkpoint afterwards.
+        run: how to use the machine.
+        progress: told how many more source bytes have been read, from any thread.
+        computed_by: an engine, and its tasks.
         announce: told of every shard, by name and path, once it is complete; from any thread.
-        audit: looks at everything that is written; with it no shards of an earlier run may count as finished.
+        is_audited: whether everything that is written is looked at; no shard of an earlier run then counts as finished.
+
+    Returns:
+        The fields of a RunReport but `copied` and `bytes_before`, and an audit's summary, if there was one, as
+        "verification".
 
     Raises:
         SourceError, OutputError: the source cannot be read, the destination not written.
         VerificationError: what has been written is not what was to be; the folder then does not look finished.
     """
+    started = time.perf_counter()
+    check_apart(plan.source.folder, out)
+    engine, shard_tasks = computed_by
+    pipeline = make_pipeline(engine, run, progress)
+    before = pipeline.memory()
+    fingerprint = _fingerprint(plan, pipeline.device)
+    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
+        audit = make_audit(pipeline.piece, run.tolerance) if is_audited else None
+        if audit is not None:
+            workspace.forget()  # shards of an earlier run, which nobody has looked at
+        resumed = len(workspace.finished)
+        _write(plan, workspace, pipeline, shard_tasks, announce, audit)
+        after = pipeline.memory()
+        figures = {
+            "out": str(out),
+            "device": pipeline.device,
+            "bytes_after": sum(shard.size for shard in workspace.finished.values()),
+            "seconds": time.perf_counter() - started,
+            "pipeline_seconds": pipeline.elapsed,
+            "seconds_by_activity": pipeline.seconds_by_activity(),
+            "host_baseline_bytes": before.host,
+            "host_peak_bytes": after.host,
+            "device_peak_bytes": after.device,
+            "shards_resumed": resumed,
+            "notes": plan.notes,
+        }
+    return figures if audit is None else {**figures, "verification": audit.summary()}
+
+
+def _write(
+    plan: WritingPlan,
+    workspace: Workspace,
+    pipeline: Pipeline[Any],
+    shard_tasks: ShardTasks,
+    announce: Callable[[str, Path], None] | None,
+    audit: Audit | None,
+) -> None:
+    """Fill a workspace, which is a finished checkpoint afterwards."""
     workspace.check_space(space_needed(plan, workspace.finished))
     before = source_stamps(plan.source)
     with _open_reader(plan, workspace) as reader, ExitStack() as writers:

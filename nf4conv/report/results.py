@@ -20,14 +20,13 @@ from nf4conv.report.rows import (
 
 
 @dataclass(frozen=True)
-class DequantizeReport:
-    """What a run did.
+class RunReport:
+    """What a run did that wrote a checkpoint.
 
     Attributes:
         out: the output folder.
         device: where it was computed.
-        decoded: weights decoded.
-        copied: other tensors, those of weights that stay in 4 bits included.
+        copied: tensors kept, those of weights that stay in 4 bits included.
         bytes_before: of all tensors of the source.
         bytes_after: of the output's weight files.
         seconds: wall clock of the whole run, once planned.
@@ -42,7 +41,6 @@ class DequantizeReport:
 
     out: str
     device: str
-    decoded: int
     copied: int
     bytes_before: int
     bytes_after: int
@@ -57,48 +55,33 @@ class DequantizeReport:
 
 
 @dataclass(frozen=True)
-class QuantizeReport:
-    """What a run did.
+class DequantizeReport(RunReport):
+    """What a dequantization did.
 
     Attributes:
-        out: the output folder.
-        device: where it was computed.
-        packed: weights packed.
-        copied: tensors kept.
-        parameters: elements of all tensors.
-        bytes_before: of all tensors of the source.
-        bytes_after: of the output's weight files.
-        bits_per_parameter: of the output.
-        seconds: wall clock of the whole run, once planned.
-        pipeline_seconds: of it, from the first read to the last write.
-        seconds_by_activity: "read", "compute" and "write", summed over the workers.
-        host_baseline_bytes: peak resident memory of the process when the first byte is read.
-        host_peak_bytes: the same at the end.
-        device_peak_bytes: the most held on the GPU.
-        shards_resumed: finished shards of an earlier, interrupted run that were kept.
-        verification: what was looked at, with `verify`; else None.
-        pushed: address of the commit on the Hub; None if nothing was to be pushed.
-        notes: what the user should know.
+        decoded: weights decoded.
     """
 
-    out: str
-    device: str
+    decoded: int
+
+
+@dataclass(frozen=True)
+class QuantizeReport(RunReport):
+    """What a quantization did.
+
+    Attributes:
+        packed: weights packed.
+        parameters: elements of all tensors.
+        bits_per_parameter: of the output.
+        verification: what was looked at, with `verify`; else None.
+        pushed: address of the commit on the Hub; None if nothing was to be pushed.
+    """
+
     packed: int
-    copied: int
     parameters: int
-    bytes_before: int
-    bytes_after: int
     bits_per_parameter: float
-    seconds: float
-    pipeline_seconds: float
-    seconds_by_activity: Mapping[str, float]
-    host_baseline_bytes: int
-    host_peak_bytes: int
-    device_peak_bytes: int
-    shards_resumed: int
-    verification: VerificationSummary | None
-    pushed: str | None
-    notes: tuple[str, ...]
+    verification: VerificationSummary | None = None
+    pushed: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,55 +5,35 @@ to do is to store them as such, and to take the quantization out of config.json.
 copied as they are, all their tensors into one shard.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, Plan, arrange, dominant_dtype
+from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
-from nf4conv.checkpoint.workspace import Workspace
-from nf4conv.commands.output import check_apart, source_fingerprint, write_checkpoint
+from nf4conv.commands.output import WritingPlan, kept_as_stored, write_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import unpacking_engine
-from nf4conv.pipeline.loop import MemoryUse, Pipeline, make_pipeline
 from nf4conv.report.results import DequantizeReport
-from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSummary
+from nf4conv.report.rows import DequantizationTotals, PlanRow
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"
 
 
 @dataclass(frozen=True)
-class DequantizationPlan:
-    """Everything that is known before a weight is read.
+class DequantizationPlan(WritingPlan):
+    """What becomes of a 4-bit checkpoint; it gets no card, because its original's says all there is."""
 
-    Attributes:
-        options: what was asked for.
-        source: the checkpoint.
-        output: the output files.
-        config: the content of the output's config.json; None when the source has none.
-        auxiliary: files that are copied beside the weights, relative to the source's folder.
-        notes: what the user should know.
-    """
-
+    command = "dequantize"
     options: DequantizeOptions
-    source: Source
-    output: Plan
-    config: Mapping[str, Any] | None
-    auxiliary: tuple[PurePosixPath, ...]
-    notes: tuple[str, ...]
-
-    def card(self, bytes_after: int, verified: VerificationSummary | None) -> None:
-        """None: the model is not another one than its original, whose card says all there is."""
 
     def rows(self) -> list[PlanRow]:
         """One for each output tensor."""
@@ -112,14 +92,7 @@ def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOption
     output = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
     if config is not None and not still_packed:
         config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
-    return DequantizationPlan(
-        options=options,
-        source=opened,
-        output=output,
-        config=config,
-        auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
-        notes=(),
-    )
+    return DequantizationPlan(options, opened, output, config, ())
 
 
 def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool) -> DequantizationPlan:
@@ -142,11 +115,9 @@ def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions,
     if decode and any(wanted):
         return plan_one(source, options, where)
     stored = open_stored(source, where)
-    groups = [[CopyJob(tensor, tensor.dtype, "the submodel stays as it is")] for tensor in stored.tensors]
     format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
-    output = arrange(groups, format, max_shard_size=options.max_shard_size, stem=stored.stem)
-    auxiliary = () if stored.config is None else auxiliary_files(stored.folder)
-    return DequantizationPlan(options, stored, output, stored.config, auxiliary, stored.notes)
+    output = kept_as_stored(stored, format, options.max_shard_size)
+    return DequantizationPlan(options, stored, output, stored.config, stored.notes)
 
 
 def _is_packed(tensor: TensorInfo) -> bool:
@@ -199,40 +170,6 @@ def write_one(
     plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> DequantizeReport:
     """Carry out the plan of one checkpoint."""
-    started = time.perf_counter()
-    check_apart(plan.source.folder, out)
-    engine, shard_tasks = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
-    pipeline = make_pipeline(engine, run, progress)
-    baseline = pipeline.memory()
-    fingerprint = {"command": "dequantize", **source_fingerprint(plan.source, pipeline, plan.options)}
-    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
-        resumed = len(workspace.finished)
-        write_checkpoint(plan, workspace, pipeline, shard_tasks)
-        return _report(plan, workspace, pipeline, resumed, started, baseline)
-
-
-def _report(
-    plan: DequantizationPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    resumed: int,
-    started: float,
-    baseline: MemoryUse,
-) -> DequantizeReport:
-    totals, memory = plan.totals(), pipeline.memory()
-    return DequantizeReport(
-        out=str(workspace.out),
-        device=pipeline.device,
-        decoded=totals.decoded,
-        copied=totals.copied,
-        bytes_before=totals.bytes_in,
-        bytes_after=sum(shard.size for shard in workspace.finished.values()),
-        seconds=time.perf_counter() - started,
-        pipeline_seconds=pipeline.elapsed,
-        seconds_by_activity=pipeline.seconds_by_activity(),
-        host_baseline_bytes=baseline.host,
-        host_peak_bytes=memory.host,
-        device_peak_bytes=memory.device,
-        shards_resumed=resumed,
-        notes=plan.notes,
-    )
+    engine = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
+    figures, totals = write_checkpoint(plan, out, run, progress, engine), plan.totals()
+    return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_in)

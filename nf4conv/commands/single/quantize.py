@@ -6,54 +6,44 @@ auxiliary files ▸ index ▸ config.json       config.json last: it is what mak
 """
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.plan import TAGS, Format, PackJob, Plan, dominant_dtype, make_plan
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
+from nf4conv.checkpoint.plan import TAGS, Format, PackJob, dominant_dtype, make_plan
+from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_source, open_stored
-from nf4conv.checkpoint.workspace import Workspace
-from nf4conv.commands.output import check_apart, plan_fingerprint, source_fingerprint, write_checkpoint
+from nf4conv.commands.output import WritingPlan, kept_as_stored, plan_fingerprint, write_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import make_audit, packing_engine
-from nf4conv.pipeline.loop import MemoryUse, Pipeline, make_pipeline
-from nf4conv.pipeline.shards import Audit, CastError, NonFiniteError
+from nf4conv.pipeline.engines import packing_engine
+from nf4conv.pipeline.shards import CastError, NonFiniteError
 from nf4conv.report.results import QuantizeReport
 from nf4conv.report.rows import PlanRow, QuantizationTotals, VerificationSummary
 
 
 @dataclass(frozen=True)
-class QuantizationPlan:
-    """Everything that is known before a byte is read.
+class QuantizationPlan(WritingPlan):
+    """What becomes of a checkpoint that is quantized.
 
     Attributes:
-        options: what was asked for.
-        source: the checkpoint.
-        output: the output files.
-        config: the content of the output's config.json; None when the source has none.
-        auxiliary: files that are copied beside the weights, relative to the source's folder.
         non_finite: source tensors that are kept because they hold NaN or infinity.
-        notes: what the user should know.
         is_submodel: of a diffusers pipeline, whose submodels get no card, and in some of which nothing is packed.
     """
 
+    command = "quantize"
     options: QuantizeOptions
-    source: Source
-    output: Plan
-    config: Mapping[str, Any] | None
-    auxiliary: tuple[PurePosixPath, ...]
-    non_finite: frozenset[str]
-    notes: tuple[str, ...]
+    non_finite: frozenset[str] = frozenset()
     is_submodel: bool = False
+
+    def decided(self) -> dict[str, Any]:
+        """What was found while planning, which must be found again on resuming."""
+        return {"tensors kept for NaN or infinity": sorted(self.non_finite), "plan": plan_fingerprint(self.output)}
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
         """The model card; None for a submodel."""
@@ -118,27 +108,16 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) -> QuantizationPlan:
-    config = opened.config or {}
-    selection = _select(opened.tensors, config, options)
+    selection = _select(opened.tensors, opened.config or {}, options)
     if non_finite:
-        selection = demote(selection, sorted(non_finite), config)
+        selection = demote(selection, sorted(non_finite), opened.config or {})
     dtype = _dtype(opened, selection, options)
+    format = Format(options.quant_type, options.blocksize, options.double_quant, dtype)
     output = make_plan(
-        opened.tensors,
-        selection.decisions,
-        Format(options.quant_type, options.blocksize, options.double_quant, dtype),
-        max_shard_size=options.max_shard_size,
-        stem=opened.stem,
+        opened.tensors, selection.decisions, format, max_shard_size=options.max_shard_size, stem=opened.stem
     )
-    return QuantizationPlan(
-        options=options,
-        source=opened,
-        output=output,
-        config=_new_config(opened, selection, output.format, options),
-        auxiliary=() if opened.config is None else auxiliary_files(opened.folder),
-        non_finite=non_finite,
-        notes=opened.notes + selection.lines,
-    )
+    config = _new_config(opened, selection, format, options)
+    return QuantizationPlan(options, opened, output, config, opened.notes + selection.lines, non_finite)
 
 
 def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *, pack: bool) -> QuantizationPlan:
@@ -158,16 +137,9 @@ def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *
         if any(isinstance(job, PackJob) for job in planned.output.jobs):
             return replace(planned, is_submodel=True)
     stored = open_stored(source, where)
-    kept = Keep("the submodel stays as it is", keep_dtype=True)
-    output = make_plan(
-        stored.tensors,
-        dict.fromkeys((tensor.name for tensor in stored.tensors), kept),
-        Format(options.quant_type, options.blocksize, options.double_quant, "float32"),
-        max_shard_size=options.max_shard_size,
-        stem=stored.stem,
-    )
-    auxiliary = () if stored.config is None else auxiliary_files(stored.folder)
-    return QuantizationPlan(options, stored, output, stored.config, auxiliary, frozenset(), stored.notes, True)
+    format = Format(options.quant_type, options.blocksize, options.double_quant, "float32")
+    output = kept_as_stored(stored, format, options.max_shard_size)
+    return QuantizationPlan(options, stored, output, stored.config, stored.notes, is_submodel=True)
 
 
 def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
@@ -233,33 +205,20 @@ def write_one(
     announce: Callable[[str, Path], None] | None = None,
 ) -> QuantizeReport:
     """Carry out the prepared plan of one checkpoint; `announce` is told each finished shard, by name and path."""
-    started = time.perf_counter()
-    check_apart(plan.source.folder, out)
-    engine, shard_tasks = packing_engine(plan.output, run)
-    pipeline = make_pipeline(engine, run, progress)
-    baseline = pipeline.memory()
-    fingerprint = {
-        "command": "quantize",
-        **source_fingerprint(plan.source, pipeline, plan.options),
-        "tensors kept for NaN or infinity": sorted(plan.non_finite),
-        "plan": plan_fingerprint(plan.output),
-    }
-    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
-        audit = _open_audit(workspace, pipeline, run)
-        resumed = len(workspace.finished)
-        try:
-            write_checkpoint(plan, workspace, pipeline, shard_tasks, announce, audit)
-        except NonFiniteError as error:
-            raise _describe_non_finite(error.job, plan, run) from error
-        report = _report(plan, workspace, pipeline, resumed, started, baseline)
-        return report if audit is None else replace(report, verification=audit.summary())
-
-
-def _open_audit(workspace: Workspace, pipeline: Pipeline[Any], run: RunOptions) -> Audit | None:
-    if not run.verify:
-        return None
-    workspace.forget()  # shards of an earlier run, which nobody has looked at
-    return make_audit(pipeline.piece, run.tolerance)
+    engine = packing_engine(plan.output, run)
+    try:
+        figures = write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
+    except NonFiniteError as error:
+        raise _describe_non_finite(error.job, plan, run) from error
+    totals = plan.totals()
+    return QuantizeReport(
+        **figures,
+        packed=totals.packed,
+        copied=totals.copied,
+        parameters=totals.parameters,
+        bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors),
+        bits_per_parameter=8 * figures["bytes_after"] / max(totals.parameters, 1),
+    )
 
 
 def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
@@ -299,36 +258,4 @@ def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) 
     return SourceError(
         f"{place}: {count:,} of {job.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
         "such tensors unquantized: --non-finite keep"
-    )
-
-
-def _report(
-    plan: QuantizationPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    resumed: int,
-    started: float,
-    baseline: MemoryUse,
-) -> QuantizeReport:
-    parameters = sum(job.elements for job in plan.output.jobs)
-    bytes_after = sum(shard.size for shard in workspace.finished.values())
-    return QuantizeReport(
-        out=str(workspace.out),
-        device=pipeline.device,
-        packed=sum(isinstance(job, PackJob) for job in plan.output.jobs),
-        copied=sum(not isinstance(job, PackJob) for job in plan.output.jobs),
-        parameters=parameters,
-        bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors),
-        bytes_after=bytes_after,
-        bits_per_parameter=8 * bytes_after / max(parameters, 1),
-        seconds=time.perf_counter() - started,
-        pipeline_seconds=pipeline.elapsed,
-        seconds_by_activity=pipeline.seconds_by_activity(),
-        host_baseline_bytes=baseline.host,
-        host_peak_bytes=pipeline.memory().host,
-        device_peak_bytes=pipeline.memory().device,
-        shards_resumed=resumed,
-        verification=None,
-        pushed=None,
-        notes=plan.notes,
     )
