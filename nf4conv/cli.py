@@ -10,8 +10,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -137,12 +138,6 @@ _repository_options = _options(
 )
 """Of every command that reads a checkpoint which may be on the Hub."""
 
-_source_options = _options(
-    _repository_options,
-    click.option("--stream", is_flag=True, help="Fetch weights as they are needed, and keep no copy."),
-)
-"""The same of commands that read all weights once."""
-
 _machine_options = _options(
     click.option("--device", default=RunOptions().device, show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option(
@@ -155,17 +150,39 @@ _machine_options = _options(
 )
 """Of every command that reads weights."""
 
-_run_options = _options(
+_writing_options = _options(
+    click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop."),
+    _repository_options,
+    click.option("--stream", is_flag=True, help="Fetch weights as they are needed, and keep no copy."),
     _machine_options,
     click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
     click.option("--checksum", is_flag=True, help="Write SHA256SUMS of the output."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     click.option("-q", "--quiet", is_flag=True, help="No progress, no summary."),
 )
-"""Of every command that writes a checkpoint."""
+"""The last of every command that writes a checkpoint."""
+
+_judging_options = _options(
+    _machine_options,
+    click.option("-q", "--quiet", is_flag=True, help="No progress, no tables: the exit code tells."),
+    _repository_options,
+)
+"""The last of every command whose exit code is a verdict."""
+
+_source_and_out = _options(
+    click.argument("source", metavar="SRC", type=_Place()), click.argument("out", metavar="OUT", type=_Place())
+)
+_json_file = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file."
+)
 
 
-_DEFAULT = QuantizeOptions()
+def _chosen(name: str, kind: click.ParamType[Any] | None, help: str) -> Callable[..., Any]:
+    """An option that always has a value, by default that of QuantizeOptions."""
+    default = getattr(QuantizeOptions(), name.partition("/")[0].removeprefix("--").replace("-", "_"))
+    return click.option(name, type=kind, default=default, show_default=True, help=help)
+
+
 _QUANTIZE_EXAMPLES = """\b
 Examples:
   nf4conv quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4
@@ -175,28 +192,10 @@ Examples:
 
 
 @main.command(epilog=_QUANTIZE_EXAMPLES)
-@click.argument("source", metavar="SRC", type=_Place())
-@click.argument("out", metavar="OUT", type=_Place())
-@click.option(
-    "--quant-type",
-    type=click.Choice(QUANT_TYPES),
-    default=_DEFAULT.quant_type,
-    show_default=True,
-    help="4-bit data type.",
-)
-@click.option(
-    "--blocksize",
-    type=int,
-    default=_DEFAULT.blocksize,
-    show_default=True,
-    help="Weights that share one scale: 32, 64, … 4096.",
-)
-@click.option(
-    "--double-quant/--no-double-quant",
-    default=_DEFAULT.double_quant,
-    show_default=True,
-    help="Quantize the scales too.",
-)
+@_source_and_out
+@_chosen("--quant-type", click.Choice(QUANT_TYPES), "4-bit data type.")
+@_chosen("--blocksize", click.INT, "Weights that share one scale: 32, 64, … 4096.")
+@_chosen("--double-quant/--no-double-quant", None, "Quantize the scales too.")
 @click.option(
     "--compute-dtype", type=click.Choice(DTYPES), help="What loaders compute in.  [default: --dtype, but not float32]"
 )
@@ -207,35 +206,15 @@ Examples:
     "--skip-modules", multiple=True, metavar="NAME", help="Keep these modules, as llm_int8_skip_modules. Repeatable."
 )
 @click.option("--quantize-towers", is_flag=True, help="Pack vision and audio towers too.")
-@click.option(
-    "--moe",
-    type=click.Choice(["portable", "per-expert"]),
-    default=_DEFAULT.moe,
-    show_default=True,
-    help="How experts are stored.",
-)
-@click.option(
-    "--plan-with",
-    type=click.Choice(PLANNERS),
-    default=_DEFAULT.plan_with,
-    show_default=True,
-    help="Who says what is linear.",
-)
+@_chosen("--moe", click.Choice(["portable", "per-expert"]), "How experts are stored.")
+@_chosen("--plan-with", click.Choice(PLANNERS), "Who says what is linear.")
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
-@click.option(
-    "--non-finite",
-    type=click.Choice(NON_FINITE),
-    default=_DEFAULT.non_finite,
-    show_default=True,
-    help="Weights with NaN or infinity.",
-)
+@_chosen("--non-finite", click.Choice(NON_FINITE), "Weights with NaN or infinity.")
 @click.option("--verify", is_flag=True, help="Read back what is written, and compare it with SRC.")
 @click.option("--tolerance", type=float, help="Largest relative error with --verify.  [default: docs/verify.md]")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the result to this model repository, shard by shard.")
 @click.option("--public", is_flag=True, help="Let everybody see that repository.  [default: private]")
-@click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
-@_source_options
-@_run_options
+@_writing_options
 def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
@@ -257,15 +236,9 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
             f"{size(totals.bytes_in)} → {size(totals.bytes_out)} "
             f"({totals.compression:.2f}x, {totals.bits_per_parameter:.2f} bits per parameter)",
         )
-        return
-    if not quiet:
-        _print_notes(plan.notes)
-    with _progress(plan.totals().bytes_in, quiet) as advance:
-        report = nf4conv.execute_quantization(plan, out, run, advance, push)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=2))
-    elif not quiet:
-        _print_report(report)
+    else:
+        execute = partial(nf4conv.execute_quantization, plan, out, run, push=push)
+        _execute(plan, execute, as_json, quiet, _print_report)
 
 
 _DEQUANTIZE_EXAMPLES = """\b
@@ -277,15 +250,12 @@ Examples:
 
 
 @main.command(epilog=_DEQUANTIZE_EXAMPLES)
-@click.argument("source", metavar="SRC", type=_Place())
-@click.argument("out", metavar="OUT", type=_Place())
+@_source_and_out
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the result.  [default: as before it was quantized]")
 @click.option("--include", multiple=True, metavar="GLOB", help="Decode only weights that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave weights that match in 4 bits. Repeatable.")
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
-@click.option("--dry-run", is_flag=True, help="Show what would become of each tensor, and stop.")
-@_source_options
-@_run_options
+@_writing_options
 def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Turn the 4-bit checkpoint SRC back into plain safetensors in the folder OUT.
 
@@ -304,15 +274,9 @@ def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool,
             f"{totals.decoded:,} weights decoded, {totals.copied:,} tensors copied, {totals.shards} files: "
             f"{size(totals.bytes_in)} → {size(totals.bytes_out)}",
         )
-        return
-    if not quiet:
-        _print_notes(plan.notes)
-    with _progress(plan.totals().bytes_in, quiet) as advance:
-        report = nf4conv.execute_dequantization(plan, out, run, advance)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=2))
-    elif not quiet:
-        _print_dequantize_report(report)
+    else:
+        execute = partial(nf4conv.execute_dequantization, plan, out, run)
+        _execute(plan, execute, as_json, quiet, _print_dequantize_report)
 
 
 _VERIFY_EXAMPLES = """\b
@@ -327,11 +291,9 @@ Examples:
 @click.option("--source", metavar="SRC", help="What it was made from: every value is compared with it.")
 @click.option("--tolerance", type=float, help="Largest relative error of a weight.  [default: docs/verify.md]")
 @click.option("--exact", is_flag=True, help="Require the bytes that quantizing SRC gives.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file.")
+@_json_file
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page to look at to this file.")
-@_machine_options
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no tables: the exit code tells.")
-@_repository_options
+@_judging_options
 def verify(
     path: str, source: str | None, json_file: Path | None, report: Path | None, quiet: bool, **chosen: Any
 ) -> None:
@@ -344,12 +306,8 @@ def verify(
     plan = nf4conv.plan_verification(path, source, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
         found = nf4conv.execute_verification(plan, run, advance)
-    for file, write in ((json_file, nf4conv.write_json), (report, nf4conv.write_page)):
-        if file is not None:
-            write(found, file)
-    if not quiet:
-        click.echo("\n".join(verification_lines(found)))
-    sys.exit(0 if found.passed else 1)
+    files = (json_file, nf4conv.write_json), (report, nf4conv.write_page)
+    _judge(found, files, () if quiet else verification_lines(found))
 
 
 _COMPARE_EXAMPLES = """\b
@@ -365,10 +323,8 @@ Examples:
 @click.option("--tolerance", type=float, help="Largest relative error of a tensor.  [default: equal bytes]")
 @click.option("--include", multiple=True, metavar="GLOB", help="Compare only tensors that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors that match. Repeatable.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file.")
-@_machine_options
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no tables: the exit code tells.")
-@_repository_options
+@_json_file
+@_judging_options
 def compare(a: str, b: str, json_file: Path | None, quiet: bool, **chosen: Any) -> None:
     """Compare the tensors of the checkpoints A and B: folders, weight files, or models on the Hub, in any format.
 
@@ -379,11 +335,7 @@ def compare(a: str, b: str, json_file: Path | None, quiet: bool, **chosen: Any) 
     plan = nf4conv.plan_comparison(a, b, options, where)
     with _progress(plan.bytes_to_read, quiet) as advance:
         found = nf4conv.execute_comparison(plan, run, advance)
-    if json_file is not None:
-        nf4conv.write_json(found, json_file)
-    if not quiet:
-        click.echo("\n".join(comparison_lines(found)))
-    sys.exit(0 if found.passed else 1)
+    _judge(found, [(json_file, nf4conv.write_json)], () if quiet else comparison_lines(found))
 
 
 _INSPECT_EXAMPLES = """\b
@@ -405,7 +357,7 @@ def inspect(path: str, as_json: bool, **chosen: Any) -> None:
     _quieten_downloads(True)
     found = nf4conv.inspect_checkpoint(path, SourceOptions(**chosen))
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        _print_json(dataclasses.asdict(found))
     else:
         click.echo("\n".join(inspection_lines(found)))
 
@@ -430,21 +382,40 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _print_notes(notes: Sequence[str]) -> None:
-    for note in notes:
+def _execute(
+    plan: Any, execute: Callable[..., Any], as_json: bool, quiet: bool, print_report: Callable[[Any], None]
+) -> None:
+    """Carry out a plan of `quantize` or `dequantize`, and print what came of it."""
+    for note in () if quiet else plan.notes:
         click.echo(f"{click.style('Note:', fg='yellow')} {printable(note)}", err=True, color=_color())
+    with _progress(plan.totals().bytes_in, quiet) as advance:
+        report = execute(progress=advance)
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+    elif not quiet:
+        print_report(report)
+
+
+def _judge(found: Any, files: Iterable[tuple[Path | None, Callable[..., None]]], lines: Iterable[str]) -> NoReturn:
+    """Write and print what `verify` or `compare` found, and leave with its verdict."""
+    for file, write in files:
+        if file is not None:
+            write(found, file)
+    if lines:
+        click.echo("\n".join(lines))
+    sys.exit(0 if found.passed else 1)
+
+
+def _print_json(content: Mapping[str, Any]) -> None:
+    click.echo(json.dumps(content, indent=2))
 
 
 def _print_plan(plan: Any, notes: Sequence[str], as_json: bool, summary: str) -> None:
     rows = plan.rows()
     if as_json:
-        content = {
-            "tensors": [dataclasses.asdict(row) for row in rows],
-            "totals": dataclasses.asdict(plan.totals()),
-            "config": plan.config,
-            "notes": notes,
-        }
-        click.echo(json.dumps(content, indent=2))
+        totals = dataclasses.asdict(plan.totals())
+        tensors = [dataclasses.asdict(row) for row in rows]
+        _print_json({"tensors": tensors, "totals": totals, "config": plan.config, "notes": notes})
         return
     names = [printable(row.name) for row in rows]
     width = max(map(len, names))

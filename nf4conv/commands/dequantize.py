@@ -38,7 +38,8 @@ def dequantize_checkpoint(
         where: revision, subfolder and the like.
 
     Raises:
-        SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
+        SourceError, PlanError: the source cannot be read, or the request cannot be met for it.
+        OutputError: `out` cannot be written; as after any error, it does not look like a finished checkpoint.
     """
     return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
 
@@ -48,14 +49,8 @@ def plan_dequantization(
 ) -> AnyDequantizationPlan:
     """Decide everything about a dequantization from headers, quant states and config; torch is not imported.
 
-    Args:
-        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
-        options: what to make of it. Globs for a diffusers pipeline may begin with the name of a submodel and a slash.
-        where: revision, subfolder and the like.
-
-    Raises:
-        SourceError: the source cannot be read.
-        PlanError: nothing in it is in 4 bits, or the request cannot be met.
+    Arguments and errors as `dequantize_checkpoint`; a source in which nothing is in 4 bits is a PlanError. Globs for a
+    diffusers pipeline may begin with the name of a submodel and a slash.
     """
     options = options or DequantizeOptions()
     try:

@@ -61,7 +61,8 @@ def quantize_checkpoint(
         push: a repository on the Hub to push the result to.
 
     Raises:
-        SourceError, PlanError, OutputError: see there; `out` then does not look like a finished checkpoint.
+        SourceError, PlanError: the source cannot be read, or the request cannot be met for it.
+        OutputError: `out` cannot be written; as after any error, it does not look like a finished checkpoint.
         VerificationError: with `run.verify`, what has been written is not what was to be.
     """
     return execute_quantization(plan_quantization(source, options, where), out, run, progress, push)
@@ -72,15 +73,8 @@ def plan_quantization(
 ) -> AnyQuantizationPlan:
     """Decide everything about a quantization from headers and config alone; no weight is read, torch is not imported.
 
-    Args:
-        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
-        options: what to make of it. Globs and module names for a diffusers pipeline may begin with that of a submodel
-            and a slash: "transformer/*.attn.*"; others apply to all.
-        where: revision, subfolder and the like.
-
-    Raises:
-        SourceError: the source cannot be read.
-        PlanError: the request cannot be met.
+    Arguments and errors as `quantize_checkpoint`. Globs and module names for a diffusers pipeline may begin with the
+    name of a submodel and a slash: "transformer/*.attn.*"; others apply to all.
     """
     options = options or QuantizeOptions()
     try:

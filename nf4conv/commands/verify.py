@@ -46,7 +46,8 @@ def verify_checkpoint(
 
     Args:
         path: a folder or a .safetensors file.
-        source: what it was made from; without it only what the checkpoint says about itself is verified.
+        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub; without it only what the
+            checkpoint says about itself is verified.
         options: what to require.
         run: how to use the machine.
         progress: told how many more bytes have been read, from any thread.
@@ -71,15 +72,7 @@ def plan_verification(
 ) -> VerificationPlan | DiffusersVerificationPlan:
     """Look at the headers of a checkpoint, and find out what is to be compared; torch is not imported.
 
-    Args:
-        path: a folder or a .safetensors file.
-        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub.
-        options: what to require.
-        where: of a source on the Hub.
-
-    Raises:
-        SourceError: there are no weights, or the source cannot be read.
-        PlanError: the request makes no sense.
+    Arguments and errors as `verify_checkpoint`.
     """
     options = options or VerifyOptions()
     try:
@@ -105,7 +98,7 @@ def execute_verification(
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Carry out a plan; arguments and result as `verify_checkpoint`."""
+    """Carry out a plan; arguments, result and errors as `verify_checkpoint`."""
     started = time.perf_counter()
     run, progress = run or RunOptions(), progress or ignore
     if isinstance(plan, VerificationPlan):
