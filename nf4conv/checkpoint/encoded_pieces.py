@@ -121,23 +121,21 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
     """A weight that bitsandbytes packed to 4 bits, in pieces; arguments as `encoded_pieces`. Their shape is flat."""
+    spans = packed_spans(tensor.elements, _encoding(tensor).block[0], most, unit)
+    return [EncodedPiece(packed_part(tensor, *span), span[0]) for span in spans or [(0, 0)]]
+
+
+def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Elements start … stop of a weight that bitsandbytes packed, still packed; start and stop as of `cut_parts`."""
     encoding = _encoding(tensor)
-    blocksize = encoding.block[0]
+    parts = tuple(cut_parts(dict(encoding.parts), encoding.block[0], start, stop).items())
+    return tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=parts))
+
+
+def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> list[tuple[int, int]]:
+    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks and a unit."""
     together = math.lcm(unit, blocksize * NESTED_BLOCKSIZE)
     step = max(most - most % together, together)
-    pieces = []
-    for start in range(0, max(tensor.elements, 1), step):
-        stop = min(start + step, tensor.elements)
-        parts = tuple(cut_parts(dict(encoding.parts), blocksize, start, stop).items())
-        piece = tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=parts))
-        pieces.append(EncodedPiece(piece, start))
-    return pieces
-
-
-def packed_spans(elements: int, blocksize: int, most: int) -> list[tuple[int, int]]:
-    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256 blocks."""
-    unit = blocksize * NESTED_BLOCKSIZE
-    step = max(most - most % unit, unit)
     return [(start, min(start + step, elements)) for start in range(0, elements, step)]
 
 

@@ -39,6 +39,10 @@ _MOST_DOTS: Final = 64
 _LARGEST_SIZE: Final = 2**63
 
 
+FileRange = tuple[Path, int, int]
+"""(file, start, stop) in bytes."""
+
+
 class TensorInfo(NamedTuple):
     """One tensor of a file, as its header tells it.
 
@@ -60,6 +64,11 @@ class TensorInfo(NamedTuple):
     start: int
     stop: int
     encoding: "Encoding | None" = None
+
+    @property
+    def file_range(self) -> FileRange:
+        """Where its bytes are; of an encoded tensor, those of its largest part."""
+        return self.file, self.start, self.stop
 
     @property
     def nbytes(self) -> int:

@@ -168,6 +168,9 @@ class CopyJob:
         return self.source.nbytes
 
 
+Job = PackJob | CopyJob
+
+
 @dataclass(frozen=True)
 class Shard:
     """One output file.
@@ -181,7 +184,7 @@ class Shard:
     """
 
     name: str
-    jobs: tuple[PackJob | CopyJob, ...]
+    jobs: tuple[Job, ...]
     header_size: int
     fixed_size: int
     blobs_size: int
@@ -221,7 +224,7 @@ class Plan:
     shards: tuple[Shard, ...]
 
     @property
-    def jobs(self) -> Iterator[PackJob | CopyJob]:
+    def jobs(self) -> Iterator[Job]:
         return (job for shard in self.shards for job in shard.jobs)
 
     @property
@@ -267,9 +270,7 @@ def make_plan(
     return arrange([[job] for job in jobs], format, max_shard_size=max_shard_size, stem=stem)
 
 
-def arrange(
-    groups: Sequence[Sequence[PackJob | CopyJob]], format: Format, *, max_shard_size: int, stem: str = "model"
-) -> Plan:
+def arrange(groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: int, stem: str = "model") -> Plan:
     """Divide jobs into shards and place them.
 
     Args:
@@ -293,7 +294,7 @@ def arrange(
     )
 
 
-def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator[PackJob | CopyJob]:
+def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator[Job]:
     if isinstance(decision, Keep):
         cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
         yield CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, decision.reason)
@@ -304,8 +305,8 @@ def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator
         yield PackJob(tensor, matrix, decision.reason, footprint(format, matrix.shape))
 
 
-def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
-    seen: dict[str, PackJob | CopyJob] = {}
+def _check_names(jobs: Sequence[Job]) -> None:
+    seen: dict[str, Job] = {}
     for job in jobs:
         if job.name in seen:
             raise PlanError(f"{job.source.file}: {job.name}: two output tensors would have this name")
@@ -317,10 +318,8 @@ def _check_names(jobs: Sequence[PackJob | CopyJob]) -> None:
             raise PlanError(f"{job.source.file}: {job.name}: a tensor of the packed {packed.name} would have this name")
 
 
-def _split(
-    groups: Sequence[Sequence[PackJob | CopyJob]], max_shard_size: int
-) -> Iterator[tuple[list[PackJob | CopyJob], int]]:
-    shard: list[PackJob | CopyJob] = []
+def _split(groups: Sequence[Sequence[Job]], max_shard_size: int) -> Iterator[tuple[list[Job], int]]:
+    shard: list[Job] = []
     size = header = 0
     for group in groups:
         group_size, group_header = sum(job.nbytes for job in group), sum(_header_size(job) for job in group)
@@ -338,7 +337,7 @@ def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:
     return len(dtype) + len(str(shape)) + 2 * len(str(2**48)) + _ENTRY_SYNTAX
 
 
-def _header_size(job: PackJob | CopyJob) -> int:
+def _header_size(job: Job) -> int:
     """The most that a job's tensors take in the header."""
     name = len(json.dumps(job.name))
     if isinstance(job, CopyJob):
@@ -346,9 +345,9 @@ def _header_size(job: PackJob | CopyJob) -> int:
     return name * len(job.components) + job.footprint.header
 
 
-def _place(name: str, jobs: list[PackJob | CopyJob], entries: int) -> Shard:
+def _place(name: str, jobs: list[Job], entries: int) -> Shard:
     # (alignment, kind) → the tensors of that kind: the job, which of its components (a copy has none), bytes
-    kinds: dict[tuple[int, str], list[tuple[PackJob | CopyJob, int, int]]] = {}
+    kinds: dict[tuple[int, str], list[tuple[Job, int, int]]] = {}
     blobs_size = 0
     for job in jobs:
         if isinstance(job, CopyJob):

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from nf4conv.checkpoint.header import FileRange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import PlanError
@@ -72,8 +73,8 @@ class Worker:
         with self.timed(Activity.WRITE):
             shard.write(offset, host)
 
-    def fill(self, host: memoryview, ranges: Sequence[tuple[Path, int, int]], positions: Sequence[int]) -> None:
-        """Read file ranges (file, start, stop) to their positions in host memory."""
+    def fill(self, host: memoryview, ranges: Sequence[FileRange], positions: Sequence[int]) -> None:
+        """Read file ranges to their positions in host memory."""
         with self.timed(Activity.READ):
             for (file, start, stop), position in zip(ranges, positions, strict=False):
                 self._reader.read_into(file, start, host[position : position + stop - start])
@@ -250,6 +251,31 @@ def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
             break
         else:
             active.extend(iter(group) for group in islice(waiting, 1))
+
+
+def batches(
+    items: Iterable[T], size: Callable[[T], int], room: int, kind: Callable[[T], object], most: int | None = None
+) -> Iterator[tuple[T, ...]]:
+    """Neighbours that are taken together: items of one kind whose sizes fit a room; a larger one comes alone.
+
+    Args:
+        items: in their order.
+        size: of an item.
+        room: what the sizes of several items may add up to.
+        kind: of an item; only items of equal kinds are taken together.
+        most: how many items are taken together; None for any number.
+    """
+    batch: list[T] = []
+    left = room
+    for item in items:
+        needed = size(item)
+        if batch and (needed > left or len(batch) == most or kind(item) != kind(batch[0])):
+            yield tuple(batch)
+            batch, left = [], room
+        batch.append(item)
+        left -= needed
+    if batch:
+        yield tuple(batch)
 
 
 def aligned(nbytes: int) -> int:

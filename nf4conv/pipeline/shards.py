@@ -16,21 +16,10 @@ from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_n
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, block_count, quant_state_json
-from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, interleave
+from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
 _LARGEST_BATCH = 4096
-
-
-class ShardTask(Task[W_contra], Protocol[W_contra]):
-    """A task of a shard.
-
-    Attributes:
-        file: the source file that most of what it reads is in.
-    """
-
-    @property
-    def file(self) -> Path: ...
 
 
 class Audit(Protocol):
@@ -125,6 +114,19 @@ class ShardProgress:
         self._finished(self.writer.finish(entries, bytes(tail)))
 
 
+@dataclass(frozen=True)
+class ShardTask(Task[W_contra]):
+    """A task of a shard.
+
+    Attributes:
+        progress: of the shard, which it tells when it is done.
+        file: the source file that most of what it reads is in.
+    """
+
+    progress: ShardProgress
+    file: Path
+
+
 M = TypeVar("M")
 
 
@@ -168,7 +170,7 @@ def fill(
     progress: ShardProgress,
     weights: Sequence[ShardTask[Any]],
     piece: int,
-    cast: Callable[[ShardProgress, "tuple[CopyPart, ...]"], ShardTask[Any]] | None = None,
+    cast: Callable[[ShardProgress, Path, "tuple[CopyPart, ...]"], ShardTask[Any]] | None = None,
 ) -> list[ShardTask[Any]]:
     """All tasks of a shard: those of its weights, in turn with those of the tensors that are kept.
 
@@ -179,8 +181,10 @@ def fill(
         cast: makes the task of tensors that are kept in another dtype; None where there are none.
     """
     copies = [
-        cast(progress, parts) if cast is not None and is_cast(parts) else RawCopies(progress, parts)
-        for parts in copy_groups(progress.shard, piece)
+        make(progress, parts[0][0].source.file, parts)
+        for is_cast, make in ((False, RawCopies), (True, cast))
+        if make is not None
+        for parts in copy_groups(progress.shard, piece, is_cast=is_cast)
     ]
     progress.expect(len(weights) + len(copies))
     return list(interleave([weights, copies], 2))
@@ -200,28 +204,17 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
     }
 
 
-def pack_groups(shard: Shard, piece: int) -> Iterator[list[PackJob]]:
+def pack_groups(shard: Shard, piece: int) -> Iterator[tuple[PackJob, ...]]:
     """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out.
 
     No group is of several source files.
     """
-    group: list[PackJob] = []
-    room = piece
-    for job in shard.jobs:
-        if not isinstance(job, PackJob):
-            continue
-        size = aligned(job.source_bytes)
-        is_elsewhere = bool(group) and group[0].source.file != job.source.file
-        if group and (size > room or job.is_cut_out or is_elsewhere or len(group) == _LARGEST_BATCH):
-            yield group
-            group, room = [], piece
-        group.append(job)
-        room -= size
-        if room < 0 or job.is_cut_out:
-            yield group
-            group, room = [], piece
-    if group:
-        yield group
+    jobs = (job for job in shard.jobs if isinstance(job, PackJob))
+
+    def kind(job: PackJob) -> tuple[Path, str | None]:
+        return job.source.file, job.name if job.is_cut_out else None
+
+    return batches(jobs, lambda job: aligned(job.source_bytes), piece, kind, _LARGEST_BATCH)
 
 
 def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:
@@ -234,43 +227,25 @@ CopyPart = tuple[CopyJob, int, int]
 """(job, start, stop): bytes of its source."""
 
 
-def copy_groups(shard: Shard, piece: int) -> Iterator[tuple[CopyPart, ...]]:
-    """A shard's kept tensors in groups of at most a piece; tensors that are cast and those that are not stay apart.
+def copy_groups(shard: Shard, piece: int, *, is_cast: bool) -> Iterator[tuple[CopyPart, ...]]:
+    """A shard's kept tensors, those that are cast or those that are not, in groups of at most a piece.
 
     No group is of several source files. Those that must be decoded are left out.
     """
-    for cast in (False, True):
-        group: list[CopyPart] = []
-        room = piece
-        for job in shard.jobs:
-            if not isinstance(job, CopyJob) or job.source.encoding or (job.dtype != job.source.dtype) is not cast:
-                continue
-            for start in range(0, max(job.source_bytes, 1), piece):
-                stop = min(start + piece, job.source_bytes)
-                if group and (stop - start > room or group[0][0].source.file != job.source.file):
-                    yield tuple(group)
-                    group, room = [], piece
-                group.append((job, start, stop))
-                room -= stop - start
-        if group:
-            yield tuple(group)
-
-
-def is_cast(group: Sequence[CopyPart]) -> bool:
-    job = group[0][0]
-    return job.dtype != job.source.dtype
+    parts = (
+        (job, start, min(start + piece, job.source_bytes))
+        for job in shard.jobs
+        if isinstance(job, CopyJob) and not job.source.encoding and (job.dtype != job.source.dtype) is is_cast
+        for start in range(0, max(job.source_bytes, 1), piece)
+    )
+    return batches(parts, lambda part: part[2] - part[1], piece, lambda part: part[0].source.file)
 
 
 @dataclass(frozen=True)
-class RawCopies:
+class RawCopies(ShardTask[Worker]):
     """Tensors, or parts of them, that are kept as they are."""
 
-    progress: ShardProgress
     parts: tuple[CopyPart, ...]
-
-    @property
-    def file(self) -> Path:
-        return self.parts[0][0].source.file
 
     def run(self, worker: Worker) -> None:
         for job, start, stop in self.parts:

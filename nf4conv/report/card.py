@@ -10,7 +10,7 @@ import yaml
 
 from nf4conv import __version__
 from nf4conv.checkpoint.config import architecture_of
-from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Plan
+from nf4conv.checkpoint.plan import CopyJob, Format, Job, PackJob, Plan
 from nf4conv.checkpoint.source import Source
 from nf4conv.report.rows import VerificationSummary
 
@@ -65,7 +65,7 @@ class _Subject:
     readme: Path
     library: str
     format: Format
-    jobs: Sequence[PackJob | CopyJob]
+    jobs: Sequence[Job]
     figures: Figures
 
 
@@ -201,7 +201,7 @@ def _verified(summary: VerificationSummary) -> str:
     )
 
 
-def _kept(jobs: Sequence[PackJob | CopyJob]) -> str:
+def _kept(jobs: Sequence[Job]) -> str:
     sizes: dict[str, tuple[int, int]] = {}
     for job in jobs:
         if isinstance(job, CopyJob):

@@ -7,13 +7,12 @@ quantizing the source gives; and, where a code differs, whether it is as near to
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_parts, encoded_pieces, packed_spans
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.stored import StoredWeight
@@ -26,7 +25,7 @@ from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.pack import part_of
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, matrix_pieces, read_decoded, read_matrix
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, matrix_pieces, read_decoded, read_matrix
 from nf4conv.pipeline.with_torch.unpack import packed_piece
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
@@ -145,8 +144,8 @@ class CompareWeight:
         return weight, *_stored_piece(stored, parts, raws[1:])
 
 
-def _ranges(parts: Mapping[str, TensorInfo]) -> list[tuple[Path, int, int]]:
-    return [(part.file, part.start, part.stop) for part in parts.values()]
+def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
+    return [part.file_range for part in parts.values()]
 
 
 def _stored_piece(
@@ -258,8 +257,8 @@ class CompareCopy:
 
     def run(self, worker: TorchWorker) -> None:
         stored = self.result.tensor
-        ranges = [_range(tensor, self.start, self.stop) for tensor in (stored, self.source)]
-        found, original = worker.read(ranges)
+        parts = [cut_elements(tensor, self.start, self.stop) for tensor in (stored, self.source)]
+        found, original = worker.read([part.file_range for part in parts])
         with worker.timed(Activity.COMPUTE):
             if self.source.dtype != stored.dtype:
                 original = original.view(TORCH_DTYPES[self.source.dtype]).to(TORCH_DTYPES[stored.dtype])
@@ -276,14 +275,9 @@ class CompareDecoded:
     def run(self, worker: TorchWorker) -> None:
         stored, start = self.result.tensor, self.source.start
         original = read_decoded(worker, self.source.tensor).to(TORCH_DTYPES[stored.dtype]).clone()
-        [found] = worker.read([_range(stored, start, start + original.numel())])
+        [found] = worker.read([cut_elements(stored, start, start + original.numel()).file_range])
         with worker.timed(Activity.COMPUTE):
             self.result.add(_count_differing(found, original.view(-1).view(torch.uint8), stored))
-
-
-def _range(tensor: TensorInfo, start: int, stop: int) -> tuple[Path, int, int]:
-    bits = DTYPE_BITS[tensor.dtype]
-    return tensor.file, tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
 
 
 def _count_differing(found: torch.Tensor, expected: torch.Tensor, tensor: TensorInfo) -> int:

@@ -6,23 +6,19 @@ All are read piece by piece, except two encoded tensors that cannot be cut at th
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import cut_parts, encoded_pieces
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.encoded_pieces import encoded_pieces, packed_part
+from nf4conv.checkpoint.header import FileRange, TensorInfo
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
-from nf4conv.pipeline.loop import Activity, Task, aligned
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, read_decoded
-from nf4conv.pipeline.with_torch.unpack import decode_piece, packed_piece
+from nf4conv.pipeline.loop import Activity, Task, aligned, batches
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, read_values
+from nf4conv.pipeline.with_torch.unpack import decode_piece, read_packed
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import PieceDifference, TensorDifference
-
-FileRange = tuple[Path, int, int]
-"""(file, start, stop) in bytes."""
 
 _CHUNK: Final = 2**18
 """Values compared at a time: in float64 they take a few times as much memory as they do in a file."""
@@ -31,17 +27,12 @@ _CHUNK: Final = 2**18
 def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of tensors that are stored alike, byte by byte."""
     for result in results:
-        group: list[tuple[FileRange, FileRange]] = []
-        room = piece
-        for pair in _range_pairs(result, piece // 2):
-            size = sum(aligned(stop - start) for _, start, stop in pair)
-            if group and size > room:
-                yield CompareBytes(result, tuple(group))
-                group, room = [], piece
-            group.append(pair)
-            room -= size
-        if group:
-            yield CompareBytes(result, tuple(group))
+        for pairs in batches(_range_pairs(result, piece // 2), _room_of, piece, lambda _: None):
+            yield CompareBytes(result, pairs)
+
+
+def _room_of(pair: tuple[FileRange, FileRange]) -> int:
+    return sum(aligned(stop - start) for _, start, stop in pair)
 
 
 def _range_pairs(result: TensorDifference, most: int) -> Iterator[tuple[FileRange, FileRange]]:
@@ -118,16 +109,11 @@ def _spans(tensor: TensorInfo, most: int, unit: int) -> list[tuple[int, int]]:
 
 
 def _cut(tensor: TensorInfo, spans: Sequence[tuple[int, int]], most: int, unit: int) -> list[TensorInfo]:
-    encoding = tensor.encoding
-    if encoding is None:
+    if tensor.encoding is None:
         return [cut_elements(tensor, *span) for span in spans]
     if not _is_cuttable(tensor):
         return [piece.tensor for piece in encoded_pieces(tensor, most, unit)]
-    cuts = [(span, cut_parts(dict(encoding.parts), encoding.block[0], *span)) for span in spans]
-    return [
-        tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=tuple(parts.items())))
-        for (start, stop), parts in cuts
-    ]
+    return [packed_part(tensor, *span) for span in spans]
 
 
 @dataclass(frozen=True)
@@ -148,15 +134,11 @@ class CompareValues:
 
 def _read(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     """[elements] of a piece, decoded."""
-    encoding, dtype = tensor.encoding, TORCH_DTYPES[tensor.dtype]
-    if encoding is None:
-        [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
-        return raw.view(dtype)
-    if encoding.method is not Method.BITSANDBYTES_4BIT:
-        return read_decoded(worker, tensor).view(-1)
-    raws = worker.read([(part.file, part.start, part.stop) for _, part in encoding.parts])
+    if tensor.encoding is None or tensor.encoding.method is not Method.BITSANDBYTES_4BIT:
+        return read_values(worker, tensor)
+    packed, state = read_packed(worker, tensor)
     with worker.timed(Activity.COMPUTE):
-        return decode_piece(*packed_piece(dict(encoding.parts), raws), tensor.elements, dtype)
+        return decode_piece(packed, state, tensor.elements, TORCH_DTYPES[tensor.dtype])
 
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -5,9 +5,8 @@ last piece does the nested step, which needs all of it. Small tensors are taken 
 neighbours in the shard (checkpoint/plan.py), so each kind of component of a whole batch is one write.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -38,44 +37,38 @@ from nf4conv.pipeline.with_torch.reading import (
     read_decoded,
     read_matrix,
 )
-from nf4conv.pipeline.with_torch.unpack import unpack_pieces
+from nf4conv.pipeline.with_torch.unpack import UnpackPiece, packed_spans_of
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
     tasks: list[ShardTask[TorchWorker]] = []
-    for group in pack_groups(progress.shard, piece):
-        if group[0].is_cut_out:
-            tasks += _pack_matrix(progress, group[0], piece)
-        elif aligned(group[0].source_bytes) > piece:
-            tasks += _pack_pieces(progress, group[0], piece)
+    for jobs in pack_groups(progress.shard, piece):
+        job, pieces = jobs[0], _pieces(jobs[0], piece, progress.format.blocksize)
+        if len(pieces) > 1:
+            absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
+            tasks += [PackPiece(progress, job.source.file, job, absmax, *part) for part in pieces]
         else:
-            tasks.append(PackBatch(progress, tuple(group)))
-    for job in progress.shard.jobs:
-        if isinstance(job, CopyJob) and job.source.encoding is not None:
-            pieces = unpack_pieces(progress, job, piece) if progress.audit is None else []
-            tasks += pieces or [
-                CopyDecoded(progress, job, part) for part in encoded_pieces(job.source, _decoded(piece))
-            ]
+            tasks.append(PackBatch(progress, job.source.file, jobs))
+    for kept in progress.shard.jobs:
+        if isinstance(kept, CopyJob) and kept.source.encoding is not None:
+            file, encoded = kept.source.file, encoded_pieces(kept.source, _decoded(piece))
+            parts = packed_spans_of(kept, piece) if progress.audit is None else []
+            tasks += [UnpackPiece(progress, file, kept, *part) for part in parts]
+            tasks += [] if parts else [CopyDecoded(progress, file, kept, part) for part in encoded]
     return fill(progress, tasks, piece, CastCopies)
 
 
-def _pack_pieces(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
-    pieces = spans(job, piece)
-    absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
-    return (PackPiece(progress, job, absmax, start, stop) for start, stop in pieces)
+def _pieces(job: PackJob, piece: int, blocksize: int) -> list[tuple[int, int, TensorInfo | None]]:
+    """(start, stop, encoded elements) of the pieces of a large weight; none, or one, for a weight that is taken whole.
 
-
-def _pack_matrix(progress: ShardProgress, job: PackJob, piece: int) -> Iterator[ShardTask[TorchWorker]]:
-    """Tasks of a weight that is cut out of its source: piece by piece if it is encoded by rows, or else whole."""
-    pieces = matrix_pieces(job, _decoded(piece), progress.format.blocksize)
-    if len(pieces) < 2:
-        yield PackMatrix(progress, job)
-        return
-    absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
-    for tensor, start in pieces:
-        yield PackPiece(progress, job, absmax, start, start + tensor.elements, tensor)
+    A weight that is cut out of its source can be taken piece by piece only if it is encoded by rows.
+    """
+    if job.is_cut_out:
+        encoded = matrix_pieces(job, _decoded(piece), blocksize)
+        return [(start, start + tensor.elements, tensor) for tensor, start in encoded]
+    return [(*span, None) for span in spans(job, piece)] if aligned(job.source_bytes) > piece else []
 
 
 def _decoded(piece: int) -> int:
@@ -89,19 +82,14 @@ def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch
 
 
 @dataclass(frozen=True)
-class PackPiece:
+class PackPiece(ShardTask[TorchWorker]):
     """Elements start … stop of a large weight; `encoded` holds them if the weight is encoded."""
 
-    progress: ShardProgress
     job: PackJob
     absmax: Gathered[torch.Tensor]
     start: int
     stop: int
-    encoded: TensorInfo | None = None
-
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
+    encoded: TensorInfo | None
 
     def run(self, worker: TorchWorker) -> None:
         blocksize = self.progress.format.blocksize
@@ -124,47 +112,38 @@ class PackPiece:
 
 
 @dataclass(frozen=True)
-class PackBatch:
-    """Weights that fit into a worker's buffer together and are neighbours in the shard."""
+class PackBatch(ShardTask[TorchWorker]):
+    """Weights that fit into a worker's buffer together and are neighbours in the shard.
 
-    progress: ShardProgress
+    One that is stored transposed, encoded, or as a part of a larger tensor is alone, and taken whole.
+    """
+
     jobs: tuple[PackJob, ...]
 
-    @property
-    def file(self) -> Path:
-        return self.jobs[0].source.file
-
     def run(self, worker: TorchWorker) -> None:
-        _pack_whole(worker, self.progress, self.jobs, _read_weights(worker, self.progress.format, self.jobs))
+        format = self.progress.format
+        if self.jobs[0].is_cut_out:
+            weights = [read_matrix(worker, self.jobs[0], DTYPES[format.dtype])]
+        else:
+            weights = _read_weights(worker, format, self.jobs)
+        with worker.timed(Activity.COMPUTE):
+            absmaxes = [
+                torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
+                for weight in weights
+            ]
+            packed = [_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)]
+            together = torch.cat(packed)
+        worker.write([(self.progress.writer, self.jobs[0].offsets[0], together)])
+        _check_finite(self.jobs, weights)
+        self.progress.done(_complete(worker, self.progress, self.jobs, absmaxes))
 
 
 @dataclass(frozen=True)
-class PackMatrix:
-    """A weight that is stored transposed, encoded, or as a part of a larger tensor: it is taken whole."""
-
-    progress: ShardProgress
-    job: PackJob
-
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
-
-    def run(self, worker: TorchWorker) -> None:
-        weight = read_matrix(worker, self.job, DTYPES[self.progress.format.dtype])
-        _pack_whole(worker, self.progress, [self.job], [weight])
-
-
-@dataclass(frozen=True)
-class CopyDecoded:
+class CopyDecoded(ShardTask[TorchWorker]):
     """A kept tensor, or a piece of it, that the source holds encoded."""
 
-    progress: ShardProgress
     job: CopyJob
     piece: EncodedPiece
-
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
 
     def run(self, worker: TorchWorker) -> None:
         tensor = read_decoded(worker, self.piece.tensor)
@@ -179,15 +158,10 @@ class CopyDecoded:
 
 
 @dataclass(frozen=True)
-class CastCopies:
+class CastCopies(ShardTask[TorchWorker]):
     """Tensors, or parts of them, that are kept in another dtype."""
 
-    progress: ShardProgress
     parts: tuple[CopyPart, ...]
-
-    @property
-    def file(self) -> Path:
-        return self.parts[0][0].source.file
 
     def run(self, worker: TorchWorker) -> None:
         for job, start, stop in self.parts:
@@ -233,36 +207,10 @@ def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.T
     return packed
 
 
-def _pack_whole(
-    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]
-) -> None:
-    """Pack whole weights and write all their components."""
-    format = progress.format
-    with worker.timed(Activity.COMPUTE):
-        absmaxes = [
-            torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
-            for weight in weights
-        ]
-        packed = torch.cat([_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)])
-    worker.write([(progress.writer, jobs[0].offsets[0], packed)])
-    _check_finite(jobs, weights)
-    progress.done(_complete(worker, progress, jobs, absmaxes))
-
-
 def _complete(
     worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
 ) -> dict[str, bytes]:
-    """Write what is still missing of weights whose codes are written, and look at them; returns their JSON blobs."""
-    blobs = _write_states(worker, progress, jobs, absmaxes)
-    if progress.audit is not None:
-        progress.audit.check_weights(worker, progress, jobs, blobs)
-    return blobs
-
-
-def _write_states(
-    worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
-) -> dict[str, bytes]:
-    """Write all components but the codes and the JSON blobs of weights that are neighbours in the shard.
+    """Write all components but the codes and the JSON blobs of neighbouring weights, and look at what is written.
 
     Returns:
         The blobs, by name of the weight.
@@ -284,7 +232,10 @@ def _write_states(
             parts = [torch.cat(list(absmaxes)), quant_map]
     # parts stand in the order of layout.components, of which the packed codes are the first
     worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
-    return json_blobs(format, jobs, offsets)
+    blobs = json_blobs(format, jobs, offsets)
+    if progress.audit is not None:
+        progress.audit.check_weights(worker, progress, jobs, blobs)
+    return blobs
 
 
 def _check_finite(jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]) -> None:

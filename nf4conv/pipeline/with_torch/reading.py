@@ -38,6 +38,14 @@ def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
     return tensor._replace(shape=(stop - start,), start=begin, stop=end)
 
 
+def read_values(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    """[elements] on the worker's device, decoded if they are encoded."""
+    if tensor.encoding is not None:
+        return read_decoded(worker, tensor).view(-1)
+    [raw] = worker.read([tensor.file_range])
+    return raw.view(TORCH_DTYPES[tensor.dtype])
+
+
 def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     """Read and decode a tensor, or a piece of one (checkpoint/encoded_pieces.py).
 
@@ -54,7 +62,7 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     encoding = tensor.encoding
     assert encoding is not None
     parts = [part for _, part in encoding.parts]
-    raws = worker.read([(part.file, part.start, part.stop) for part in parts])
+    raws = worker.read([part.file_range for part in parts])
     with worker.timed(Activity.COMPUTE):
         views = [raw.view(TORCH_DTYPES[part.dtype]).view(part.shape) for raw, part in zip(raws, parts, strict=True)]
         roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))

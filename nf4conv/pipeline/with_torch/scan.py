@@ -14,7 +14,7 @@ from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import Activity, Task, make_pipeline
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded
+from nf4conv.pipeline.with_torch.reading import cut_elements, read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
 
@@ -33,23 +33,10 @@ class _Counts:
 @dataclass(frozen=True)
 class _CountPiece:
     tensor: TensorInfo
-    start: int
-    stop: int
     counts: _Counts
 
     def run(self, worker: TorchWorker) -> None:
-        [raw] = worker.read([(self.tensor.file, self.start, self.stop)])
-        with worker.timed(Activity.COMPUTE):
-            self.counts.add(self.tensor.name, raw.view(TORCH_DTYPES[self.tensor.dtype]))
-
-
-@dataclass(frozen=True)
-class _CountDecoded:
-    tensor: TensorInfo
-    counts: _Counts
-
-    def run(self, worker: TorchWorker) -> None:
-        values = read_decoded(worker, self.tensor)
+        values = read_values(worker, self.tensor)
         with worker.timed(Activity.COMPUTE):
             self.counts.add(self.tensor.name, values)
 
@@ -75,8 +62,8 @@ def _open_reader(source: Source) -> Reader:
 def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
     for tensor in tensors.values():
         if tensor.encoding is not None:
-            yield from (_CountDecoded(part.tensor, counts) for part in encoded_pieces(tensor, piece // 2))
+            yield from (_CountPiece(part.tensor, counts) for part in encoded_pieces(tensor, piece // 2))
             continue
-        step = piece - piece % (DTYPE_BITS[tensor.dtype] // 8)
-        for start in range(tensor.start, tensor.stop, step):
-            yield _CountPiece(tensor, start, min(start + step, tensor.stop), counts)
+        step = piece // (DTYPE_BITS[tensor.dtype] // 8)
+        for start in range(0, tensor.elements, step):
+            yield _CountPiece(cut_elements(tensor, start, min(start + step, tensor.elements)), counts)

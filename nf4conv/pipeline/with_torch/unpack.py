@@ -6,42 +6,32 @@ are as large as a worker's buffer when decoded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import cut_parts, packed_spans
+from nf4conv.checkpoint.encoded_pieces import packed_part, packed_spans
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.codec.ops import backend
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity
-from nf4conv.pipeline.shards import ShardProgress
+from nf4conv.pipeline.shards import ShardTask
 from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, check_cast
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 
 @dataclass(frozen=True)
-class UnpackPiece:
+class UnpackPiece(ShardTask[TorchWorker]):
     """Elements start … stop of a packed weight that is stored decoded."""
 
-    progress: ShardProgress
     job: CopyJob
     start: int
     stop: int
 
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
-
     def run(self, worker: TorchWorker) -> None:
-        encoding = self.job.source.encoding
-        assert encoding is not None
-        parts = cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
-        raws = worker.read([(part.file, part.start, part.stop) for part in parts.values()])
+        packed, state = read_packed(worker, packed_part(self.job.source, self.start, self.stop))
         with worker.timed(Activity.COMPUTE):
-            packed, state = packed_piece(parts, raws)
             values = decode_piece(packed, state, self.stop - self.start, TORCH_DTYPES[self.job.dtype])
             if values.dtype != state.dtype:
                 check_cast(values, self.job, lambda: decode_piece(packed, state, values.numel(), torch.float32))
@@ -50,13 +40,20 @@ class UnpackPiece:
         self.progress.done()
 
 
-def unpack_pieces(progress: ShardProgress, job: CopyJob, piece: int) -> list[UnpackPiece]:
+def packed_spans_of(job: CopyJob, piece: int) -> list[tuple[int, int]]:
     """A packed weight in pieces of so many decoded bytes; none for a tensor that is encoded in another way."""
     encoding = job.source.encoding
     if encoding is None or encoding.method is not Method.BITSANDBYTES_4BIT or job.dtype != job.source.dtype:
         return []
-    spans = packed_spans(job.elements, encoding.block[0], piece // (DTYPE_BITS[job.dtype] // 8))
-    return [UnpackPiece(progress, job, start, stop) for start, stop in spans]
+    return packed_spans(job.elements, encoding.block[0], piece // (DTYPE_BITS[job.dtype] // 8))
+
+
+def read_packed(worker: TorchWorker, piece: TensorInfo) -> tuple[torch.Tensor, QuantState]:
+    """The codes and the state of a weight that bitsandbytes packed, or of a piece of it (`packed_part`)."""
+    assert piece.encoding is not None
+    raws = worker.read([part.file_range for _, part in piece.encoding.parts])
+    with worker.timed(Activity.COMPUTE):
+        return packed_piece(dict(piece.encoding.parts), raws)
 
 
 def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:

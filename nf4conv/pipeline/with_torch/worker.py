@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
+from nf4conv.checkpoint.header import FileRange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import Nf4convError, PlanError
@@ -70,11 +70,11 @@ class TorchWorker(Worker):
         self._output = torch.empty(0 if stream is None else piece, dtype=torch.uint8, pin_memory=stream is not None)
         super().__init__(reader, self._input.numpy().data, advance)
 
-    def read(self, ranges: Sequence[tuple[Path, int, int]]) -> list[torch.Tensor]:
+    def read(self, ranges: Sequence[FileRange]) -> list[torch.Tensor]:
         """The bytes of some file ranges, on the device.
 
         Args:
-            ranges: (file, start, stop) of each.
+            ranges: of files.
 
         Returns:
             One uint8 tensor for each range, aligned to 64 bytes; on the CPU they are the worker's own buffer and live

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Final, Literal
 
 from nf4conv.checkpoint.header import DTYPE_BITS
@@ -35,7 +34,7 @@ from nf4conv.pipeline.shards import (
 )
 from nf4conv.pipeline.without_torch.bundle import Action, Purpose
 from nf4conv.pipeline.without_torch.driver import DeviceMemory
-from nf4conv.pipeline.without_torch.worker import CudaWorker
+from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
 
 _EXPONENTS: Final[dict[str, tuple[Literal["H", "I"], int]]] = {
     "F32": ("I", 0x7F800000),
@@ -67,14 +66,11 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
         if aligned(group[0].source_bytes) > piece:
             pieces = spans(group[0], piece)
             absmax: Gathered[DeviceMemory] = gather(group[0], progress.format.blocksize, len(pieces))
-            tasks += [PackPiece(progress, group[0], absmax, start, stop) for start, stop in pieces]
+            tasks += [PackPiece(progress, group[0].source.file, group[0], absmax, *part) for part in pieces]
         else:
-            tasks.append(PackBatch(progress, tuple(group)))
+            tasks.append(PackBatch(progress, group[0].source.file, group))
     return fill(progress, tasks, piece)
 
-
-Launch = tuple[str, int, tuple[int, ...]]
-"""Kernel, programs, arguments."""
 
 Row = tuple[int, int, int, int]
 """Of a kernel's table: three addresses and a count."""
@@ -136,15 +132,10 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class PackBatch:
+class PackBatch(ShardTask[CudaWorker]):
     """Weights that fit into a worker's buffer together and are neighbours in the shard."""
 
-    progress: ShardProgress
     jobs: tuple[PackJob, ...]
-
-    @property
-    def file(self) -> Path:
-        return self.jobs[0].source.file
 
     def run(self, worker: CudaWorker) -> None:
         format = self.progress.format
@@ -160,7 +151,7 @@ class PackBatch:
             ]
             if format.double_quant:
                 launches += _compress(worker, tables, out, absmax)
-            _execute(worker, tables.stop, launches, out.visible)
+            worker.execute(tables.stop, launches, out.visible)
         _check_finite(worker, self.jobs, positions)
         host = worker.result.view
         with worker.timed(Activity.WRITE):
@@ -170,18 +161,13 @@ class PackBatch:
 
 
 @dataclass(frozen=True)
-class PackPiece:
+class PackPiece(ShardTask[CudaWorker]):
     """Elements start … stop of a large weight."""
 
-    progress: ShardProgress
     job: PackJob
     absmax: Gathered[DeviceMemory]
     start: int
     stop: int
-
-    @property
-    def file(self) -> Path:
-        return self.job.source.file
 
     def run(self, worker: CudaWorker) -> None:
         blocksize = self.progress.format.blocksize
@@ -197,7 +183,7 @@ class PackPiece:
                 _look_for_non_finite(worker, positions[-1], out),
                 *_quantize(worker, tables, positions[:-1], sizes, out, [absmax]),
             ]
-            _execute(worker, tables.stop, launches, out.packed + out.packed_starts[-1])
+            worker.execute(tables.stop, launches, out.packed + out.packed_starts[-1])
         _check_finite(worker, [self.job], positions)
         with worker.timed(Activity.WRITE):
             codes = worker.result.view[out.packed : out.packed + out.packed_starts[-1]]
@@ -227,6 +213,8 @@ def _read(worker: CudaWorker, parts: Sequence[tuple[PackJob, int, int]]) -> list
 
 
 def _look_for_non_finite(worker: CudaWorker, size: int, out: _Output) -> Launch:
+    """The launch that looks through so many bytes of a worker's input, and sets the flag, which is cleared now."""
+    worker.stream.clear(worker.output.address + out.flag, 4)
     words = size // 4
     return (
         "finite",
@@ -287,16 +275,6 @@ def _means(
     return launches
 
 
-def _execute(worker: CudaWorker, upload: int, launches: Sequence[Launch], download: int) -> None:
-    """Copy so many bytes of the input up, launch, copy so many bytes of the output down, and wait for it all."""
-    worker.stream.clear(worker.output.address, 4)
-    worker.stream.to_device(worker.input.address, worker.source.address, upload)
-    for name, programs, arguments in launches:
-        worker.launch(name, programs, *arguments)
-    worker.stream.to_host(worker.result.address, worker.output.address, download)
-    worker.stream.wait()
-
-
 def _check_finite(worker: CudaWorker, jobs: Sequence[PackJob], positions: Sequence[int]) -> None:
     if not any(worker.result.view[:4]):
         return
@@ -344,7 +322,7 @@ def _write_large_scales(
     tables = _Tables(worker, 0)
     means = worker.output.address
     launches = _means(worker, tables, [absmax], [blocks], means, worker.output.address + 256)
-    _execute(worker, tables.stop, launches, 4)
+    worker.execute(tables.stop, launches, 4)
     [offset] = worker.result.view[:4].cast("f").tolist()
     for start, count in chunks:
         _write_large_chunk(worker, progress, job, absmax, start, count)
@@ -364,10 +342,8 @@ def _write_large_chunk(
         tables = _Tables(worker, 0)
         row = (absmax + 4 * start, base + codes, base + nested, count)
         table, tiles = tables.add_tiled([row], worker.engine.bundle.numbers["nested_tile"])
-        worker.stream.to_device(worker.input.address, worker.source.address, tables.stop)
-        worker.launch("compress", tiles, table, base, worker.engine.tables["middles"], 1)
-        worker.stream.to_host(worker.result.address, base, nested + 4 * nested_count)
-        worker.stream.wait()
+        launch = ("compress", tiles, (table, base, worker.engine.tables["middles"], 1))
+        worker.execute(tables.stop, [launch], nested + 4 * nested_count)
     with worker.timed(Activity.WRITE):
         view = worker.result.view
         progress.writer.write(job.offsets[1] + start, view[codes : codes + count])

@@ -11,19 +11,18 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.encoded_pieces import cut_parts, packed_spans
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Plan
 from nf4conv.errors import CodecError, SourceError
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, nested_offset_of, parse_quant_state
-from nf4conv.pipeline.loop import Activity, aligned
+from nf4conv.pipeline.loop import Activity, aligned, batches
 from nf4conv.pipeline.shards import ShardProgress, ShardTask, fill
 from nf4conv.pipeline.without_torch.bundle import Action, Purpose
-from nf4conv.pipeline.without_torch.worker import CudaWorker
+from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
 
 _LARGEST_BATCH: Final = 1024
 _PLAIN_PARTS: Final = ("values", "absmax")
@@ -50,7 +49,12 @@ def purpose_of(plan: Plan) -> Purpose | None:
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many bytes of values."""
-    return fill(progress, [Unpack(progress, spans) for spans in _batches(progress, piece)], piece)
+
+    def room_of(span: Span) -> int:
+        return max(span.nbytes, _input_size(span.parts()))
+
+    groups = batches(_spans(progress, piece), room_of, piece, lambda span: span.job.source.file, _LARGEST_BATCH)
+    return fill(progress, [Unpack(progress, spans[0].job.source.file, spans) for spans in groups], piece)
 
 
 class Span(NamedTuple):
@@ -76,22 +80,6 @@ class Span(NamedTuple):
         return cut_parts(dict(encoding.parts), encoding.block[0], self.start, self.stop)
 
 
-def _batches(progress: ShardProgress, piece: int) -> Iterator[tuple[Span, ...]]:
-    """A shard's packed weights: several that fit a piece together, or a piece of one that does not."""
-    batch: list[Span] = []
-    room = piece
-    for span in _spans(progress, piece):
-        size = max(span.nbytes, _input_size(span.parts()))
-        is_elsewhere = bool(batch) and batch[0].job.source.file != span.job.source.file
-        if batch and (size > room or is_elsewhere or len(batch) == _LARGEST_BATCH):
-            yield tuple(batch)
-            batch, room = [], piece
-        batch.append(span)
-        room -= size
-    if batch:
-        yield tuple(batch)
-
-
 def _spans(progress: ShardProgress, piece: int) -> Iterator[Span]:
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
@@ -109,25 +97,16 @@ def _blob_role(roles: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Unpack:
+class Unpack(ShardTask[CudaWorker]):
     """Weights that fit into a worker's buffer together, or a piece of one."""
 
-    progress: ShardProgress
     spans: tuple[Span, ...]
-
-    @property
-    def file(self) -> Path:
-        return self.spans[0].job.source.file
 
     def run(self, worker: CudaWorker) -> None:
         starts = list(accumulate((span.nbytes for span in self.spans), initial=0))
         launches, upload = _prepare(worker, self.spans, starts)
         with worker.timed(Activity.COMPUTE):
-            worker.stream.to_device(worker.input.address, worker.source.address, upload)
-            for name, programs, arguments in launches:
-                worker.launch(name, programs, *arguments)
-            worker.stream.to_host(worker.result.address, worker.output.address, starts[-1])
-            worker.stream.wait()
+            worker.execute(upload, launches, starts[-1])
         with worker.timed(Activity.WRITE):
             for offset, start, stop in _runs(self.spans, starts):
                 self.progress.writer.write(offset, worker.result.view[start:stop])
@@ -144,14 +123,10 @@ def _runs(spans: Sequence[Span], starts: Sequence[int]) -> Iterator[tuple[int, i
     yield offset, first, starts[-1]
 
 
-Launch = tuple[str, int, tuple[int, ...]]
-"""Kernel, programs, arguments."""
-
-
 def _prepare(worker: CudaWorker, spans: Sequence[Span], starts: Sequence[int]) -> tuple[list[Launch], int]:
     """Read what is needed to the worker's input; the launches that decode it, and how many bytes they need of it."""
     layouts: list[tuple[Span, dict[str, int], int]] = []
-    ranges: list[tuple[Path, int, int]] = []
+    ranges: list[FileRange] = []
     positions: list[int] = []
     end = 0
     for span in spans:
@@ -161,7 +136,7 @@ def _prepare(worker: CudaWorker, spans: Sequence[Span], starts: Sequence[int]) -
         places = {}
         for role in (*roles, blob):
             places[role] = end
-            ranges.append((parts[role].file, parts[role].start, parts[role].stop))
+            ranges.append(parts[role].file_range)
             positions.append(end)
             end += aligned(parts[role].nbytes)
         layouts.append((span, places, parts[blob].nbytes))
@@ -179,14 +154,14 @@ def _prepare(worker: CudaWorker, spans: Sequence[Span], starts: Sequence[int]) -
 
 def _launch(worker: CudaWorker, span: Span, places: Mapping[str, int], blob_size: int, start: int) -> Launch:
     role = _blob_role(places)
-    fields = _read_blob(worker, span, places[role], blob_size)
+    is_nested = "nested_absmax" in places
+    nested_offset = _read_blob(worker, span, places[role], blob_size, is_nested)
     numbers, base = worker.engine.bundle.numbers, worker.input.address
     codes, absmax = base + places["values"], base + places["absmax"]
-    is_nested = "nested_absmax" in places
     nested = (absmax, absmax, absmax)
     if is_nested:
         offset = places[role] + aligned(blob_size)
-        worker.source.view[offset : offset + 4] = struct.pack("<f", _offset(span, fields))
+        worker.source.view[offset : offset + 4] = struct.pack("<f", nested_offset)
         nested = (base + places["nested_quant_map"], base + places["nested_absmax"], base + offset)
     out, elements = worker.output.address + start, span.stop - span.start
     kind = "aligned" if elements % numbers["slot"] == 0 and out % 16 == 0 else "any"
@@ -194,19 +169,10 @@ def _launch(worker: CudaWorker, span: Span, places: Mapping[str, int], blob_size
     return f"{'nested' if is_nested else 'plain'}_{kind}", -(-elements // numbers["tile"]), arguments
 
 
-def _read_blob(worker: CudaWorker, span: Span, place: int, size: int) -> dict[str, Any]:
+def _read_blob(worker: CudaWorker, span: Span, place: int, size: int, is_nested: bool) -> float:
+    """Check a JSON blob; its nested_offset, or 0.0."""
     try:
-        return parse_quant_state(bytes(worker.source.view[place : place + size]))
+        fields = parse_quant_state(bytes(worker.source.view[place : place + size]))
+        return nested_offset_of(fields) if is_nested else 0.0
     except CodecError as error:
-        raise _unreadable(span, error) from error
-
-
-def _offset(span: Span, fields: Mapping[str, Any]) -> float:
-    try:
-        return nested_offset_of(fields)
-    except CodecError as error:
-        raise _unreadable(span, error) from error
-
-
-def _unreadable(span: Span, error: CodecError) -> SourceError:
-    return SourceError(f"{span.job.source.file}: {span.job.source.name}: {error}")
+        raise SourceError(f"{span.job.source.file}: {span.job.source.name}: {error}") from error

@@ -1,7 +1,7 @@
 """A worker on a bare GPU: a stream, and buffers of fixed size on both sides."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from nf4conv.checkpoint.header import DTYPE_BITS
@@ -28,6 +28,10 @@ OUTPUT_SLACK = 2**20
 
 
 _ITEMSIZES = {name: DTYPE_BITS[tag] // 8 for tag, name in DTYPE_NAMES.items()}
+
+
+Launch = tuple[str, int, tuple[int, ...]]
+"""Kernel, programs, arguments."""
 
 
 class CudaEngine:
@@ -141,9 +145,14 @@ class CudaWorker(Worker):
         self.engine.give_back(self.input)
         self.engine.give_back(self.output)
 
-    def launch(self, name: str, programs: int, *arguments: int) -> None:
-        if programs:
-            self.engine.bundle.functions[name].launch(self.stream, programs, arguments)
+    def execute(self, upload: int, launches: Sequence[Launch], download: int) -> None:
+        """Copy so many bytes of the input up, launch, copy so many bytes of the output down, and wait for it all."""
+        self.stream.to_device(self.input.address, self.source.address, upload)
+        for name, programs, arguments in launches:
+            if programs:
+                self.engine.bundle.functions[name].launch(self.stream, programs, arguments)
+        self.stream.to_host(self.result.address, self.output.address, download)
+        self.stream.wait()
 
 
 def bare_engine(device: str, purpose: Purpose) -> CudaEngine | None:
