@@ -14,6 +14,9 @@ Nf4convError            everything below; the command line prints it as one line
     └── CudaOutOfMemoryError    the device, or what the host may pin, is full
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Nf4convError(Exception):
     """Base of every error that is meant for the user."""
@@ -45,3 +48,12 @@ class OutputError(Nf4convError):
 
 class CodecError(Nf4convError, ValueError):
     """A tensor or quant state outside what the codec accepts."""
+
+
+@contextmanager
+def named(path: object, kind: type[Nf4convError]) -> Iterator[None]:
+    """Turn what the operating system says into an error of a kind that names a file."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: {error.strerror or error}") from error

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.checkpoint.config import (
-    architecture_of,
-    checkpoint_dtype,
-    quantization_config,
-    quantized_config,
-    without_quantization,
-)
+from nf4conv.checkpoint.config import architecture_of, checkpoint_dtype, quantized_config, without_quantization
 from nf4conv.checkpoint.header import TensorInfo
 
 SETTINGS = {"quant_type": "nf4", "double_quant": True, "compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}
@@ -35,7 +29,8 @@ def test_the_keys_and_values_are_those_that_transformers_writes(quant_type, doub
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=["lm_head"],
     ).to_dict()
-    ours = quantization_config(**{**SETTINGS, "quant_type": quant_type, "double_quant": double_quant})
+    settings = {**SETTINGS, "quant_type": quant_type, "double_quant": double_quant}
+    ours = quantized_config({}, **settings, dtype=None)["quantization_config"]
     assert ours == {**theirs, "quant_method": "bitsandbytes"}
     assert len(ours) == 13
 
@@ -58,7 +53,7 @@ def test_the_architecture_is_a_name_or_nothing(stored, expected):
 
 
 def test_the_threshold_is_a_json_float():
-    assert '"llm_int8_threshold": 6.0' in json.dumps(quantization_config(**SETTINGS))
+    assert '"llm_int8_threshold": 6.0' in json.dumps(quantized_config({}, **SETTINGS, dtype=None))
 
 
 def test_leftovers_of_a_quantization_are_removed_at_every_level():

@@ -8,18 +8,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.format.layout import block_count, components, quant_state_json
+from nf4conv.format.layout import Format, block_count, components, quant_state_json
 
 
 def test_json_without_double_quantization():
-    blob = quant_state_json(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=(192, 128))
+    blob = quant_state_json(Format("nf4", 64, False, "bfloat16"), (192, 128))
     assert blob == b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [192, 128]}'
 
 
 def test_json_with_double_quantization():
-    blob = quant_state_json(
-        quant_type="fp4", blocksize=128, dtype="float32", shape=(3,), nested_offset=0.08713658899068832
-    )
+    blob = quant_state_json(Format("fp4", 128, True, "float32"), (3,), 0.08713658899068832)
     assert blob == (
         b'{"quant_type": "fp4", "blocksize": 128, "dtype": "float32", "shape": [3], "nested_blocksize": 256,'
         b' "nested_dtype": "float32", "nested_offset": 0.08713658899068832}'
@@ -33,17 +31,15 @@ def test_json_with_double_quantization():
 @example(pattern=0x80800000)
 def test_no_offset_makes_the_json_longer_than_planned(pattern):
     offset = struct.unpack("<f", struct.pack("<I", pattern))[0]
-    arguments = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": (8, 64)}
-    planned = components(**arguments, double_quant=True)[-1].shape[0]
-    assert len(quant_state_json(**arguments, nested_offset=offset)) <= planned
+    format = Format("nf4", 64, True, "bfloat16")
+    planned = components(format, (8, 64))[-1].shape[0]
+    assert len(quant_state_json(format, (8, 64), offset)) <= planned
 
 
 def planned_and_made(shape: tuple[int, ...], quant_type: str, blocksize: int, double_quant: bool) -> None:
     packed, state = quantize_4bit(torch.randn(shape), quant_type, blocksize, double_quant)
     made = {"": packed, **state.components()}
-    planned = components(
-        quant_type=quant_type, blocksize=blocksize, dtype="float32", shape=shape, double_quant=double_quant
-    )
+    planned = components(Format(quant_type, blocksize, double_quant, "float32"), shape)
     tags = {torch.uint8: "U8", torch.float32: "F32"}
     assert [part.suffix for part in planned] == list(made)
     for part in planned[:-1]:

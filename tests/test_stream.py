@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
-import nf4conv.checkpoint.stream as stream_module
+import nf4conv.checkpoint.hub as hub_module
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.checkpoint.hub import RemoteFile, Repository
 from nf4conv.checkpoint.stream import ShardStream, check_content
@@ -47,7 +47,7 @@ def checkpoint(shards: int = SHARDS) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(hub_module, "_WAITS", (0.01, 0.01))
 
 
 @pytest.fixture

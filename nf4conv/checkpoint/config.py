@@ -20,18 +20,29 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return first if isinstance(first, str) else ""
 
 
-def quantization_config(
-    *, quant_type: str, double_quant: bool, compute_dtype: str, skip_modules: Sequence[str]
+def quantized_config(
+    config: Mapping[str, Any],
+    *,
+    quant_type: str,
+    double_quant: bool,
+    compute_dtype: str,
+    skip_modules: Sequence[str],
+    dtype: str | None,
 ) -> dict[str, Any]:
-    """The value of quantization_config.
+    """The content of config.json for a 4-bit checkpoint.
 
     Args:
+        config: the content of the source's.
         quant_type: "nf4" or "fp4"; without it transformers assumes fp4.
         double_quant: must match what is stored: transformers 4.57 counts the tensors of a weight.
         compute_dtype: "bfloat16", "float16" or "float32": what a loaded model multiplies in.
         skip_modules: null would let every loader guess its own list.
+        dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
     """
-    return {
+    edited = without_quantization(config)
+    if dtype is not None:
+        edited = _with_dtype(edited, dtype)
+    edited["quantization_config"] = {
         "_load_in_4bit": True,
         "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": compute_dtype,
@@ -46,33 +57,6 @@ def quantization_config(
         "load_in_8bit": False,
         "quant_method": "bitsandbytes",
     }
-
-
-def quantized_config(
-    config: Mapping[str, Any],
-    *,
-    quant_type: str,
-    double_quant: bool,
-    compute_dtype: str,
-    skip_modules: Sequence[str],
-    dtype: str | None,
-) -> dict[str, Any]:
-    """The content of config.json for a 4-bit checkpoint.
-
-    Args:
-        config: the content of the source's.
-        quant_type: as for `quantization_config`.
-        double_quant: as for `quantization_config`.
-        compute_dtype: as for `quantization_config`.
-        skip_modules: as for `quantization_config`.
-        dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
-    """
-    edited = without_quantization(config)
-    if dtype is not None:
-        edited = _with_dtype(edited, dtype)
-    edited["quantization_config"] = quantization_config(
-        quant_type=quant_type, double_quant=double_quant, compute_dtype=compute_dtype, skip_modules=skip_modules
-    )
     return edited
 
 
@@ -91,7 +75,8 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    return _with_present_dtype(config, dtype) | dict.fromkeys([*_dtype_keys(config), "torch_dtype"], dtype)
+    keys = [key for key in DTYPE_KEYS if key in config] or ["dtype"]
+    return _with_present_dtype(config, dtype) | dict.fromkeys([*keys, "torch_dtype"], dtype)
 
 
 def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -99,10 +84,6 @@ def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]
         key: _with_present_dtype(value, dtype) if isinstance(value, Mapping) else value for key, value in config.items()
     }
     return edited | {key: dtype for key in DTYPE_KEYS if config.get(key) is not None}
-
-
-def _dtype_keys(config: Mapping[str, Any]) -> list[str]:
-    return [key for key in DTYPE_KEYS if key in config] or ["dtype"]
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, named
 from nf4conv.format.encodings import Method
 
 DTYPE_BITS: Final = {
@@ -104,14 +104,10 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
     Raises:
         SourceError: the file is missing, unreadable, truncated or malformed.
     """
-    try:
+    with named(path, SourceError), path.open("rb") as file:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            _check_length(path, length, size)
-            raw = file.read(length)
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}") from error
+        stop = header_stop(path, file.read(LENGTH_BYTES), size)
+        raw = file.read(stop - LENGTH_BYTES)
     return parse_header(raw, path, size)
 
 
@@ -127,11 +123,6 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
         SourceError: no safetensors file begins like this.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    _check_length(path, length, size)
-    return LENGTH_BYTES + length
-
-
-def _check_length(path: Path, length: int, size: int) -> None:
     if size < LENGTH_BYTES:
         raise SourceError(f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete")
     if length > LONGEST_HEADER:
@@ -140,6 +131,7 @@ def _check_length(path: Path, length: int, size: int) -> None:
         raise SourceError(
             f"{path}: claims a header of {length:,} bytes but the file has only {size:,}; the download is incomplete"
         )
+    return LENGTH_BYTES + length
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:

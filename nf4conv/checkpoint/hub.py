@@ -8,11 +8,12 @@ are in the cache are used where they are.
 import glob
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import huggingface_hub
 from huggingface_hub import errors
@@ -29,6 +30,8 @@ from nf4conv.options import SourceOptions
 
 LIBRARY: Final = "nf4conv"
 
+T = TypeVar("T")
+
 HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
     OSError,
     errors.EntryNotFoundError,
@@ -36,6 +39,9 @@ HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
     cast("type[Exception]", errors.HfHubHTTPError.__bases__[0]),
 )
 """huggingface_hub's own errors, and those of the HTTP library that it happens to be built on."""
+
+_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between tries, after those of huggingface_hub itself."""
 
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
@@ -316,7 +322,24 @@ def one_line(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def may_pass(error: Exception) -> bool:
+def patiently(attempt: Callable[[], T], stopped: threading.Event) -> T | None:
+    """What an attempt gives, which is repeated as long as that may help; None if it is no longer wanted.
+
+    Raises:
+        OSError and others of HUB_ERRORS: trying again does not help, or has not helped.
+    """
+    for wait in _WAITS:
+        try:
+            return attempt()
+        except HUB_ERRORS as error:
+            if not _may_pass(error):
+                raise
+        if stopped.wait(wait):
+            return None
+    return attempt()
+
+
+def _may_pass(error: Exception) -> bool:
     """Whether trying again may help: the server is busy, or the connection failed."""
     cause: BaseException | None = error
     while cause is not None:

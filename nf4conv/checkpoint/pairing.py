@@ -9,13 +9,14 @@ from typing import Any, Final
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import module_of
-from nf4conv.checkpoint.plan import FLOAT_TAGS, Format, PackJob, footprint
+from nf4conv.checkpoint.plan import FLOAT_TAGS, PackJob, footprint
 from nf4conv.checkpoint.selection import PackedMatrix, split_experts
 from nf4conv.checkpoint.skip_list import HEADS
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.stored import StoredWeight
 from nf4conv.checkpoint.structure import Structure
 from nf4conv.format.encodings import Method
+from nf4conv.format.layout import Format
 
 _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 """Computed at load time; transformers leaves them out of what it saves."""

@@ -16,7 +16,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo, check_name
 from nf4conv.checkpoint.pickle_program import PickleError, Storage, StoredTensor, run_pickle
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, named
 from nf4conv.format.encodings import Method
 
 _LARGEST_PICKLE: Final = 2**28
@@ -44,14 +44,9 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
             has been executed.
     """
     try:
-        with path.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                state, storages = _read_zip(file)
-            else:
-                state, storages = _read_legacy(file)
-        tensors = [_describe(path, name, tensor, storages) for name, tensor in _tensors(state)]
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}") from error
+        with named(path, SourceError), path.open("rb") as file:
+            state, storages = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
+            tensors = [_describe(path, name, tensor, storages) for name, tensor in _tensors(state)]
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, UnicodeDecodeError, EOFError) as error:
         # all of them from zipfile, about damaged archives
         raise SourceError(f"{path}: a damaged zip archive: {error}; download it again") from error

@@ -22,31 +22,13 @@ from typing import Final, NamedTuple
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import DTYPE_NAMES, Component, components
+from nf4conv.format.layout import DTYPE_NAMES, Component, Format, components
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 
 _LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
-
-
-@dataclass(frozen=True)
-class Format:
-    """How weights are packed: one choice for a whole checkpoint, as loaders require.
-
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        double_quant: whether absmax is quantized too.
-        dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
-            float tensors are stored in.
-    """
-
-    quant_type: str
-    blocksize: int
-    double_quant: bool
-    dtype: str
 
 
 class Footprint(NamedTuple):
@@ -69,13 +51,7 @@ class Footprint(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
-    parts = components(
-        quant_type=format.quant_type,
-        blocksize=format.blocksize,
-        dtype=format.dtype,
-        shape=shape,
-        double_quant=format.double_quant,
-    )
+    parts = components(format, shape)
     sizes = tuple(part.nbytes for part in parts)
     header = sum(1 + len(part.suffix) + _entry_size(part.dtype, part.shape) for part in parts)
     kinds = tuple((_alignment(part.dtype), f"packed {part.suffix}") for part in parts[:-1])

@@ -4,10 +4,9 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, named
 
 
 class Reader:
@@ -25,14 +24,12 @@ class Reader:
         """
         descriptor = self._descriptor(path)
         position = 0
-        try:
+        with named(path, SourceError):
             while position < len(buffer):
                 count = os.preadv(descriptor, [buffer[position:]], start + position)
                 if count == 0:
                     raise SourceError(f"{path}: ends at byte {start + position:,}; it was cut off while being read")
                 position += count
-        except OSError as error:
-            raise SourceError(f"{path}: {error.strerror or error}") from error
 
     def forget(self, path: Path) -> None:
         """Close a file that is not read any more."""
@@ -47,18 +44,14 @@ class Reader:
     def _descriptor(self, path: Path) -> int:
         with self._lock:
             if path not in self._descriptors:
-                try:
+                with named(path, SourceError):
                     self._descriptors[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise SourceError(f"{path}: {error.strerror or error}") from error
             return self._descriptors[path]
 
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -70,12 +63,9 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     Raises:
         SourceError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(2**22):
-                yield chunk
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}") from error
+    with named(path, SourceError), path.open("rb") as file:
+        while chunk := file.read(2**22):
+            yield chunk
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:
@@ -84,9 +74,6 @@ def read_bytes(tensor: TensorInfo) -> bytes:
     Raises:
         SourceError: the file cannot be read.
     """
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            return file.read(tensor.nbytes)
-    except OSError as error:
-        raise SourceError(f"{tensor.file}: {error.strerror or error}") from error
+    with named(tensor.file, SourceError), tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.nbytes)

@@ -19,7 +19,7 @@ from nf4conv.checkpoint.header import LENGTH_BYTES, TensorInfo, header_stop, par
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.weight_files import PICKLE_SUFFIXES, STEMS, find_weights
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, named
 from nf4conv.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -217,9 +217,8 @@ def read_json(path: Path) -> dict[str, Any]:
         SourceError: unreadable, or not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}") from error
+        with named(path, SourceError):
+            content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -15,18 +15,16 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Final, cast
+from typing import Final
 
-from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, may_pass, one_line
-from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, one_line, patiently
+from nf4conv.checkpoint.reader import Reader, read_chunks
 from nf4conv.errors import OutputError, SourceError
 
 FILES_ON_DISK: Final = 2
 
-_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between tries, after those of huggingface_hub itself."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -87,12 +85,10 @@ class ShardStream(RemoteReader):
         threading.Thread(target=self._fetch_all, name="nf4conv-fetch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.interrupt()
-        super().__exit__(kind, error, trace)
-        if error is None:
+        super().__exit__(*failure)
+        if failure[0] is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def expect(self, path: Path | None) -> None:
@@ -177,25 +173,17 @@ class ShardStream(RemoteReader):
         raise SourceError(f"{self._repository.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged")
 
     def _download(self, file: RemoteFile, *, again: bool) -> Path:
-        for wait in _WAITS:
-            local = self._try_download(file, again=again, is_last=False)
-            if local is not None:
-                return local
-            if self._stopped.wait(wait):
-                raise SourceError(f"{file.name}: no longer wanted")
-        return cast("Path", self._try_download(file, again=again, is_last=True))
-
-    def _try_download(self, file: RemoteFile, *, again: bool, is_last: bool) -> Path | None:
-        """None when another try may help."""
         where = f"{self._repository.repo}/{file.name}"
+        attempt = partial(self._repository.download, file, self._folder, again=again)
         try:
-            return self._repository.download(file, self._folder, again=again)
+            local = patiently(attempt, self._stopped)
         except HUB_ERRORS as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise OutputError(f"{self._folder}: no room for {where}, {file.size:,} bytes") from error
-            if is_last or not may_pass(error):
-                raise SourceError(f"{where}: {one_line(error)}") from error
-        return None
+            raise SourceError(f"{where}: {one_line(error)}") from error
+        if local is None:
+            raise SourceError(f"{file.name}: no longer wanted")
+        return local
 
 
 def check_content(path: Path, file: RemoteFile) -> str | None:
@@ -209,9 +197,8 @@ def check_content(path: Path, file: RemoteFile) -> str | None:
         digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob
     else:
         return None
-    with path.open("rb") as content:
-        while chunk := content.read(2**22):
-            digest.update(chunk)
+    for chunk in read_chunks(path):
+        digest.update(chunk)
     return None if digest.hexdigest() == expected else f"its hash is not {expected}, which the hub says"
 
 

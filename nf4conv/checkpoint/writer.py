@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nf4conv.checkpoint.header import build_header, read_header
-from nf4conv.errors import OutputError
+from nf4conv.errors import OutputError, named
 
 
 class ShardWriter:
@@ -26,11 +26,9 @@ class ShardWriter:
         self._final = final
         self._header_size = header_size
         self._data_size = data_size
-        try:
+        with named(temporary, OutputError):
             self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._descriptor, header_size + data_size)
-        except OSError as error:
-            raise _output_error(temporary, error) from error
 
     def place(self, offset: int) -> tuple[Path, int]:
         """Where data at `offset` is for now: the file, which still has its temporary name, and the position in it."""
@@ -43,13 +41,11 @@ class ShardWriter:
             OutputError: the disk is full or failing.
         """
         position = self._header_size + offset
-        try:
+        with named(self._final, OutputError):
             while data:
                 count = os.pwrite(self._descriptor, data, position)
                 data = data[count:]
                 position += count
-        except OSError as error:
-            raise _output_error(self._final, error) from error
 
     def finish(self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes) -> int:
         """Append `tail` to the data, write the header, sync, check, and give the file its final name.
@@ -72,15 +68,12 @@ class ShardWriter:
         self.write(-self._header_size, memoryview(header))
         self.write(self._data_size, memoryview(tail))
         size = self._header_size + self._data_size + len(tail)
-        try:
+        with named(self._final, OutputError):
             os.ftruncate(self._descriptor, size)
             os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self.close()
             self._check(expected, size)
             self._temporary.replace(self._final)
-        except OSError as error:
-            raise _output_error(self._final, error) from error
         return size
 
     def _check(self, expected: dict[str, tuple[int, int]], size: int) -> None:
@@ -90,14 +83,10 @@ class ShardWriter:
             raise OutputError(f"{self._final}: the header read back is not the one written; is the disk failing?")
 
     def close(self) -> None:
-        """Give up an unfinished file; it keeps its temporary name."""
+        """Write no more to the file; one that is not finished keeps its temporary name."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _output_error(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"{path}: {error.strerror or error}")
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> None:
@@ -107,14 +96,12 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> None:
         OutputError: the disk is full or failing.
     """
     temporary = path.with_name(f".{path.name}.partial")
-    try:
+    with named(path, OutputError):
         with temporary.open("wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
-        raise _output_error(path, error) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -14,6 +14,7 @@ from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import (
     COMPONENT_SUFFIXES,
     QUANT_STATE_PREFIX,
+    Format,
     nested_offset_of,
     parse_quant_state,
     quant_state_json,
@@ -93,14 +94,8 @@ class QuantState:
 
         Reads the offset back from the device, which waits for it.
         """
-        offset = None if self.offset is None else float(self.offset.item())
-        blob = quant_state_json(
-            quant_type=self.quant_type,
-            blocksize=self.blocksize,
-            dtype=DTYPE_NAMES[self.dtype],
-            shape=self.shape,
-            nested_offset=offset,
-        )
+        format = Format(self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype])
+        blob = quant_state_json(format, self.shape, None if self.offset is None else float(self.offset.item()))
         parts = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
             parts |= {"nested_absmax": self.state2.absmax, "nested_quant_map": self.state2.code}

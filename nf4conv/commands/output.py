@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.plan import CopyJob, Format, Plan, Shard, arrange
+from nf4conv.checkpoint.plan import CopyJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
 from nf4conv.errors import OutputError, SourceError, VerificationError
+from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.pipeline.engines import ShardTasks, make_audit
 from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline

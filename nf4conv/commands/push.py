@@ -8,17 +8,14 @@ what the Hub lacks.
 import threading
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Final
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported, but by name only
 
-from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, may_pass, one_line
+from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, one_line, patiently
 from nf4conv.errors import Nf4convError, OutputError
 
-_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between tries, after those of huggingface_hub itself."""
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _MISLEADING: Final = ("SHA256SUMS", "model_index.json")
 """Beside other weights than those that they were written for."""
@@ -64,9 +61,7 @@ class Push:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._queue.put(None)
 
@@ -112,21 +107,14 @@ class Push:
             self._error = error
 
     def _upload(self, name: str, path: Path) -> None:
-        for wait in _WAITS:
-            if self._try_upload(name, path, is_last=False) or self._stopped.wait(wait):
-                return
-        self._try_upload(name, path, is_last=True)
-
-    def _try_upload(self, name: str, path: Path, *, is_last: bool) -> bool:
-        addition = _addition(name, path)
-        try:
+        def upload() -> CommitOperationAdd:
+            addition = _addition(name, path)
             self._api.preupload_lfs_files(self.repo, [addition])
-        except HUB_ERRORS as error:
-            if is_last or not may_pass(error):
-                raise
-            return False
-        self._uploaded[name] = addition
-        return True
+            return addition
+
+        addition = patiently(upload, self._stopped)
+        if addition is not None:
+            self._uploaded[name] = addition
 
 
 def _addition(name: str, path: Path) -> CommitOperationAdd:

@@ -44,6 +44,24 @@ _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
 
 @dataclass(frozen=True)
+class Format:
+    """How weights are packed: one choice for a whole checkpoint, as loaders require.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        double_quant: whether absmax is quantized too.
+        dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
+            float tensors are stored in.
+    """
+
+    quant_type: str
+    blocksize: int
+    double_quant: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Component:
     """One tensor that a 4-bit weight becomes on disk.
 
@@ -66,27 +84,18 @@ def block_count(elements: int, blocksize: int) -> int:
     return -(-elements // blocksize)
 
 
-def quant_state_json(
-    *,
-    quant_type: str,
-    blocksize: int,
-    dtype: str,
-    shape: Sequence[int],
-    nested_offset: float | None = None,
-) -> bytes:
+def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float | None = None) -> bytes:
     """The JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes it.
 
     Args:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        dtype: "float32", "float16" or "bfloat16": of the weight that was quantized.
-        shape: of that weight.
+        format: of the packed weight.
+        shape: of the weight that was quantized.
         nested_offset: the float32 mean of absmax, widened; None without double quantization.
     """
     state: dict[str, object] = {
-        "quant_type": quant_type,
-        "blocksize": blocksize,
-        "dtype": dtype,
+        "quant_type": format.quant_type,
+        "blocksize": format.blocksize,
+        "dtype": format.dtype,
         "shape": list(shape),
     }
     if nested_offset is not None:
@@ -98,23 +107,15 @@ def quant_state_json(
     return json.dumps(state).encode()
 
 
-def components(
-    *, quant_type: str, blocksize: int, dtype: str, shape: Sequence[int], double_quant: bool
-) -> tuple[Component, ...]:
-    """The tensors that a weight becomes, in the order of the module docstring; arguments as in `quant_state_json`."""
+def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
+    """The tensors that a weight of a shape becomes, in the order of the module docstring."""
     elements = math.prod(shape)
-    blocks = block_count(elements, blocksize)
-    longest_json = quant_state_json(
-        quant_type=quant_type,
-        blocksize=blocksize,
-        dtype=dtype,
-        shape=shape,
-        nested_offset=_LONGEST_OFFSET if double_quant else None,
-    )
-    blob = Component(f"{QUANT_STATE_PREFIX}{quant_type}", "U8", (len(longest_json),))
+    blocks = block_count(elements, format.blocksize)
+    longest_json = quant_state_json(format, shape, _LONGEST_OFFSET if format.double_quant else None)
+    blob = Component(f"{QUANT_STATE_PREFIX}{format.quant_type}", "U8", (len(longest_json),))
     packed = Component("", "U8", (-(-elements // 2), 1))
     quant_map = Component("quant_map", "F32", (16,))
-    if not double_quant:
+    if not format.double_quant:
         return (packed, Component("absmax", "F32", (blocks,)), quant_map, blob)
     return (
         packed,

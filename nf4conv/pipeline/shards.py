@@ -12,10 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
-from nf4conv.checkpoint.plan import CopyJob, Format, PackJob, Shard, component_name
+from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, block_count, quant_state_json
+from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
 from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
@@ -193,14 +193,7 @@ def fill(
 def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float | None]) -> dict[str, bytes]:
     """The JSON blobs of packed weights, by name; `offsets` are nested_offsets, None without double quantization."""
     return {
-        job.name: quant_state_json(
-            quant_type=format.quant_type,
-            blocksize=format.blocksize,
-            dtype=format.dtype,
-            shape=job.matrix.shape,
-            nested_offset=offset,
-        )
-        for job, offset in zip(jobs, offsets, strict=True)
+        job.name: quant_state_json(format, job.matrix.shape, offset) for job, offset in zip(jobs, offsets, strict=True)
     }
 
 

@@ -10,8 +10,9 @@ import yaml
 
 from nf4conv import __version__
 from nf4conv.checkpoint.config import architecture_of
-from nf4conv.checkpoint.plan import CopyJob, Format, Job, PackJob, Plan
+from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
 from nf4conv.checkpoint.source import Source
+from nf4conv.format.layout import Format
 from nf4conv.report.rows import VerificationSummary
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, Format, arrange, dominant_dtype
+from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.commands.output import WritingPlan, kept_as_stored, write_checkpoint
 from nf4conv.errors import PlanError
+from nf4conv.format.layout import Format
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import unpacking_engine
 from nf4conv.report.results import DequantizeReport

@@ -14,12 +14,13 @@ from typing import Any
 
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.plan import TAGS, Format, PackJob, dominant_dtype, make_plan
+from nf4conv.checkpoint.plan import TAGS, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.commands.output import WritingPlan, kept_as_stored, plan_fingerprint, write_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
+from nf4conv.format.layout import Format
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError

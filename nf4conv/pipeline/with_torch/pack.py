@@ -12,10 +12,10 @@ import torch
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
-from nf4conv.checkpoint.plan import CopyJob, Format, PackJob
+from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
-from nf4conv.format.layout import block_count
+from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline.loop import Activity, aligned
 from nf4conv.pipeline.shards import (
     CopyPart,
