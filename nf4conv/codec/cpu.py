@@ -24,7 +24,7 @@ import torch
 
 from nf4conv.codec import reference
 from nf4conv.codec.cpu_errors import error_sums as error_sums
-from nf4conv.codec.cpu_errors import pairs
+from nf4conv.codec.cpu_errors import value_pairs
 from nf4conv.codec.quant_state import NestedState
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
@@ -137,7 +137,7 @@ def _decode_piece(
 ) -> None:
     """Decode consecutive blocks by their float32 scales; what the reference must do is left to it."""
     whole = out.numel() - out.numel() % blocksize if _are_ordinary(scales) else 0
-    pairs = _pair_table(quant_type)
+    pairs = value_pairs(quant_type)
     for at in range(0, whole, scratch.values.numel()):
         end = min(at + scratch.values.numel(), whole)
         indices = scratch.indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
@@ -305,8 +305,3 @@ def _are_ordinary(scales: torch.Tensor) -> bool:
     """Whether no decoded value is NaN, infinite or flushed to zero, whatever its code."""
     magnitudes = scales.abs()
     return bool(((magnitudes == 0) | (magnitudes >= _MIN_SCALE) & (magnitudes < torch.inf)).all())
-
-
-@cache
-def _pair_table(quant_type: str) -> torch.Tensor:
-    return pairs(reference.decoded_values(quant_type, torch.device("cpu")))

@@ -22,9 +22,15 @@ _MAX_SQUARED: Final = 2.0**50
 """Scales whose squares, and those of their errors, float32 holds."""
 
 
-def pairs(values: torch.Tensor) -> torch.Tensor:
+def _pairs(values: torch.Tensor) -> torch.Tensor:
     """[256] int64: the two of 16 float32 values that belong to a byte's two codes, as one word."""
     return torch.cartesian_prod(values, values).view(torch.int64).view(-1)
+
+
+@cache
+def value_pairs(quant_type: str) -> torch.Tensor:
+    """[256] int64: the two float32 values that a byte decodes to, times absmax, as one word."""
+    return _pairs(reference.decoded_values(quant_type, torch.device("cpu")))
 
 
 def error_sums(
@@ -63,7 +69,7 @@ def _chunk_errors(
         return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
-    errors = _by_pairs(_value_table(quant_type), indices, scales, blocksize)
+    errors = _by_pairs(value_pairs(quant_type), indices, scales, blocksize)
     errors = torch.sub(original, errors, out=errors).abs_().view(-1, blocksize)
     peaks = errors.amax(dim=1)
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
@@ -100,15 +106,10 @@ def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, 
 
 @cache
 def _gap_table(quant_type: str) -> torch.Tensor:
-    return pairs(torch.tensor(half_gaps(quant_type), dtype=torch.float32))
+    return _pairs(torch.tensor(half_gaps(quant_type), dtype=torch.float32))
 
 
 def _can_be_squared(scales: torch.Tensor) -> bool:
     """Whether the squares of errors are normal float32 numbers, as far as they count."""
     magnitudes = scales.abs()
     return bool(((magnitudes == 0) | (magnitudes >= _MIN_SQUARED) & (magnitudes < _MAX_SQUARED)).all())
-
-
-@cache
-def _value_table(quant_type: str) -> torch.Tensor:
-    return pairs(reference.decoded_values(quant_type, torch.device("cpu")))

@@ -64,14 +64,9 @@ def half_gaps(quant_type: str) -> tuple[float, ...]:
     return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)
 
 
-def _values(sums: ErrorSums) -> tuple[torch.Tensor, ...]:
-    return tuple(getattr(sums, field.name) for field in fields(sums))
-
-
 def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
     """The sums of a tensor from those of its parts, of which there is at least one; added in their order."""
-    columns = zip(*(_values(part) for part in parts), strict=True)
-    max_error, max_relative_error, squared_error, squared_weight, outside = (torch.stack(column) for column in columns)
+    columns = {field.name: torch.stack([getattr(part, field.name) for part in parts]) for field in fields(ErrorSums)}
     return ErrorSums(
-        max_error.amax(), max_relative_error.amax(), squared_error.sum(), squared_weight.sum(), outside.sum()
+        **{name: column.amax() if name.startswith("max") else column.sum() for name, column in columns.items()}
     )

@@ -41,7 +41,8 @@ def quantize_4bit(
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device)
     backend(flat.device).quantize_blocks(flat, packed.view(-1), absmax, quant_type, blocksize)
-    state = _plain_state(tensor, absmax, quant_type, blocksize)
+    code = code_table(quant_type, tensor.device)
+    state = QuantState(absmax, tensor.shape, tensor.dtype, blocksize, quant_type, code)
     if double_quant:
         state.absmax, state.offset, state.state2 = compress_absmax(absmax)
     return packed, state
@@ -203,17 +204,6 @@ def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.de
             f"{name}: {tensor.numel()} elements on {tensor.device}, "
             f"{'' if tensor.is_contiguous() else 'not '}contiguous; expected {elements} on {device}, contiguous"
         )
-
-
-def _plain_state(tensor: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int) -> QuantState:
-    return QuantState(
-        absmax=absmax,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        blocksize=blocksize,
-        quant_type=quant_type,
-        code=code_table(quant_type, tensor.device),
-    )
 
 
 @functools.cache

@@ -37,11 +37,11 @@ def quantize_blocks(
     """Quantize a weight in blocks.
 
     Args:
-        weight: [n] float32, float16 or bfloat16, contiguous.
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin at a block.
         packed: [ceil(n / 2)] uint8, written.
         absmax: [ceil(n / blocksize)] float32, written.
         quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
     """
     codebook = CODEBOOKS[quant_type]
     for start in range(0, weight.numel(), CHUNK):
@@ -85,13 +85,13 @@ def dequantize_blocks(
     """Decode a packed weight: the value of each code times the absmax of its block, rounded to the type of `out`.
 
     Args:
-        packed: [ceil(n / 2)] uint8.
+        packed: [ceil(n / 2)] uint8, contiguous.
         absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
         state2: how absmax is decoded; None when it is float32.
         offset: 0-d float32, added to the decoded absmax; None without `state2`.
         out: [n] float32, float16 or bfloat16, written.
         quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
     """
     scales = _flushed(absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset))
     values = decoded_values(quant_type, out.device)
@@ -111,16 +111,9 @@ def error_sums(
     quant_type: str,
     blocksize: int,
 ) -> ErrorSums:
-    """Compare a weight with its packed form, by the bound that error_sums.py states.
+    """Compare a weight, [n] float32, float16 or bfloat16, contiguous, with its packed form.
 
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8; this and the rest as in `dequantize_blocks`.
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: how absmax is decoded; None when it is float32.
-        offset: 0-d float32; None without `state2`.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
+    The bound is that which error_sums.py states; the other arguments are as of `dequantize_blocks`.
     """
     return block_error_sums(weight, packed, *scales_and_shifts(absmax, state2, offset), quant_type, blocksize)
 
@@ -142,7 +135,7 @@ def block_error_sums(
     quant_type: str,
     blocksize: int,
 ) -> ErrorSums:
-    """The same with the scales decoded, see `scales_and_shifts`."""
+    """Compare a weight with its packed form by what `scales_and_shifts` gives; otherwise as `error_sums`."""
     values = decoded_values(quant_type, weight.device)
     gaps = torch.tensor(half_gaps(quant_type), dtype=torch.float32, device=weight.device)
     count = -(-weight.numel() // CHUNK)

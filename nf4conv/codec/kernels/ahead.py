@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nf4conv.codec.kernels.batch import compress_batch_kernel, quantize_batch_kernel
-from nf4conv.codec.kernels.dequantize import configuration as decoding_configuration
+from nf4conv.codec.kernels.dequantize import CONFIGURATIONS as DECODING
 from nf4conv.codec.kernels.dequantize import dequantize_kernel
 from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
 from nf4conv.codec.kernels.finite import TILE as FINITE_TILE
@@ -110,7 +110,7 @@ def compile_decoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
     floats = torch.empty(0, dtype=torch.float32, device=device)
     out = torch.empty(0, dtype=dtype, device=device)
     values = value_table(quant_type, device)
-    tile, num_warps = decoding_configuration(dtype, blocksize)
+    tile, num_warps = configuration(dtype, blocksize, DECODING)
     kernels = {}
     for name, absmax, is_nested in (("plain", floats, False), ("nested", packed, True)):
         nested = (floats, floats, floats) if is_nested else (absmax, absmax, absmax)

@@ -15,7 +15,7 @@ import triton.language as tl
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.quantize import access
+from nf4conv.codec.kernels.quantize import access, configuration
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import NestedState
 
@@ -36,21 +36,11 @@ def dequantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Decode blocks of a weight.
-
-    Args:
-        packed: [ceil(n / 2)] uint8, contiguous, any shape.
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: how absmax is decoded; None when it is float32.
-        offset: 0-d float32 on the same device, with `state2`.
-        out: n elements, float32, float16 or bfloat16, contiguous, any shape, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
-    """
+    """Decode blocks of a weight; arguments as `reference.dequantize_blocks`, `packed` and `out` in any shape."""
     n = out.numel()
     if n == 0:
         return
-    tile, num_warps = configuration(out.dtype, blocksize)
+    tile, num_warps = configuration(out.dtype, blocksize, CONFIGURATIONS)
     stream = out.nbytes > STREAM_BYTES
     nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     _launch(
@@ -60,13 +50,6 @@ def dequantize_blocks(
         out.dtype,
         num_warps,
     )
-
-
-def configuration(dtype: torch.dtype, blocksize: int) -> tuple[int, int]:
-    """Elements and warps of a program."""
-    slot = 16 // dtype.itemsize
-    slots, num_warps = CONFIGURATIONS[dtype.itemsize]
-    return max(slots, blocksize // slot) * slot, num_warps
 
 
 @triton.jit(

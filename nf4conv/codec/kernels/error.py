@@ -31,17 +31,7 @@ def error_sums(
     quant_type: str,
     blocksize: int,
 ) -> ErrorSums:
-    """Compare a weight with its packed form; arguments as in `dequantize_blocks`.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8.
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: how absmax is decoded; None when it is float32.
-        offset: 0-d float32, with `state2`.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-    """
+    """Compare a weight with its packed form; arguments as `reference.error_sums`."""
     n = weight.numel()
     device = weight.device
     tile = max(MINIMUM_SLOTS * 16, blocksize * weight.element_size()) // weight.element_size()

@@ -19,14 +19,9 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Decode a matrix.
+    """Decode a matrix; arguments, all contiguous, as `codec.decode.fp4.decode_fp4`.
 
-    Args:
-        values: [rows, columns / 2] uint8 or int8, two values each, the low nibble first; contiguous.
-        scale: [rows, groups] E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn; contiguous.
-        divisor: one float32 that the scales are divided by, or None.
-        multiplier: one float32 that the scales are multiplied with, or None.
-        out: [rows, columns] float32, float16 or bfloat16, contiguous, written.
+    What is decoded is written to `out`, [rows, columns] float32, float16 or bfloat16.
     """
     rows, pairs = values.shape
     if values.numel() == 0:

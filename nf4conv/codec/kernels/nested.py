@@ -18,16 +18,7 @@ NUM_WARPS = 1
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
-    """Quantize absmax to 8 bits.
-
-    Args:
-        absmax: [blocks] float32.
-        codes: [blocks] uint8, written.
-        nested_absmax: [ceil(blocks / 256)] float32, written.
-
-    Returns:
-        The offset, 0-d float32 on absmax's device; nothing waits for it.
-    """
+    """Quantize absmax to 8 bits; arguments and result as `reference.compress_absmax`. Nothing waits for the device."""
     offset = absmax.mean()
     blocks = absmax.numel()
     if blocks:

@@ -11,6 +11,8 @@ word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS slots
              entry each, and are looked up by shuffles (tables.py, docs/kernels.md)
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -34,15 +36,7 @@ ELEMENTWISE = 2
 def quantize_blocks(
     weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
 ) -> None:
-    """Encode blocks of a weight.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        absmax: [ceil(n / blocksize)] float32, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
-    """
+    """Encode blocks of a weight; arguments as `reference.quantize_blocks`."""
     n = weight.numel()
     if n == 0:
         return
@@ -57,10 +51,12 @@ def quantize_blocks(
     )
 
 
-def configuration(dtype: torch.dtype, blocksize: int) -> tuple[int, int]:
-    """Elements and warps of a program."""
+def configuration(
+    dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]] = CONFIGURATIONS
+) -> tuple[int, int]:
+    """Elements and warps of a program that takes whole blocks; `configurations` are those of a kernel."""
     slot = 16 // dtype.itemsize
-    slots, num_warps = CONFIGURATIONS[dtype.itemsize]
+    slots, num_warps = configurations[dtype.itemsize]
     return max(slots, blocksize // slot) * slot, num_warps
 
 
