@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
@@ -85,23 +86,18 @@ def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) 
     dtype = quantization.get("bnb_4bit_compute_dtype")
     if dtype is not None and dtype not in tuple(_TAGS):
         yield f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
-    for key, default, stored in _described(structure):
-        found = quantization.get(key, default)
-        if found != stored:
-            example = next(iter(structure.weights))
-            yield f"{key} is {found!r}, but {example} and others are stored as {stored!r}"
+    for name, weight in islice(structure.weights.items(), 1):
+        for key, default, stored in (
+            ("bnb_4bit_quant_type", "fp4", weight.state.quant_type),
+            ("bnb_4bit_use_double_quant", False, weight.is_nested),
+            ("bnb_4bit_quant_storage", "uint8", STORAGE_DTYPES[weight.values.dtype]),
+        ):
+            found = quantization.get(key, default)  # what transformers assumes without the key
+            if found != stored:
+                yield f"{key} is {found!r}, but {name} and others are stored as {stored!r}"
     threshold = quantization.get("llm_int8_threshold", 6.0)
     if not isinstance(threshold, float):
         yield f"llm_int8_threshold is {threshold!r}; transformers takes only a float: 6.0"
-
-
-def _described(structure: Structure) -> Iterator[tuple[str, object, object]]:
-    """(key, what transformers assumes without it, what is stored)."""
-    weight = next(iter(structure.weights.values()), None)
-    if weight is not None:
-        yield "bnb_4bit_quant_type", "fp4", weight.state.quant_type
-        yield "bnb_4bit_use_double_quant", False, weight.is_nested
-        yield "bnb_4bit_quant_storage", "uint8", STORAGE_DTYPES[weight.values.dtype]
 
 
 def _quantization_oddities(quantization: Mapping[str, Any]) -> Iterator[str]:

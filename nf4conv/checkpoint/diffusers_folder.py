@@ -5,10 +5,10 @@ VAE and whatever else has weights keep them as they are, because a VAE in 4 bits
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
 from nf4conv.checkpoint.source import is_repo_id, read_json
@@ -90,7 +90,10 @@ def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names
         inside.setdefault(parent if rest else "", []).append(rest or name)
     submodels: dict[str, SourceOptions] = {}
     files = [path for path in auxiliary_names(inside.get("", ()), None) if path.name != MODEL_INDEX]
-    for name in _part_names(read_json(index)):
+    for name, value in read_json(index).items():
+        # "unet": ["diffusers", "UNet2DConditionModel"]; a part left out is [null, null]
+        if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
+            continue
         if not inside.get(name):
             raise SourceError(f"{index}: {name}: there is no such folder; the download is incomplete")
         own = inside[name]
@@ -98,17 +101,11 @@ def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names
             variant = where.variant if _has_variant(own, where.variant) else None
             submodels[name] = replace(where, subfolder=f"{prefix}{name}", variant=variant)
         else:
-            files += [PurePosixPath(name) / file for file in own if _is_copied(file, own)]
+            copied = {*auxiliary_names(own, None), PurePosixPath("config.json")}
+            files += [PurePosixPath(name) / file for file in own if PurePosixPath(file) in copied]
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights")
     return DiffusersFolder(folder, place, submodels, tuple(files))
-
-
-def _part_names(index: Mapping[str, Any]) -> Iterator[str]:
-    """Of model_index.json: "unet": ["diffusers", "UNet2DConditionModel"]; a part left out is [null, null]."""
-    for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
-            yield name
 
 
 def _has_variant(names: Collection[str], variant: str | None) -> bool:
@@ -117,7 +114,3 @@ def _has_variant(names: Collection[str], variant: str | None) -> bool:
     except SourceError:
         return False
     return True
-
-
-def _is_copied(name: str, siblings: Collection[str]) -> bool:
-    return name == "config.json" or PurePosixPath(name) in auxiliary_names(siblings, None)

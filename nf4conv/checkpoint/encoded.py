@@ -111,7 +111,9 @@ def decoded_tensors(
     Raises:
         SourceError: the method is not one that is decoded, or tensors do not fit together; the message names them.
     """
-    description = quantization_of(config) or _of_modelopt(exported)
+    description, of_modelopt = quantization_of(config), exported.get("quantization")
+    if description is None and isinstance(of_modelopt, Mapping):
+        description = {"quant_method": "modelopt", **of_modelopt}
     method = None if description is None else str(description.get("quant_method") or "compressed-tensors").lower()
     if method is not None and not method.startswith(ACCEPTED):
         reason = _REFUSED.get(method, "a format that nf4conv does not decode")
@@ -151,11 +153,6 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _of_modelopt(exported: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    quantization = exported.get("quantization")
-    return {"quant_method": "modelopt", **quantization} if isinstance(quantization, Mapping) else None
-
-
 def _blocks(description: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """The shapes of blocks that share a scale, as far as a description names any."""
     if str(description.get("quant_method")) == "fp8":
@@ -175,13 +172,8 @@ def _block(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    if siblings.is_scale(tensor):
-        return None
-    for rule in _RULES:
-        decoded = rule(tensor, siblings)
-        if decoded is not None:
-            return decoded
-    return None
+    rules = () if siblings.is_scale(tensor) else _RULES
+    return next((decoded for rule in rules if (decoded := rule(tensor, siblings)) is not None), None)
 
 
 def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -341,15 +333,7 @@ def _misfit(tensor: TensorInfo, scale: TensorInfo) -> SourceError:
     )
 
 
-_RULES: Final = (
-    _stacked_mxfp4,
-    _packed_fp4,
-    _bitsandbytes_4bit,
-    _bitsandbytes_8bit,
-    _modelopt_fp4,
-    _row_fp4,
-    _scaled,
-)
+_RULES: Final = (_stacked_mxfp4, _packed_fp4, _bitsandbytes_4bit, _bitsandbytes_8bit, _modelopt_fp4, _row_fp4, _scaled)
 
 
 def _check_unused(tensors: Sequence[TensorInfo]) -> None:

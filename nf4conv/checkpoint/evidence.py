@@ -197,12 +197,10 @@ class Evidence:
 
     @property
     def splits_experts(self) -> bool:
-        return bool(self.families) and any(family.splits_experts for family in self.families)
+        return any(family.splits_experts for family in self.families)
 
     def _is_linear_by_family(self, module: str) -> bool:
-        return bool(self.families) and any(
-            family.linear and re.search(family.linear, module) for family in self.families
-        )
+        return any(family.linear and re.search(family.linear, module) for family in self.families)
 
 
 class _Place(NamedTuple):

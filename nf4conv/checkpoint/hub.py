@@ -106,7 +106,8 @@ class Repository:
         self.repo = repo
         self._where = where
         with explained(repo):
-            info = _api(where).model_info(repo, revision=where.revision, files_metadata=True)
+            api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
+            info = api.model_info(repo, revision=where.revision, files_metadata=True)
         self.commit = str(info.sha)
         self.files: Mapping[str, RemoteFile] = {
             file.rfilename: RemoteFile(
@@ -348,7 +349,3 @@ def _may_pass(error: Exception) -> bool:
             return status in _PASSING_STATUSES
         cause = cause.__cause__
     return not isinstance(error, OSError) or error.errno is None
-
-
-def _api(where: SourceOptions) -> huggingface_hub.HfApi:
-    return huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)

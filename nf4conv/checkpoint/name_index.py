@@ -43,6 +43,6 @@ class NameIndex:
         return False
 
     def starts_between(self, path: str, shortest: int, longest: int) -> bool:
-        """The same for any length above `shortest`, up to `longest`."""
+        """Whether a path starts, as for `starts`, with a name longer than `shortest`, but not longer than `longest`."""
         lengths = self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, longest)]
         return any(self.starts(path, length) for length in lengths)

@@ -62,17 +62,20 @@ def _pair_weights(
                 text = f"was packed from {list(weight.state.shape)}; the source has {found.dtype} {list(found.shape)}"
             structure.note("names", weight.values.file, weight.name, text)
             continue
-        job = _job(weight, *origin)
+        tensor, matrix = origin
+        format = Format(weight.state.quant_type, weight.state.blocksize, weight.is_nested, weight.state.dtype)
+        job = PackJob(tensor, matrix, "stored in 4 bits", footprint(format, matrix.shape))
         pairs.weights.append((weight, job))
         yield job
 
 
 def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo], pairs: Pairs) -> None:
+    floats = {*FLOAT_TAGS}
     for tensor in structure.plain.values():
         found = by_name.get(tensor.name)
         if found is None:
             structure.note("names", tensor.file, tensor.name, "is not in the source")
-        elif found.shape != tensor.shape or not _is_castable(found.dtype, tensor.dtype):
+        elif found.shape != tensor.shape or not (found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= floats):
             text = f"is {tensor.dtype} {list(tensor.shape)}, but the source has {found.dtype} {list(found.shape)}"
             structure.note("copies", tensor.file, tensor.name, text)
         else:
@@ -119,16 +122,6 @@ def _matrix(
     if len(shape) != 2 and source.encoding is None:  # blocks run over the flat order, whatever the shape
         source = source._replace(shape=(1, source.elements))
     return source, PackedMatrix(weight.name, (1, source.elements))
-
-
-def _job(weight: StoredWeight, source: TensorInfo, matrix: PackedMatrix) -> PackJob:
-    state = weight.state
-    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype)
-    return PackJob(source, matrix, "stored in 4 bits", footprint(format, matrix.shape))
-
-
-def _is_castable(source: str, stored: str) -> bool:
-    return source == stored or (source in FLOAT_TAGS and stored in FLOAT_TAGS)
 
 
 def _lost(source: Source, used: set[str], config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, bool]]:

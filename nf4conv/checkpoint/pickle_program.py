@@ -85,10 +85,6 @@ _CLASSES: Final = frozenset(
 )
 
 
-def _dict(pairs: Any = ()) -> dict[Any, Any]:
-    return dict(pairs)
-
-
 def _view(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> StoredTensor:
     if storage.dtype is None:
         raise PickleError("a tensor without a dtype")
@@ -113,7 +109,7 @@ def _of_class(rebuild: _Name, kind: _Name, arguments: tuple[Any, ...], _state: A
 
 
 _FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
-    _Name("collections", "OrderedDict"): _dict,
+    _Name("collections", "OrderedDict"): dict,
     _Name("torch", "Size"): tuple,
     _Name("torch._utils", "_rebuild_tensor"): _view,
     _Name("torch._utils", "_rebuild_tensor_v2"): _view,
@@ -131,6 +127,15 @@ _CONSTANTS: Final = frozenset(
     )
 )
 """Opcodes that push their argument."""
+_MADE: Final[dict[str, Callable[[], Any]]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
+"""Opcodes without an argument, and what they push."""
 
 
 def run_pickle(file: IO[bytes]) -> Any:
@@ -152,7 +157,7 @@ def run_pickle(file: IO[bytes]) -> Any:
 
 
 class _Machine:
-    """A stack, the stacks that MARK put aside, and the memo; a method for each opcode that is known."""
+    """A stack, the stacks that MARK put aside, and the memo; a method for each opcode that is known by no table."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -160,8 +165,8 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def step(self, opcode: str, argument: Any) -> None:
-        if opcode in _CONSTANTS:
-            self._stack.append(argument)
+        if opcode in _CONSTANTS or opcode in _MADE:
+            self._stack.append(argument if opcode in _CONSTANTS else _MADE[opcode]())
             return
         method = getattr(self, f"_{opcode.lower()}", None)
         if method is None:
@@ -183,24 +188,6 @@ class _Machine:
     def _mark(self, _: None) -> None:
         self._marks.append(self._stack)
         self._stack = []
-
-    def _none(self, _: None) -> None:
-        self._stack.append(None)
-
-    def _newtrue(self, _: None) -> None:
-        self._stack.append(True)
-
-    def _newfalse(self, _: None) -> None:
-        self._stack.append(False)
-
-    def _empty_tuple(self, _: None) -> None:
-        self._stack.append(())
-
-    def _empty_list(self, _: None) -> None:
-        self._stack.append([])
-
-    def _empty_dict(self, _: None) -> None:
-        self._stack.append({})
 
     def _tuple(self, _: None) -> None:
         items = self._pop_to_mark()

@@ -33,10 +33,6 @@ _DECODERS: Final = ("model", "transformer")
 """What decoders call their base, which has no pooler; encoders call it by the name of the family."""
 
 
-def _nothing(path: str) -> bool:  # noqa: ARG001
-    return False
-
-
 def transformers_4(entries: Iterable[str]) -> Predicate:
     """Whether transformers 4 leaves a module alone, by its path."""
     names = frozenset(entries)
@@ -65,8 +61,6 @@ def _any_of(patterns: Iterable[str], end: str = "") -> re.Pattern[str]:
 def transformers_5(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.21 or newer leaves a module alone, by its path."""
     ends = tuple(sorted(entries))
-    if not ends:
-        return _nothing
     if not all(map(is_name, ends)):
         start = _any_of(ends, r"(?:(?<=\.)|(?=\.|$))")
         return lambda path: path.endswith(ends) or start.match(path) is not None
@@ -80,8 +74,6 @@ def transformers_5(entries: Iterable[str]) -> Predicate:
 def transformers_5_0(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.0 … 5.20 leaves a module alone: "layers.1" also hits "layers.11"."""
     ends = tuple(sorted(entries))
-    if not ends:
-        return _nothing
     if not all(map(is_name, ends)):
         start = _any_of(ends)
         return lambda path: path.endswith(ends) or start.match(path) is not None

@@ -40,15 +40,13 @@ class Structure:
 
     Attributes:
         folder: where its files are.
-        files: its weight files that could be read.
-        tensors: all tensors of these, by name.
+        tensors: all tensors of the weight files that could be read, by name.
         weights: the packed weights that can be decoded, by name.
         plain: the tensors that belong to no packed weight, by name.
         findings: what is wrong so far.
     """
 
     folder: Path
-    files: tuple[Path, ...] = ()
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     weights: dict[str, StoredWeight] = field(default_factory=dict)
     plain: dict[str, TensorInfo] = field(default_factory=dict)
@@ -78,7 +76,6 @@ def read_structure(path: Path) -> Structure:
     else:
         raise SourceError(f"{path}: no such file or folder")
     readable = _read_headers(structure, listed)
-    structure.files = readable
     if weight_map is not None:
         _check_index(structure, weight_map, readable)
     _group(structure)

@@ -163,7 +163,10 @@ def _joined(plan: DiffusersPlan[Any], out: Path, reports: list[ReportT], kept: i
         "bytes_before": totals.bytes_in,
         "bytes_after": after,
         "pipeline_seconds": sum(report.pipeline_seconds for report in reports),
-        "seconds_by_activity": _added([report.seconds_by_activity for report in reports]),
+        "seconds_by_activity": {
+            activity: math.fsum(report.seconds_by_activity.get(activity, 0.0) for report in reports)
+            for activity in first.seconds_by_activity
+        },
         "host_peak_bytes": max(report.host_peak_bytes for report in reports),
         "device_peak_bytes": max(report.device_peak_bytes for report in reports),
         "shards_resumed": kept + sum(report.shards_resumed for report in reports),
@@ -192,7 +195,3 @@ def _verification(plan: DiffusersPlan[Any], reports: Sequence[Any]) -> Verificat
         return None
     rows = [inside(name, row) for name, part in zip(plan.submodels, found, strict=True) for row in part.rows]
     return VerificationSummary.of(rows, sum(part.copies for part in found))
-
-
-def _added(parts: list[Mapping[str, float]]) -> dict[str, float]:
-    return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in parts[0]}

@@ -207,8 +207,11 @@ def _write(
     changed = [name for name, stamp in source_stamps(plan.source).items() if stamp != before[name]]
     if changed:
         raise SourceError(f"{plan.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
-    if audit is not None:
-        _require(audit, workspace)
+    faults = [] if audit is None else list(audit.faults())
+    if faults:
+        workspace.forget()
+        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+        raise VerificationError(f"{workspace.out}: verification failed: {faults[0]}{more}")
     for name in plan.auxiliary:
         workspace.copy(str(name), plan.source.folder / name)
     if len(plan.output.shards) > 1:
@@ -219,14 +222,6 @@ def _write(
         workspace.write("README.md", card.encode())
     config = None if plan.config is None else (json.dumps(plan.config, indent=2) + "\n").encode()
     workspace.complete({} if config is None else {"config.json": config})
-
-
-def _require(audit: Audit, workspace: Workspace) -> None:
-    faults = list(audit.faults())
-    if faults:
-        workspace.forget()
-        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
-        raise VerificationError(f"{workspace.out}: verification failed: {faults[0]}{more}")
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:

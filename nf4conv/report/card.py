@@ -106,7 +106,8 @@ def diffusers_card(
     source, plan = next(
         (source, plan) for source, plan in submodels.values() if any(isinstance(job, PackJob) for job in plan.jobs)
     )
-    origin = None if source.fetched is None else _parent(source.fetched.origin)
+    part = None if source.fetched is None else source.fetched.origin
+    origin = None if part is None else replace(part, subfolder=part.subfolder.rpartition("/")[0])
     jobs = [job for _, plan in submodels.values() for job in plan.jobs]
     before = sum(part.bytes_before for part in figures.values())
     whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
@@ -117,10 +118,6 @@ def diffusers_card(
         f"torch_dtype=torch.{plan.format.dtype})\n```\n"
     )
     return _document(subject, [_settings(subject, None), _submodels(submodels, figures), _kept(jobs), loading])
-
-
-def _parent(submodel: "Origin") -> "Origin":
-    return replace(submodel, subfolder=submodel.subfolder.rpartition("/")[0])
 
 
 def _document(subject: _Subject, sections: Sequence[str]) -> str:

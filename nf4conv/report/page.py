@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.report.results import ComparisonReport, VerifyReport
-from nf4conv.report.rows import WeightRow, kind_name
-from nf4conv.report.text import printable, size
+from nf4conv.report.rows import WeightRow, format_name
+from nf4conv.report.text import kind_cells, printable, size
 
 _PALE: Final = (236, 244, 250)
 _DEEP: Final = (8, 69, 148)
@@ -101,15 +101,11 @@ def _tiles(report: VerifyReport) -> Iterator[str]:
         worst = max(row.error for row in compared)
         tiles += [
             (f"{worst:.4f}", "largest relative error"),
-            (f"{min(_snrs(compared)):.1f} dB", "lowest signal to noise"),
+            (f"{min(row.snr_db for row in compared if row.snr_db is not None):.1f} dB", "lowest signal to noise"),
         ]
         tiles.append(("yes" if report.identical else "no", "same bytes as quantizing the source"))
     for value, label in tiles:
         yield f"<div><b>{_text(value)}</b><span>{label}</span></div>"
-
-
-def _snrs(rows: Sequence[WeightRow]) -> Iterator[float]:
-    return (row.snr_db for row in rows if row.snr_db is not None)
 
 
 def _count(number: int) -> str:
@@ -124,12 +120,9 @@ def _compared(report: VerifyReport) -> list[WeightRow]:
 
 
 def _checks(report: VerifyReport) -> str:
-    rows = ((_text(name), _passed(check.passed), _text(check.meaning)) for name, check in report.checks.items())
+    verdicts = {True: '<span class="ok">✓ ok</span>', False: '<span class="bad">✗ FAIL</span>'}
+    rows = ((_text(name), verdicts[check.passed], _text(check.meaning)) for name, check in report.checks.items())
     return _table(("check", "", ""), rows, ("", "", "text"))
-
-
-def _passed(passed: bool) -> str:
-    return '<span class="ok">✓ ok</span>' if passed else '<span class="bad">✗ FAIL</span>'
 
 
 def _findings(report: VerifyReport) -> str:
@@ -168,7 +161,7 @@ def _worst(rows: Sequence[WeightRow]) -> str:
         (
             (
                 _text(row.name),
-                _text(_format(row)),
+                _text(format_name(row.quant_type, row.double_quant, row.blocksize)),
                 f"{row.error:.4f}",
                 f"{row.tolerance:g}",
                 f"{row.snr_db:.2f}",
@@ -179,10 +172,6 @@ def _worst(rows: Sequence[WeightRow]) -> str:
         ),
         ("name",),
     )
-
-
-def _format(row: WeightRow) -> str:
-    return f"{row.quant_type}{'+' if row.double_quant else ''}/{row.blocksize}"
 
 
 def _heat_maps(rows: Sequence[WeightRow]) -> Iterator[str]:
@@ -223,8 +212,8 @@ def _heat_map(rows: Sequence[WeightRow], scale: _Scale) -> str:
         cells[row.kind, row.layer].append(row)
     width, height = _LABELS + _CELL * len(layers) + 8, _CELL * len(kinds) + 22
     parts = [
-        f'<text x="{_LABELS - 6}" y="{_CELL * index + 14}" text-anchor="end">{_text(_short(kind))}</text>'
-        for index, kind in enumerate(kinds)
+        f'<text x="{_LABELS - 6}" y="{_CELL * index + 14}" text-anchor="end">{_text(label)}</text>'
+        for index, label in enumerate(kind if len(kind) <= 30 else f"…{kind[-29:]}" for kind in kinds)
     ]
     for (kind, layer), members in cells.items():
         worst = max(members, key=lambda row: row.error)
@@ -236,7 +225,8 @@ def _heat_map(rows: Sequence[WeightRow], scale: _Scale) -> str:
         )
     step = max(1, -(-len(layers) // 16))
     parts += [
-        _number(_LABELS + _CELL * index + _CELL // 2, height - 7, layer)
+        f'<text class="soft" x="{_LABELS + _CELL * index + _CELL // 2}" y="{height - 7}" text-anchor="middle">'
+        f"{layer}</text>"
         for index, layer in enumerate(layers)
         if layer is not None and index % step == 0
     ]
@@ -244,14 +234,6 @@ def _heat_map(rows: Sequence[WeightRow], scale: _Scale) -> str:
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="relative error of each weight">{"".join(parts)}</svg>'
     )
-
-
-def _number(x: int, y: int, layer: int) -> str:
-    return f'<text class="soft" x="{x}" y="{y}" text-anchor="middle">{layer}</text>'
-
-
-def _short(kind: str) -> str:
-    return kind if len(kind) <= 30 else f"…{kind[-29:]}"
 
 
 def _legend(rows: Sequence[WeightRow]) -> str:
@@ -313,21 +295,8 @@ def _sizes(report: VerifyReport) -> str:
 
 
 def _kinds(report: VerifyReport) -> str:
-    return _table(
-        ("kind", "weights", "parameters", "size", "relative error", "worst"),
-        (
-            (
-                _text(kind_name(row)),
-                f"{row.weights:,}",
-                f"{row.elements:,}",
-                size(row.bytes),
-                "" if row.relative_error is None else f"{row.relative_error:.4f}",
-                "" if row.worst is None else f"{row.worst:.4f}",
-            )
-            for row in report.kinds
-        ),
-        ("name",),
-    )
+    head = ("kind", "weights", "parameters", "size", "relative error", "worst")
+    return _table(head, (tuple(map(html.escape, kind_cells(row))) for row in report.kinds), ("name",))
 
 
 def _settings(report: VerifyReport) -> str:

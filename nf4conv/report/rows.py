@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -44,10 +44,6 @@ class DequantizationTotals:
     bytes_in: int
     bytes_out: int
 
-    @property
-    def changed(self) -> int:
-        return self.decoded
-
 
 @dataclass(frozen=True)
 class QuantizationTotals:
@@ -65,10 +61,6 @@ class QuantizationTotals:
     def __post_init__(self) -> None:
         object.__setattr__(self, "compression", self.bytes_in / self.bytes_out)
         object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_out / max(self.parameters, 1))
-
-    @property
-    def changed(self) -> int:
-        return self.packed
 
 
 TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
@@ -330,16 +322,21 @@ class Placed(Protocol):
     def kind(self) -> str: ...
 
 
-PlacedT = TypeVar("PlacedT", bound=Placed)
+T = TypeVar("T")
 
 
-def by_kind(rows: Iterable[PlacedT]) -> Iterator[tuple[str, str, list[PlacedT]]]:
-    """(stack, kind, rows) of each kind of module in each stack of layers."""
-    groups: defaultdict[tuple[str, str], list[PlacedT]] = defaultdict(list)
+def by_kind(rows: Iterable[T], place: Callable[[T], Placed]) -> Iterator[tuple[str, str, list[T]]]:
+    """(stack, kind, rows) of each kind of module in each stack of layers, given the place of a row."""
+    groups: defaultdict[tuple[str, str], list[T]] = defaultdict(list)
     for row in rows:
-        groups[row.stack, row.kind].append(row)
+        groups[place(row).stack, place(row).kind].append(row)
     for (stack, kind), members in groups.items():
         yield stack, kind, members
+
+
+def format_name(quant_type: str, double_quant: bool, blocksize: int) -> str:
+    """How a packed weight is stored, in one word: "nf4/64", with a "+" before the slash where absmax is quantized."""
+    return f"{quant_type}{'+' if double_quant else ''}/{blocksize}"
 
 
 def kind_name(row: Placed) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nf4conv.report.results import ComparisonReport, Inspection, VerifyReport
-from nf4conv.report.rows import ComparedRow, kind_name
+from nf4conv.report.rows import ComparedRow, WeightKind, kind_name
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10
@@ -54,17 +54,7 @@ def verification_lines(report: VerifyReport) -> Iterator[str]:
         yield ""
         yield from table(
             ("kind of module", "weights", "parameters", "size", "relative", "worst"),
-            [
-                (
-                    printable(kind_name(kind)),
-                    f"{kind.weights:,}",
-                    f"{kind.elements:,}",
-                    size(kind.bytes),
-                    _error(kind.relative_error),
-                    _error(kind.worst),
-                )
-                for kind in report.kinds
-            ],
+            [kind_cells(kind) for kind in report.kinds],
         )
     yield ""
     yield report.verdict
@@ -131,8 +121,10 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _error(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def kind_cells(kind: WeightKind) -> tuple[str, ...]:
+    """The name of a kind of modules, and its figures: weights, parameters, size, relative error, the worst of these."""
+    errors = ("" if value is None else f"{value:.4f}" for value in (kind.relative_error, kind.worst))
+    return printable(kind_name(kind)), f"{kind.weights:,}", f"{kind.elements:,}", size(kind.bytes), *errors
 
 
 def inspection_lines(inspection: Inspection) -> Iterator[str]:

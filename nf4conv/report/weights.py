@@ -64,7 +64,7 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
 
 def weight_kinds(rows: Iterable[WeightRow]) -> Iterator[WeightKind]:
     """Totals of the weights of one kind in one stack of layers."""
-    for stack, kind, members in by_kind(rows):
+    for stack, kind, members in by_kind(rows, lambda row: row):
         errors = [row.relative_error for row in members if row.relative_error is not None]
         squared_error = math.fsum(row.squared_error for row in members if row.squared_error is not None)
         squared_weight = math.fsum(row.squared_weight for row in members if row.squared_weight is not None)

@@ -27,7 +27,7 @@ from nf4conv.pipeline.engines import comparing_engine
 from nf4conv.pipeline.loop import make_pipeline
 from nf4conv.report.measured import TensorDifference, place_of
 from nf4conv.report.results import ComparisonReport
-from nf4conv.report.rows import ComparedKind, ComparedRow, Status, by_kind, decibels, relative_error
+from nf4conv.report.rows import ComparedKind, ComparedRow, Status, by_kind, decibels, format_name, relative_error
 
 _WITHOUT_VALUES: Final = ("C64",)
 """Dtypes of which only the bytes are compared."""
@@ -103,7 +103,11 @@ def execute(plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], Non
         name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
     }
     pipeline.run(byte_tasks([result for result in results.values() if result.is_identical], pipeline.piece))
-    unlike = [result for result in results.values() if not result.is_identical and _has_values(result)]
+    unlike = [
+        result
+        for result in results.values()
+        if not result.is_identical and not {result.a.dtype, result.b.dtype} & {*_WITHOUT_VALUES}
+    ]
     pipeline.run(value_tasks(unlike, pipeline.piece))
     found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
     rows = tuple(replace(row, passed=_passes(row, plan.options.tolerance)) for row in found)
@@ -133,16 +137,10 @@ def _layout(tensor: TensorInfo) -> list[tuple[object, ...]]:
     return [(role, part.dtype, [size for size in part.shape if size != 1]) for role, part in parts]
 
 
-def _has_values(result: TensorDifference) -> bool:
-    return result.a.dtype not in _WITHOUT_VALUES and result.b.dtype not in _WITHOUT_VALUES
-
-
 def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> ComparedRow:
-    found = None if result is None else result.difference
     tensor = a or b
     assert tensor is not None
-    error = None if found is None else relative_error(found.squared_difference, found.squared_values)
-    return ComparedRow(
+    row = ComparedRow(
         name=name,
         **place_of(name)._asdict(),
         elements=tensor.elements,
@@ -151,13 +149,11 @@ def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDi
         shape_a=None if a is None else a.shape,
         shape_b=None if b is None else b.shape,
         status=_status(a, b, result),
-        differing=None if found is None else found.differing,
-        relative_error=error,
-        snr_db=None if error is None else decibels(error),
-        largest=None if found is None else found.largest,
-        squared_difference=None if found is None else found.squared_difference,
-        squared_values=None if found is None else found.squared_values,
     )
+    if result is None or result.difference is None:
+        return row
+    error = relative_error(result.difference.squared_difference, result.difference.squared_values)
+    return replace(row, relative_error=error, snr_db=decibels(error), **result.difference._asdict())
 
 
 def _status(a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> Status:
@@ -179,7 +175,7 @@ def _format(tensor: TensorInfo) -> str:
     tag = next((role.removeprefix(QUANT_STATE_PREFIX) for role in roles if role.startswith(QUANT_STATE_PREFIX)), None)
     if tag is None:
         return tensor.encoding.method.value
-    return f"{tag}{'+' if 'nested_absmax' in roles else ''}/{tensor.encoding.block[0]}"
+    return format_name(tag, "nested_absmax" in roles, tensor.encoding.block[0])
 
 
 def _passes(row: ComparedRow, tolerance: float | None) -> bool:
@@ -190,7 +186,7 @@ def _passes(row: ComparedRow, tolerance: float | None) -> bool:
 
 def _kinds(rows: Sequence[ComparedRow]) -> Iterator[ComparedKind]:
     """Totals of the tensors of one kind in one stack of layers."""
-    for stack, kind, members in by_kind(rows):
+    for stack, kind, members in by_kind(rows, lambda row: row):
         errors = [row.relative_error for row in members if row.relative_error is not None]
         squared_difference = math.fsum(row.squared_difference or 0.0 for row in members)
         squared_values = math.fsum(row.squared_values or 0.0 for row in members)

@@ -41,7 +41,7 @@ class DequantizationPlan(WritingPlan):
         return [
             PlanRow(
                 name=job.name,
-                action=_action(job),
+                action="decode" if job.source.encoding else "copy" if job.dtype == job.source.dtype else "cast",
                 reason=job.reason,
                 dtype=job.dtype,
                 shape=job.source.shape,
@@ -64,12 +64,6 @@ class DequantizationPlan(WritingPlan):
             bytes_in=sum(job.source_bytes for job in jobs),
             bytes_out=self.output.largest_size,
         )
-
-
-def _action(job: CopyJob) -> str:
-    if job.source.encoding is not None:
-        return "decode"
-    return "copy" if job.dtype == job.source.dtype else "cast"
 
 
 def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptions | None) -> DequantizationPlan:

@@ -21,7 +21,7 @@ from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import SourceOptions
 from nf4conv.report.measured import place_of
 from nf4conv.report.results import Inspection
-from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization
+from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization, by_kind, format_name
 
 _FARTHEST: Final = 2**16
 """Bytes between two quant states that are still read together: a request to the Hub costs more."""
@@ -72,14 +72,15 @@ def _is_state(suffix: str) -> bool:
 
 def _read_states(source: Source, blobs: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
     """(name, content) of each blob; those near each other are read together."""
-    ranges = list(_ranges(blobs))
+    groups = list(_groups(blobs))
+    together = [group[0]._replace(stop=group[-1].stop) for group in groups]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for group, raw in zip(ranges, pool.map(partial(_read_group, source), ranges), strict=True):
+        for group, raw in zip(groups, pool.map(partial(read_tensor, source), together), strict=True):
             for blob in group:
                 yield blob.name, raw[blob.start - group[0].start : blob.stop - group[0].start]
 
 
-def _ranges(blobs: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+def _groups(blobs: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
     group: list[TensorInfo] = []
     for blob in sorted(blobs, key=lambda blob: (str(blob.file), blob.start)):
         if group and (
@@ -94,13 +95,10 @@ def _ranges(blobs: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
         yield group
 
 
-def _read_group(source: Source, group: Sequence[TensorInfo]) -> bytes:
-    return read_tensor(source, group[0]._replace(stop=group[-1].stop))
-
-
 def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:
     size = tensor.nbytes + sum(part.nbytes for part in components.values())
-    shape, dtype, quantization = tensor.shape, DTYPE_NAMES.get(tensor.dtype, tensor.dtype), None
+    shape, quantization = tensor.shape, None
+    dtype = format = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
     blob = next((part for suffix, part in components.items() if _is_state(suffix)), None)
     fields = {} if blob is None else _fields(states[blob.name])
     if fields:
@@ -113,6 +111,7 @@ def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mappi
             storage=STORAGE_DTYPES.get(tensor.dtype, tensor.dtype),
             tensors={"": _described(tensor)} | {suffix: _described(part) for suffix, part in components.items()},
         )
+        format = format_name(quantization.quant_type, quantization.double_quant, quantization.blocksize)
     parameters = math.prod(shape)
     return InspectedRow(
         name=tensor.name,
@@ -122,7 +121,7 @@ def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mappi
         parameters=parameters,
         bytes=size,
         bits_per_parameter=8 * size / max(parameters, 1),
-        format=_format(dtype, quantization),
+        format=format,
         quantization=quantization,
     )
 
@@ -144,11 +143,7 @@ def _fields(blob: bytes) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
-    groups: defaultdict[tuple[str, str], list[InspectedRow]] = defaultdict(list)
-    for row in rows:
-        place = place_of(row.name.removesuffix(".bias"))
-        groups[place.stack, place.kind].append(row)
-    for (stack, kind), members in groups.items():
+    for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
         totals = InspectionTotals.of(members)
         yield InspectedKind(
             stack=stack,
@@ -159,10 +154,3 @@ def _kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
             bytes=totals.bytes,
             bits_per_parameter=totals.bits_per_parameter,
         )
-
-
-def _format(dtype: str, quantization: StoredQuantization | None) -> str:
-    """How a tensor is stored, in one word: "nf4/64", with a "+" before the blocksize where the scales are quantized."""
-    if quantization is None:
-        return dtype
-    return f"{quantization.quant_type}{'+' if quantization.double_quant else ''}/{quantization.blocksize}"

@@ -62,7 +62,8 @@ def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
         None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
         old for them.
     """
-    path = _folder() / f"{_key(device.capability(), purpose)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "nf4conv" / f"{_key(device.capability(), purpose)}.json"
     content = _read(path)
     if content is None:
         content = _compile(device.ordinal, purpose)
@@ -75,10 +76,6 @@ def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
     }
     tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
     return Bundle(functions, tables, content["numbers"])
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nf4conv"
 
 
 def deciding_sources() -> list[Path]:

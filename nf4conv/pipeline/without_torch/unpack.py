@@ -51,7 +51,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
     """Everything that is to be done for a shard, in pieces of so many bytes of values."""
 
     def room_of(span: Span) -> int:
-        return max(span.nbytes, _input_size(span.parts()))
+        return max(span.nbytes, sum(aligned(part.nbytes) for part in span.parts().values()) + _OFFSET_ROOM)
 
     groups = batches(_spans(progress, piece), room_of, piece, lambda span: span.job.source.file, _LARGEST_BATCH)
     return fill(progress, [Unpack(progress, spans[0].job.source.file, spans) for spans in groups], piece)
@@ -86,10 +86,6 @@ def _spans(progress: ShardProgress, piece: int) -> Iterator[Span]:
             most = piece * 8 // DTYPE_BITS[job.dtype]
             for start, stop in packed_spans(job.elements, job.source.encoding.block[0], most):
                 yield Span(job, start, stop)
-
-
-def _input_size(parts: Mapping[str, TensorInfo]) -> int:
-    return sum(aligned(part.nbytes) for part in parts.values()) + _OFFSET_ROOM
 
 
 def _blob_role(roles: Iterable[str]) -> str:
