@@ -6,13 +6,15 @@ from weights import special_weight
 
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import quantize_4bit
+from nf4conv.codec.quant_state import Decoding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def compare(weight: torch.Tensor, packed: torch.Tensor, state: object, quant_type: str, blocksize: int) -> int:
     """Both results are alike; returns how many values are outside the bound."""
-    arguments = (weight, packed.view(-1), state.absmax, state.state2, state.offset, quant_type, blocksize)
+    decoding = Decoding(state.absmax, state.state2, state.offset, quant_type, blocksize)
+    arguments = (weight, packed.view(-1), decoding)
     fast, slow = cpu.error_sums(*arguments), reference.error_sums(*arguments)
     assert fast.outside.item() == slow.outside.item()
     assert fast.max_error.item() == slow.max_error.item()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from weights import DTYPES, spread_values
 
 from nf4conv.codec import cpu, kernels, reference
-from nf4conv.codec.quant_state import NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
@@ -64,9 +64,8 @@ def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> 
         absmax, offset = vectors[f"{case}/codes"].to(device), vectors[f"{case}/offset"].to(device)
         state2 = NestedState(vectors[f"{case}/nested_absmax"].to(device), dynamic_table(device))
     out = torch.empty_like(expected, device=device)
-    backend.dequantize_blocks(
-        vectors[f"{case}/packed"].to(device), absmax, state2, offset, out, case.split("/")[1], blocksize_of(case)
-    )
+    decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
+    backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)
     finite = ~expected.isnan()
     assert torch.equal(out.cpu().isnan(), ~finite)
     assert same_bits(out.cpu()[finite], expected[finite])

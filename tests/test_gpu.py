@@ -11,7 +11,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, sprea
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import launch, mean, quantize
-from nf4conv.codec.quant_state import NestedState, QuantState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, dynamic_table
 from nf4conv.format.codebook import BLOCKSIZES
 
 pytestmark = pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_misaligned_and_odd_pieces_equal_the_whole(quant_type: str, dtype: str) 
     assert_same_bits(packed, whole)
     assert_same_bits(absmax, state.absmax)
     out = torch.zeros(weight.numel() + 1, dtype=weight.dtype, device=CUDA)[1:]
-    kernels.dequantize_blocks(packed, absmax, None, None, out, quant_type, 64)
+    kernels.dequantize_blocks(packed, Decoding(absmax, None, None, quant_type, 64), out)
     assert_same_bits(out, ops.dequantize_4bit(whole, state))
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_written_behind_the_end() -> None:
         out = torch.full((elements + 64,), 9.0, dtype=torch.bfloat16, device=CUDA)
         weight = random_weight(elements, torch.bfloat16).to(CUDA)
         kernels.quantize_blocks(weight, packed[: -(-elements // 2)], absmax[: -(-elements // 64)], "nf4", 64)
-        kernels.dequantize_blocks(packed, absmax, None, None, out[:elements], "nf4", 64)
+        kernels.dequantize_blocks(packed, Decoding(absmax, None, None, "nf4", 64), out[:elements])
         assert (packed[-64:] == 0xAB).all()
         assert (absmax[-64:] == -7).all()
         assert (out[-64:] == 9).all()

@@ -11,7 +11,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, sprea
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import finite, mean, tables
-from nf4conv.codec.quant_state import NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
@@ -84,14 +84,13 @@ def test_dequantize(quant_type: str, dtype: str, nested: bool) -> None:
             state2 = NestedState(nested_absmax, dynamic_table(torch.device("cpu")))
             offset = torch.tensor(0.0871)
         expected = torch.empty(elements, dtype=DTYPES[dtype])
-        reference.dequantize_blocks(packed, absmax, state2, offset, expected, quant_type, blocksize)
+        reference.dequantize_blocks(packed, Decoding(absmax, state2, offset, quant_type, blocksize), expected)
         out = torch.full((elements + 9,), 9.0, dtype=DTYPES[dtype], device=DEVICE)
         if state2 is not None and offset is not None:
             state2 = NestedState(state2.absmax.to(DEVICE), state2.code.to(DEVICE))
             offset = offset.to(DEVICE)
-        kernels.dequantize_blocks(
-            packed.to(DEVICE), absmax.to(DEVICE), state2, offset, out[:elements], quant_type, blocksize
-        )
+        decoding = Decoding(absmax.to(DEVICE), state2, offset, quant_type, blocksize)
+        kernels.dequantize_blocks(packed.to(DEVICE), decoding, out[:elements])
         assert torch.equal(bits(out[:elements]), bits(expected))
         assert (out[elements:] == 9).all()
 
@@ -202,18 +201,17 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
     for elements in (4096 * 9, 5003, 64 * 70 + 8):
         weight = random_weight(elements, DTYPES[dtype]).to(DEVICE)
         packed, state = ops.quantize_4bit(weight, quant_type, 64, nested)
-        scales = (state.absmax, state.state2, state.offset, quant_type, 64)
-        sums = kernels.error_sums(weight, packed.view(-1), *scales)
+        sums = kernels.error_sums(weight, packed.view(-1), state.decoding)
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
         assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
         assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
-        absmax = state.absmax if state.state2 is None else reference.decode_absmax(*scales[:3])
+        absmax = state.absmax if state.state2 is None else reference.decode_absmax(*state.decoding[:3])
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
         assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
         assert sums.outside.item() == 0
         packed[elements // 4] ^= 0x88
-        assert kernels.error_sums(weight, packed.view(-1), *scales).outside.item() > 0
+        assert kernels.error_sums(weight, packed.view(-1), state.decoding).outside.item() > 0
 
 
 @pytest.mark.parametrize("name", SPECIAL_BLOCKS)
@@ -222,6 +220,6 @@ def test_error_bound_fails_only_where_the_format_does(name: str) -> None:
     SPECIAL_BLOCKS[name](weight)
     weight = weight.to(DEVICE)
     packed, absmax = (part[:-p] for part, p in zip(quantized(kernels, weight, "nf4", 64), (5, 3), strict=True))
-    outside = kernels.error_sums(weight, packed, absmax, None, None, "nf4", 64).outside.item()
+    outside = kernels.error_sums(weight, packed, Decoding(absmax, None, None, "nf4", 64)).outside.item()
     broken = name in {"above-two-to-the-126"} or "nan" in name or "infinity" in name
     assert (outside > 0) == broken

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weights import SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.quant_state import NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
@@ -48,7 +48,7 @@ def dequantize(
     nested: tuple[NestedState, torch.Tensor] | tuple[None, None] = (None, None),
 ) -> torch.Tensor:
     out = torch.full((count + 9,), 5.0, dtype=dtype)
-    backend.dequantize_blocks(packed, absmax, *nested, out[:count], quant_type, blocksize)
+    backend.dequantize_blocks(packed, Decoding(absmax, *nested, quant_type, blocksize), out[:count])
     assert (out[count:] == 5).all()
     return out[:count]
 

@@ -28,9 +28,9 @@ from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import module_of
 from nf4conv.errors import SourceError
-from nf4conv.format.codebook import BLOCKSIZES, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
+from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, Format, components
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
@@ -58,6 +58,8 @@ _OF_WEIGHTS: Final = (
     ".pre_quant_scale", ".bitmask",
 )  # fmt: skip
 """Ends of names of parts of encoded weights; one that is not used means that something is not understood."""
+_SCALES: Final = ("absmax", "nested_absmax", "nested_quant_map")
+"""What decoding a 4-bit weight of bitsandbytes takes beside its codes."""
 
 
 @dataclass(frozen=True)
@@ -231,34 +233,22 @@ def _fp4(
 
 
 def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    components = {suffix: part for suffix in COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
-    blobs = [part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)]
-    if not blobs:
+    parts = {suffix: part for suffix in COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
+    blob = next((part for suffix, part in parts.items() if suffix.startswith(QUANT_STATE_PREFIX)), None)
+    if blob is None:
         return None
-    shape, dtype, blocksize = _quant_state(blobs[0], siblings.read(blobs[0]))
+    shape, dtype, blocksize = _quant_state(blob, siblings.read(blob))
     info = tensor._replace(shape=shape, dtype=dtype)
-    if -(-info.elements // 2) != tensor.nbytes or "absmax" not in components:
-        raise _misfit(tensor, components.get("absmax", blobs[0]))
-    for suffix, stored_as in _scale_layout(info.elements, blocksize, "nested_absmax" in components).items():
-        part = components.get(suffix)
-        if part is None or (part.dtype, part.elements) != stored_as:
-            raise _misfit(tensor, part or blobs[0])
+    if -(-info.elements // 2) != tensor.nbytes or "absmax" not in parts:
+        raise _misfit(tensor, parts.get("absmax", blob))
+    for expected in components(Format("nf4", blocksize, "nested_absmax" in parts, "float32"), shape):
+        part = parts.get(expected.suffix, blob)
+        if expected.suffix in _SCALES and (part.dtype, part.nbytes) != (expected.dtype, expected.nbytes):
+            raise _misfit(tensor, part)
     transposed = len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families)
     method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
-    encoding = Encoding(method, (("values", tensor), *components.items()), (blocksize,))
+    encoding = Encoding(method, (("values", tensor), *parts.items()), (blocksize,))
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
-
-
-def _scale_layout(elements: int, blocksize: int, nested: bool) -> Mapping[str, tuple[str, int]]:
-    """Dtype and number of elements of each tensor that decoding a 4-bit weight takes beside its codes."""
-    blocks = block_count(elements, blocksize)
-    if not nested:
-        return {"absmax": ("F32", blocks)}
-    return {
-        "absmax": ("U8", blocks),
-        "nested_absmax": ("F32", block_count(blocks, NESTED_BLOCKSIZE)),
-        "nested_quant_map": ("F32", len(DYNAMIC_MAP)),
-    }
 
 
 def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str, int]:

@@ -67,7 +67,16 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
     Raises:
         SourceError: it is missing, empty, truncated, or contradicts itself; the message names file and tensor.
     """
-    return _decoded(open_stored(source, where))
+    opened = open_stored(source, where)
+    folder, config = opened.folder, opened.config or {}
+    exported = folder / "hf_quant_config.json"
+    modelopt = read_json(exported) if exported.is_file() else {}
+    dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
+    try:
+        tensors, notes = decoded_tensors(opened.tensors, config, modelopt, dtype, partial(read_tensor, opened))
+    except SourceError as error:
+        raise SourceError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
+    return replace(opened, tensors=tensors, notes=notes)
 
 
 def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:
@@ -81,7 +90,10 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
             return _open_folder(path / (where.subfolder or ""), where.variant)
         if not is_repo_id(str(source)):
             raise SourceError(f"{path}: no such file or folder")
-        return _open_repository(str(source), where)
+        from nf4conv.checkpoint.hub import fetch_source  # importing huggingface_hub takes a while
+
+        fetched = fetch_source(str(source), where)
+        return replace(_open_folder(fetched.folder, where.variant, fetched), fetched=fetched)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
 
@@ -89,13 +101,6 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
 def is_repo_id(text: str) -> bool:
     """Whether a source that is no path may be a repository on the Hub."""
     return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
-
-
-def _open_repository(repo: str, where: SourceOptions) -> Source:
-    from nf4conv.checkpoint.hub import fetch_source  # importing huggingface_hub takes a while
-
-    fetched = fetch_source(repo, where)
-    return replace(_open_folder(fetched.folder, where.variant, fetched), fetched=fetched)
 
 
 def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = None) -> Source:
@@ -108,24 +113,6 @@ def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = 
     if weight_map is not None:
         _check_index(folder, weight_map, stored)
     return Source(folder, files, stored, _read_config(folder), weights.stem)
-
-
-def _decoded(source: Source) -> Source:
-    """A source whose encoded tensors are presented as what they are decoded to."""
-    folder, config = source.folder, source.config or {}
-    exported = folder / "hf_quant_config.json"
-    dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
-    try:
-        tensors, notes = decoded_tensors(
-            source.tensors,
-            config,
-            read_json(exported) if exported.is_file() else {},
-            dtype,
-            partial(read_tensor, source),
-        )
-    except SourceError as error:
-        raise SourceError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
-    return replace(source, tensors=tensors, notes=notes)
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:

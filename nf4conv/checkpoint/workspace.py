@@ -51,6 +51,10 @@ class Workspace:
         overwrite: whether to delete what is there.
         checksum: whether to write SHA256SUMS.
 
+    Attributes:
+        out: the folder.
+        finished: the shards that are complete, by name.
+
     Raises:
         OutputError: the folder holds something else, another run, or a run with another fingerprint.
     """
@@ -62,7 +66,7 @@ class Workspace:
         self._guard = threading.Lock()
         self._work = out / WORK_FOLDER
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._finished: dict[str, FinishedFile] = {}
+        self.finished: dict[str, FinishedFile] = {}
         with _as_output_error(out):
             self._check_folder(overwrite)
             self._work.mkdir(parents=True, exist_ok=True)
@@ -96,7 +100,7 @@ class Workspace:
         elif record.is_file():
             before, shards = self._read_record(record)
             self._compare(before)
-            self._finished = {
+            self.finished = {
                 name: file
                 for name, file in shards.items()
                 if (self.out / name).is_file() and (self.out / name).stat().st_size == file.size
@@ -146,17 +150,12 @@ class Workspace:
         self._work.rmdir()
 
     def _save(self) -> None:
-        run = {"fingerprint": self._fingerprint, "shards": self._finished}
+        run = {"fingerprint": self._fingerprint, "shards": self.finished}
         write_file(self._work / _RECORD, [json.dumps(run, indent=1).encode()])
-
-    @property
-    def finished(self) -> Mapping[str, FinishedFile]:
-        """The shards that are complete, by name."""
-        return self._finished
 
     def forget(self) -> None:
         """Take no shard for finished, so that all are written again."""
-        self._finished = {}
+        self.finished = {}
         with _as_output_error(self.out):
             (self.out / "config.json").unlink(missing_ok=True)  # of a run that ended between its last two steps
             self._save()
@@ -189,7 +188,7 @@ class Workspace:
         with _as_output_error(self.out / name):
             finished = FinishedFile(size, _sha256(self.out / name) if self._checksum else None)
         with self._guard:
-            self._finished[name] = finished
+            self.finished[name] = finished
             self._save()
 
     def write(self, name: str, content: bytes) -> None:
@@ -226,7 +225,7 @@ class Workspace:
             self._remove_work_folder()
 
     def _manifest(self, last: Mapping[str, bytes]) -> bytes:
-        sums = {name: file.sha256 or _sha256(self.out / name) for name, file in self._finished.items()}
+        sums = {name: file.sha256 or _sha256(self.out / name) for name, file in self.finished.items()}
         sums |= self._written | {name: hashlib.sha256(content).hexdigest() for name, content in last.items()}
         return "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
 

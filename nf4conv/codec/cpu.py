@@ -14,7 +14,6 @@ chunks are large enough for the lock to change hands seldom.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -23,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from nf4conv.codec import reference
+from nf4conv.codec.cpu_errors import are_between, value_pairs
 from nf4conv.codec.cpu_errors import error_sums as error_sums
-from nf4conv.codec.cpu_errors import value_pairs
-from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 
@@ -58,7 +57,7 @@ def quantize_blocks(
     whole = weight.numel() - weight.numel() % blocksize
 
     def quantize_range(start: int, stop: int) -> None:
-        scratch = _Scratch.allocate(min(_QUANTIZE_CHUNK, stop - start), codebook)
+        scratch = _Scratch(min(_QUANTIZE_CHUNK, stop - start), codebook)
         for at in range(start, stop, _QUANTIZE_CHUNK):
             end = min(at + _QUANTIZE_CHUNK, stop)
             blocks = weight[at:end].view(-1, blocksize)
@@ -84,20 +83,14 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     return offset
 
 
-def dequantize_blocks(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    out: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
+def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
+    absmax, state2, offset, quant_type, blocksize = decoding
 
     def dequantize_range(start: int, stop: int) -> None:
         step = _DECODED if torch.get_num_threads() == 1 else reference.CHUNK
-        scratch = _DecodeScratch.allocate(min(step, stop - start))
+        values = torch.empty(min(step, stop - start), dtype=torch.float32)
+        indices = torch.empty(values.numel() // 2, dtype=torch.int32)
         for at in range(start, stop, reference.CHUNK * blocksize):
             end = min(at + reference.CHUNK * blocksize, stop)
             first, last = at // blocksize, -(-end // blocksize)
@@ -105,49 +98,34 @@ def dequantize_blocks(
             if state2 is not None and offset is not None:
                 nested = state2.absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
                 scales = reference.decode_absmax(scales, NestedState(nested, state2.code), offset)
-            _decode_piece(packed[at // 2 : (end + 1) // 2], scales, out[at:end], quant_type, blocksize, scratch)
+            piece = Decoding(scales, None, None, quant_type, blocksize)
+            _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
     _share(out.numel(), max(_QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
 
 
-@dataclass
-class _DecodeScratch:
-    """The temporaries of decoding up to n elements at a time.
-
-    Attributes:
-        indices: [n / 2] int32.
-        values: [n] float32.
-    """
-
-    indices: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def allocate(cls, elements: int) -> "_DecodeScratch":
-        return cls(torch.empty(elements // 2, dtype=torch.int32), torch.empty(elements, dtype=torch.float32))
-
-
 def _decode_piece(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    out: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-    scratch: _DecodeScratch,
+    packed: torch.Tensor, decoding: Decoding, out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
-    """Decode consecutive blocks by their float32 scales; what the reference must do is left to it."""
-    whole = out.numel() - out.numel() % blocksize if _are_ordinary(scales) else 0
+    """Decode consecutive blocks by their float32 absmax; what the reference must do is left to it.
+
+    The temporaries, values [n] float32 and indices [n / 2] int32, are for n elements at a time.
+    """
+    scales, _, _, quant_type, blocksize = decoding
+    # whatever its code, no value is NaN, infinite or flushed to zero
+    is_ordinary = are_between(scales, _MIN_SCALE, torch.inf)
+    whole = out.numel() - out.numel() % blocksize if is_ordinary else 0
     pairs = value_pairs(quant_type)
-    for at in range(0, whole, scratch.values.numel()):
-        end = min(at + scratch.values.numel(), whole)
-        indices = scratch.indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
-        values = scratch.values[: end - at]
-        torch.index_select(pairs, 0, indices, out=values.view(torch.int64))
-        values.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
-        out[at:end].copy_(values)
+    for at in range(0, whole, values.numel()):
+        end = min(at + values.numel(), whole)
+        found = indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
+        decoded = values[: end - at]
+        torch.index_select(pairs, 0, found, out=decoded.view(torch.int64))
+        decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
+        out[at:end].copy_(decoded)
     if whole < out.numel():
-        rest = scales[whole // blocksize :]
-        reference.dequantize_blocks(packed[whole // 2 :], rest, None, None, out[whole:], quant_type, blocksize)
+        rest = decoding._replace(absmax=scales[whole // blocksize :])
+        reference.dequantize_blocks(packed[whole // 2 :], rest, out[whole:])
 
 
 def _share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
@@ -171,7 +149,6 @@ def _share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
         done.result()
 
 
-@dataclass
 class _Scratch:
     """The temporaries of one thread, for chunks of up to n elements.
 
@@ -182,19 +159,11 @@ class _Scratch:
         codes: [n] uint8.
     """
 
-    values: torch.Tensor
-    magnitudes: torch.Tensor
-    hits: npt.NDArray[np.bool_]
-    codes: _Bytes
-
-    @classmethod
-    def allocate(cls, elements: int, codebook: Codebook) -> "_Scratch":
-        return cls(
-            values=torch.empty(elements, dtype=torch.float32),
-            magnitudes=torch.empty(elements, dtype=torch.float32),
-            hits=np.empty((len(codebook.cuts), min(elements, _COMPARED)), dtype=np.bool_),
-            codes=np.empty(elements, dtype=np.uint8),
-        )
+    def __init__(self, elements: int, codebook: Codebook) -> None:
+        self.values = torch.empty(elements, dtype=torch.float32)
+        self.magnitudes = torch.empty(elements, dtype=torch.float32)
+        self.hits = np.empty((len(codebook.cuts), min(elements, _COMPARED)), dtype=np.bool_)
+        self.codes = np.empty(elements, dtype=np.uint8)
 
 
 def _quantize_chunk(
@@ -299,9 +268,3 @@ def _dynamic_search() -> tuple[_Bytes, npt.NDArray[np.float32]]:
     cuts = reference.dynamic_cuts(torch.device("cpu")).numpy()
     lower = np.where(finite, np.searchsorted(cuts, np.where(finite, lowest, 0)), 0)
     return lower.astype(np.uint8), np.append(cuts, np.float32(np.inf))
-
-
-def _are_ordinary(scales: torch.Tensor) -> bool:
-    """Whether no decoded value is NaN, infinite or flushed to zero, whatever its code."""
-    magnitudes = scales.abs()
-    return bool(((magnitudes == 0) | (magnitudes >= _MIN_SCALE) & (magnitudes < torch.inf)).all())

@@ -12,7 +12,7 @@ import torch
 
 from nf4conv.codec import reference
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
-from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.quant_state import Decoding
 
 _COMPARED: Final = 1 << 18
 """Elements at a time."""
@@ -27,26 +27,25 @@ def _pairs(values: torch.Tensor) -> torch.Tensor:
     return torch.cartesian_prod(values, values).view(torch.int64).view(-1)
 
 
+def are_between(scales: torch.Tensor, least: float, most: float) -> bool:
+    """Whether every magnitude is zero, or at least the one and below the other."""
+    magnitudes = scales.abs()
+    return bool(((magnitudes == 0) | (magnitudes >= least) & (magnitudes < most)).all())
+
+
 @cache
 def value_pairs(quant_type: str) -> torch.Tensor:
     """[256] int64: the two float32 values that a byte decodes to, times absmax, as one word."""
     return _pairs(reference.decoded_values(quant_type, torch.device("cpu")))
 
 
-def error_sums(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    quant_type: str,
-    blocksize: int,
-) -> ErrorSums:
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
     """Compare a weight with its packed form; arguments and result as `reference.error_sums`.
 
     Squares are added up in float32 within a block, and in float64 from there on.
     """
-    scales, moved = reference.scales_and_shifts(absmax, state2, offset)
+    scales, moved = reference.scales_and_shifts(decoding)
+    quant_type, blocksize = decoding.quant_type, decoding.blocksize
     step = max(_COMPARED, blocksize)
     parts = []
     for at in range(0, max(weight.numel(), 1), step):
@@ -65,7 +64,7 @@ def _chunk_errors(
     quant_type: str,
     blocksize: int,
 ) -> ErrorSums:
-    if weight.numel() == 0 or weight.numel() % blocksize or not _can_be_squared(scales):
+    if weight.numel() == 0 or weight.numel() % blocksize or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED):
         return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
@@ -107,9 +106,3 @@ def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, 
 @cache
 def _gap_table(quant_type: str) -> torch.Tensor:
     return _pairs(torch.tensor(half_gaps(quant_type), dtype=torch.float32))
-
-
-def _can_be_squared(scales: torch.Tensor) -> bool:
-    """Whether the squares of errors are normal float32 numbers, as far as they count."""
-    magnitudes = scales.abs()
-    return bool(((magnitudes == 0) | (magnitudes >= _MIN_SQUARED) & (magnitudes < _MAX_SQUARED)).all())

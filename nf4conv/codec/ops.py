@@ -8,7 +8,7 @@ import torch
 
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.error_sums import ErrorSums
-from nf4conv.codec.quant_state import DTYPE_NAMES, NestedState, QuantState, code_table, dynamic_table
+from nf4conv.codec.quant_state import DTYPE_NAMES, Decoding, NestedState, QuantState, code_table, dynamic_table
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
@@ -96,21 +96,20 @@ def dequantize_4bit(
         raise CodecError(f"out has the shape {list(out.shape)}, expected {list(shape)}")
     if out.dtype not in DTYPE_NAMES:
         raise CodecError(f"cannot decode to {out.dtype}; expected float32, float16 or bfloat16")
-    state2, offset = quant_state.state2, quant_state.offset
     _check_decodable(packed, quant_state, out)
     if packed.dtype != torch.uint8:
         packed = packed.view(torch.uint8)
-    quant_type, blocksize = quant_state.quant_type, quant_state.blocksize
+    decoding = _decoding(quant_state)
     if torch.compiler.is_compiling():
+        absmax, state2, offset, *format = decoding
         nested = (None, None) if state2 is None else (state2.absmax, state2.code)
-        _dequantize_op(packed, quant_state.absmax, *nested, offset, out, quant_type, blocksize)
+        _dequantize_op(packed, absmax, *nested, offset, out, *format)
         return out
     functions = backend(out.device)
     if functions in (cpu, reference):
-        scales = quant_state.absmax, state2, offset
-        functions.dequantize_blocks(packed.view(-1), *scales, out.view(-1), quant_type, blocksize)
+        functions.dequantize_blocks(packed.view(-1), decoding, out.view(-1))
     else:  # a view costs a microsecond, and the kernels need none
-        functions.dequantize_blocks(packed, quant_state.absmax, state2, offset, out, quant_type, blocksize)
+        functions.dequantize_blocks(packed, decoding, out)
     return out
 
 
@@ -127,7 +126,8 @@ def _dequantize_op(
 ) -> None:
     """`backend.dequantize_blocks` as torch.compile sees it: opaque, writing `out`."""
     state2 = None if nested_absmax is None or nested_code is None else NestedState(nested_absmax, nested_code)
-    backend(out.device).dequantize_blocks(packed.view(-1), absmax, state2, offset, out.view(-1), quant_type, blocksize)
+    decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
+    backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
 
 
 @_dequantize_op.register_fake
@@ -150,16 +150,14 @@ def error_sums(tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantSta
     if tensor.shape != quant_state.shape:
         raise CodecError(f"the weight has the shape {list(tensor.shape)}, its state {list(quant_state.shape)}")
     _check_decodable(packed, quant_state, tensor)
-    sums: ErrorSums = backend(tensor.device).error_sums(
-        tensor.view(-1),
-        packed.view(torch.uint8).view(-1),
-        quant_state.absmax,
-        quant_state.state2,
-        quant_state.offset,
-        quant_state.quant_type,
-        quant_state.blocksize,
-    )
+    flat = packed.view(torch.uint8).view(-1)
+    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, _decoding(quant_state))
     return sums
+
+
+def _decoding(state: QuantState) -> Decoding:
+    """As `state.decoding`, which bitsandbytes' states lack."""
+    return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
 
 
 def check_options(quant_type: str, blocksize: int) -> None:

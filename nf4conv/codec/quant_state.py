@@ -6,6 +6,8 @@ that `dequantize_4bit` takes either library's state without a conversion.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -23,25 +25,17 @@ from nf4conv.format.layout import (
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_constants: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-
-def _constant(name: str, values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """A table as float32 on `device`; made once for each device, never to be written to."""
-    key = (name, device)
-    if key not in _constants:
-        _constants[key] = torch.tensor(values, dtype=torch.float32, device=device)
-    return _constants[key]
-
-
+@cache
 def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[16] float32: the values of the codes (`quant_map` on disk)."""
-    return _constant(quant_type, CODEBOOKS[quant_type].values, device)
+    """[16] float32: the values of the codes (`quant_map` on disk); never to be written to."""
+    return torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float32, device=device)
 
 
+@cache
 def dynamic_table(device: torch.device) -> torch.Tensor:
-    """[256] float32: the values of the nested codes (`nested_quant_map` on disk)."""
-    return _constant("dynamic", DYNAMIC_MAP, device)
+    """[256] float32: the values of the nested codes (`nested_quant_map` on disk); never to be written to."""
+    return torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device)
 
 
 @dataclass
@@ -59,6 +53,30 @@ class NestedState:
     code: torch.Tensor
     blocksize: int = NESTED_BLOCKSIZE
     dtype: torch.dtype = torch.float32
+
+
+class Decoding(NamedTuple):
+    """What the codes of a packed weight of n elements are decoded by.
+
+    Attributes:
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: how absmax is decoded; None when it is float32.
+        offset: 0-d float32, added to the decoded absmax; None without `state2`.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+    """
+
+    absmax: torch.Tensor
+    state2: NestedState | None
+    offset: torch.Tensor | None
+    quant_type: str
+    blocksize: int
+
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """What kernels read: absmax; and the code, nested absmax and offset that decode it, or absmax instead."""
+        if self.state2 is None or self.offset is None:
+            return (self.absmax,) * 4
+        return self.absmax, self.state2.code, self.state2.absmax, self.offset
 
 
 @dataclass
@@ -88,6 +106,10 @@ class QuantState:
     @property
     def nested(self) -> bool:
         return self.state2 is not None
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(self.absmax, self.state2, self.offset, self.quant_type, self.blocksize)
 
     def components(self) -> dict[str, torch.Tensor]:
         """The tensors that stand beside the packed codes on disk: suffix → tensor, as layout.components lists them.

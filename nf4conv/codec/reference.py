@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
-from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 
@@ -73,28 +73,16 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     return offset
 
 
-def dequantize_blocks(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    out: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
+def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decode a packed weight: the value of each code times the absmax of its block, rounded to the type of `out`.
 
     Args:
         packed: [ceil(n / 2)] uint8, contiguous.
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: how absmax is decoded; None when it is float32.
-        offset: 0-d float32, added to the decoded absmax; None without `state2`.
+        decoding: of the codes.
         out: [n] float32, float16 or bfloat16, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
     """
-    scales = _flushed(absmax if state2 is None or offset is None else decode_absmax(absmax, state2, offset))
-    values = decoded_values(quant_type, out.device)
+    scales, blocksize = _flushed(decoded_absmax(decoding)), decoding.blocksize
+    values = decoded_values(decoding.quant_type, out.device)
     for start in range(0, out.numel(), CHUNK):
         target = out[start : start + CHUNK]
         codes = _unpacked(packed[start // 2 : (start + CHUNK) // 2])[: target.numel()]
@@ -102,29 +90,24 @@ def dequantize_blocks(
         _canonical_nans(target)
 
 
-def error_sums(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    quant_type: str,
-    blocksize: int,
-) -> ErrorSums:
-    """Compare a weight, [n] float32, float16 or bfloat16, contiguous, with its packed form.
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
+    """Compare a weight with its packed form, by the bound that error_sums.py states.
 
-    The bound is that which error_sums.py states; the other arguments are as of `dequantize_blocks`.
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous: the original.
+        packed: [ceil(n / 2)] uint8, contiguous.
+        decoding: of the codes.
     """
-    return block_error_sums(weight, packed, *scales_and_shifts(absmax, state2, offset), quant_type, blocksize)
+    scales, moved = scales_and_shifts(decoding)
+    return block_error_sums(weight, packed, scales, moved, decoding.quant_type, decoding.blocksize)
 
 
-def scales_and_shifts(
-    absmax: torch.Tensor, state2: NestedState | None, offset: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
     """Two [blocks] float32: absmax as it decodes, and how far the nested quantization may have moved it."""
-    if state2 is None or offset is None:
-        return absmax, torch.zeros_like(absmax)
-    return decode_absmax(absmax, state2, offset), NESTED_ERROR * _nested_scales(absmax, state2)
+    scales = decoded_absmax(decoding)
+    if decoding.state2 is None:
+        return scales, torch.zeros_like(scales)
+    return scales, NESTED_ERROR * _nested_scales(decoding.absmax, decoding.state2)
 
 
 def block_error_sums(
@@ -209,6 +192,13 @@ def dynamic_cuts(device: torch.device) -> torch.Tensor:
     midpoints = (values[:-1] + values[1:]) * 0.5
     midpoints[1::2] = midpoints[1::2].nextafter(torch.tensor(-2.0, device=device))
     return midpoints
+
+
+def decoded_absmax(decoding: Decoding) -> torch.Tensor:
+    """[blocks] float32: absmax as it decodes."""
+    if decoding.state2 is None or decoding.offset is None:
+        return decoding.absmax
+    return decode_absmax(decoding.absmax, decoding.state2, decoding.offset)
 
 
 def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,7 @@ from nf4conv.commands.diffusers import (
     write_submodels,
 )
 from nf4conv.commands.output import check_apart, ignore
-from nf4conv.commands.single.quantize import (
-    QuantizationPlan,
-    plan_one,
-    plan_submodel,
-    prepared,
-    write_one,
-)
+from nf4conv.commands.single.quantize import QuantizationPlan, plan_one, plan_submodel, prepared, write_one
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport

@@ -114,17 +114,12 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
     longest_json = quant_state_json(format, shape, _LONGEST_OFFSET if format.double_quant else None)
     blob = Component(f"{QUANT_STATE_PREFIX}{format.quant_type}", "U8", (len(longest_json),))
     packed = Component("", "U8", (-(-elements // 2), 1))
+    absmax = Component("absmax", "U8" if format.double_quant else "F32", (blocks,))
     quant_map = Component("quant_map", "F32", (16,))
-    if not format.double_quant:
-        return (packed, Component("absmax", "F32", (blocks,)), quant_map, blob)
-    return (
-        packed,
-        Component("absmax", "U8", (blocks,)),
-        quant_map,
-        Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),)),
-        Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),)),
-        blob,
-    )
+    nested_absmax = Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),))
+    nested_quant_map = Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),))
+    nested = (nested_absmax, nested_quant_map) if format.double_quant else ()
+    return (packed, absmax, quant_map, *nested, blob)
 
 
 def parse_quant_state(blob: bytes) -> dict[str, Any]:

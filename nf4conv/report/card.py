@@ -178,8 +178,12 @@ def _settings(subject: _Subject, compute: str | None) -> str:
         "packed": f"{len(packed):,} weights, {100 * share:.1f} % of {parameters:,} parameters",
         "size": f"{_bytes(figures.bytes_before)} → {_bytes(figures.bytes_after)}, "
         f"{8 * figures.bytes_after / parameters:.2f} bits a parameter",
-        **({} if figures.verified is None else {"verified": _verified(figures.verified)}),
     }
+    if figures.verified is not None:
+        rows["verified"] = (
+            f"every value against the original: relative error at most {figures.verified.largest_relative_error:.4f}, "
+            f"median {figures.verified.median_relative_error:.4f}"
+        )
     return "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
 
 
@@ -192,13 +196,6 @@ def _submodels(submodels: Mapping[str, tuple[Source, Plan]], figures: Mapping[st
     return "## Components\n\n| component | packed weights | size |\n|---|---|---|\n" + "".join(rows)
 
 
-def _verified(summary: VerificationSummary) -> str:
-    return (
-        f"every value against the original: relative error at most {summary.largest_relative_error:.4f}, "
-        f"median {summary.median_relative_error:.4f}"
-    )
-
-
 def _kept(jobs: Sequence[Job]) -> str:
     sizes: dict[str, tuple[int, int]] = {}
     for job in jobs:
@@ -206,12 +203,9 @@ def _kept(jobs: Sequence[Job]) -> str:
             count, size = sizes.get(job.reason, (0, 0))
             sizes[job.reason] = (count + 1, size + job.nbytes)
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1][1], entry[0]))
-    table = "".join(f"| {_cell(reason)} | {count:,} | {_bytes(size)} |\n" for reason, (count, size) in rows)
+    cells = ((reason.replace("|", "\\|"), f"{count:,}", _bytes(size)) for reason, (count, size) in rows)
+    table = "".join(f"| {' | '.join(row)} |\n" for row in cells)
     return f"## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n{table}" if table else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _loading(config: Mapping[str, Any] | None) -> str:

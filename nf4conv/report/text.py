@@ -64,7 +64,9 @@ def comparison_lines(report: ComparisonReport) -> Iterator[str]:
     """What has no counterpart, the largest differences, kinds of modules, and the verdict last."""
     unmeasured = [row for row in report.tensors if not row.passed and row.relative_error is None]
     for row in unmeasured[:_MOST_FINDINGS]:
-        yield f"{row.status:14} {printable(row.name)}  {_shapes(row)}"
+        shapes = [shape for shape in (row.shape_a, row.shape_b) if shape is not None]
+        described = " → ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+        yield f"{row.status:14} {printable(row.name)}  {described}"
     if len(unmeasured) > _MOST_FINDINGS:
         yield f"… and {len(unmeasured) - _MOST_FINDINGS:,} more; --json FILE lists them all"
     if unmeasured:
@@ -87,11 +89,6 @@ def comparison_lines(report: ComparisonReport) -> Iterator[str]:
     )
     yield ""
     yield report.verdict
-
-
-def _shapes(row: ComparedRow) -> str:
-    shapes = [shape for shape in (row.shape_a, row.shape_b) if shape is not None]
-    return " → ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
 def _differences(rows: Sequence[ComparedRow]) -> Iterator[str]:

@@ -21,14 +21,7 @@ Each kernel has a constexpr `PTX`: where it is false, every step in inline assem
 is how Triton's interpreter runs the same indexing, masks and packing without a GPU.
 """
 
-from nf4conv.codec.kernels.dequantize import dequantize_blocks
-from nf4conv.codec.kernels.error import error_sums
-from nf4conv.codec.kernels.nested import compress_absmax
-from nf4conv.codec.kernels.quantize import quantize_blocks
-
-__all__ = [
-    "compress_absmax",
-    "dequantize_blocks",
-    "error_sums",
-    "quantize_blocks",
-]
+from nf4conv.codec.kernels.dequantize import dequantize_blocks as dequantize_blocks
+from nf4conv.codec.kernels.error import error_sums as error_sums
+from nf4conv.codec.kernels.nested import compress_absmax as compress_absmax
+from nf4conv.codec.kernels.quantize import quantize_blocks as quantize_blocks

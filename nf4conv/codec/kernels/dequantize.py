@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.quantize import access, configuration
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.quant_state import Decoding
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
 """Element size of the output → slots and warps of a program: the fastest of the sweep in docs/kernels.md. The next
@@ -27,26 +27,18 @@ STREAM_BYTES = 24 << 20
 """A larger output, about half an L2 cache, is marked to leave the cache first; a smaller one stays for its reader."""
 
 
-def dequantize_blocks(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    out: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
+def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decode blocks of a weight; arguments as `reference.dequantize_blocks`, `packed` and `out` in any shape."""
     n = out.numel()
     if n == 0:
         return
+    blocksize = decoding.blocksize
     tile, num_warps = configuration(out.dtype, blocksize, CONFIGURATIONS)
     stream = out.nbytes > STREAM_BYTES
-    nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     _launch(
         -(-n // tile),
-        (packed, absmax, *nested, value_table(quant_type, out.device), out, n),
-        (blocksize, tile, state2 is not None, access(out, packed, n, tile), stream, out.is_cuda),
+        (packed, *decoding.pointers(), value_table(decoding.quant_type, out.device), out, n),
+        (blocksize, tile, decoding.state2 is not None, access(out, packed, n, tile), stream, out.is_cuda),
         out.dtype,
         num_warps,
     )

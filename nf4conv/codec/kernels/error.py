@@ -15,23 +15,16 @@ from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.quantize import access, halves, load_words
 from nf4conv.codec.kernels.tables import bound_table, value_table
-from nf4conv.codec.quant_state import NestedState
+from nf4conv.codec.quant_state import Decoding
 
 MINIMUM_SLOTS = 256
 TILES = 8
 NUM_WARPS = 4
 
 
-def error_sums(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    state2: NestedState | None,
-    offset: torch.Tensor | None,
-    quant_type: str,
-    blocksize: int,
-) -> ErrorSums:
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
     """Compare a weight with its packed form; arguments as `reference.error_sums`."""
+    quant_type, blocksize = decoding.quant_type, decoding.blocksize
     n = weight.numel()
     device = weight.device
     tile = max(MINIMUM_SLOTS * 16, blocksize * weight.element_size()) // weight.element_size()
@@ -39,13 +32,12 @@ def error_sums(
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
-    nested = (state2.code, state2.absmax, offset) if state2 is not None and offset is not None else (absmax,) * 3
     tables = (value_table(quant_type, device), bound_table(quant_type, device))
     if n:
         _launch(
             programs,
-            (weight, packed, absmax, *nested, *tables, peaks, squares, outside, n, programs),
-            (blocksize, tile, TILES, state2 is not None, access(weight, packed, n, tile), weight.is_cuda),
+            (weight, packed, *decoding.pointers(), *tables, peaks, squares, outside, n, programs),
+            (blocksize, tile, TILES, decoding.state2 is not None, access(weight, packed, n, tile), weight.is_cuda),
             weight.dtype,
             NUM_WARPS,
         )

@@ -46,24 +46,14 @@ class Launcher:
         """
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
-        device = first.device
-        if device.type != "cuda":
+        if first.device.type != "cuda":
             self.kernel[(programs,)](*arguments, *constants)  # Triton's interpreter
-        elif torch.cuda.current_device() == device.index:
-            self._launch(device.index, programs, arguments, constants, variant, num_warps)
-        else:
+            return
+        device = first.device.index
+        if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
-                self._launch(device.index, programs, arguments, constants, variant, num_warps)
-
-    def _launch(
-        self,
-        device: int,
-        programs: int,
-        arguments: tuple[torch.Tensor | int, ...],
-        constants: tuple[bool | int, ...],
-        variant: Hashable,
-        num_warps: int,
-    ) -> None:
+                self(programs, arguments, constants, variant, num_warps)
+            return
         key = (device, variant, num_warps, constants)
         compiled = self._compiled.get(key)
         if compiled is None:

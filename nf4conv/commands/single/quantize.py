@@ -6,8 +6,7 @@ auxiliary files ▸ index ▸ config.json       config.json last: it is what mak
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,17 +91,10 @@ def plan_one(source: str | Path, options: QuantizeOptions, where: SourceOptions 
         SourceError, PlanError: as `plan_quantization`; a diffusers pipeline is a DiffusersFolderError.
     """
     _check_options(options)
-    with _no_garbage_collection():
-        return _plan(open_source(source, where), options, frozenset())
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Planning makes many small objects that all live on: looking for dead ones takes a quarter of the time."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # planning makes many small objects that live on: looking for dead ones takes a quarter of the time
     try:
-        yield
+        return _plan(open_source(source, where), options, frozenset())
     finally:
         if was_enabled:
             gc.enable()

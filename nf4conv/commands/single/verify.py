@@ -113,16 +113,6 @@ def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int]
         if copy.differing:
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
             plan.structure.note("copies", copy.tensor.file, copy.tensor.name, text)
-    return _report(plan, results, with_checksums, pipeline.device, time.perf_counter() - started)
-
-
-def _report(
-    plan: VerificationPlan,
-    results: Mapping[str, WeightResult],
-    with_checksums: bool,
-    device: str,
-    seconds: float,
-) -> VerifyReport:
     structure = plan.structure
     findings = tuple(sorted(structure.findings, key=lambda finding: list(CHECKS).index(finding.check)))
     rows = tuple(weight_row(result, plan.options) for result in results.values())
@@ -145,11 +135,11 @@ def _report(
         settings={
             "tolerance": plan.options.tolerance if plan.options.tolerance is not None else "default",
             "exact": plan.options.exact,
-            "device": device,
+            "device": pipeline.device,
             "nf4conv": __version__,
             "torch": version("torch"),
         },
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
     )
 
 

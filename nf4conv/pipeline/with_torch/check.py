@@ -164,9 +164,7 @@ def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState
     functions = backend(weight.device)
     expected = torch.empty_like(packed)
     functions.quantize_blocks(weight, expected, absmax, state.quant_type, state.blocksize)
-    sums = functions.error_sums(
-        weight, packed, state.absmax, state.state2, state.offset, state.quant_type, state.blocksize
-    )
+    sums = functions.error_sums(weight, packed, state.decoding)
     figures = {field.name: getattr(sums, field.name).double() for field in fields(sums)}
     figures["differing"] = (packed != expected).sum().double()
     found = dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))  # waits for the device once

@@ -59,8 +59,7 @@ def read_packed(worker: TorchWorker, piece: TensorInfo) -> tuple[torch.Tensor, Q
 def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """[elements]: the values of a piece, from `packed_piece`, in float32, float16 or bfloat16."""
     values = torch.empty(elements, dtype=dtype, device=packed.device)
-    scales = state.absmax, state.state2, state.offset
-    backend(packed.device).dequantize_blocks(packed, *scales, values, state.quant_type, state.blocksize)
+    backend(packed.device).dequantize_blocks(packed, state.decoding, values)
     return values
 
 

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -126,12 +126,7 @@ def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
         return None
     return {
         "kernels": {
-            name: {
-                "cubin": base64.b64encode(kernel.cubin).decode(),
-                "entry": kernel.entry,
-                "shared": kernel.shared,
-                "threads": kernel.threads,
-            }
+            name: asdict(kernel) | {"cubin": base64.b64encode(kernel.cubin).decode()}
             for name, kernel in compiled.kernels.items()
         },
         "tables": {name: base64.b64encode(table).decode() for name, table in compiled.tables.items()},
