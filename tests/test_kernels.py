@@ -206,7 +206,7 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
         assert sums.max_error.item() == error.abs().max().item()
         assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
         assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
-        absmax = state.absmax if state.state2 is None else reference.decode_absmax(*state.decoding[:3])
+        absmax = reference.decoded_absmax(state.decoding)
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
         assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
         assert sums.outside.item() == 0

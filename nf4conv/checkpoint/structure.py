@@ -8,7 +8,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -362,24 +362,17 @@ def _is_rising(stored: Sequence[float], expected: Sequence[float]) -> bool:
 
 def _check_uniform(structure: Structure) -> None:
     """Transformers 4.57 finds the tensors of a weight by the config's data type and counts them by its nesting."""
-    for what, kinds, is_fault in (
-        ("data types", Counter(weight.state.quant_type for weight in structure.weights.values()), True),
-        ("nestings", Counter(_nesting(weight) for weight in structure.weights.values()), True),
-        ("block sizes", Counter(weight.state.blocksize for weight in structure.weights.values()), False),
-        ("storage dtypes", Counter(weight.values.dtype for weight in structure.weights.values()), True),
-    ):
-        common = [str(kind) for kind, _ in kinds.most_common()]
+    kinds: dict[str, Callable[[StoredWeight], object]] = {
+        "data types": lambda weight: weight.state.quant_type,
+        "nestings": lambda weight: "double quantization" if weight.is_nested else "no double quantization",
+        "block sizes": lambda weight: weight.state.blocksize,
+        "storage dtypes": lambda weight: weight.values.dtype,
+    }
+    for what, kind_of in kinds.items():
+        common = [kind for kind, _ in Counter(map(kind_of, structure.weights.values())).most_common()]
         if len(common) < 2:
             continue
-        rare = kinds.most_common()[-1][0]
-        weight = next(weight for weight in structure.weights.values() if rare in _kinds(weight))
+        rare, is_fault = common[-1], what != "block sizes"
+        weight = next(weight for weight in structure.weights.values() if kind_of(weight) == rare)
         text = f"{rare}, while others are {common[0]}: {len(common)} {what} in one checkpoint"
         structure.note("uniform", weight.values.file, weight.name, text, is_fault=is_fault)
-
-
-def _nesting(weight: StoredWeight) -> str:
-    return "double quantization" if weight.is_nested else "no double quantization"
-
-
-def _kinds(weight: StoredWeight) -> tuple[object, ...]:
-    return weight.state.quant_type, _nesting(weight), weight.state.blocksize, weight.values.dtype

@@ -85,7 +85,7 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decode a packed weight; arguments as `reference.dequantize_blocks`."""
-    absmax, state2, offset, quant_type, blocksize = decoding
+    blocksize = decoding.blocksize
 
     def dequantize_range(start: int, stop: int) -> None:
         step = _DECODED if torch.get_num_threads() == 1 else reference.CHUNK
@@ -94,11 +94,10 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         for at in range(start, stop, reference.CHUNK * blocksize):
             end = min(at + reference.CHUNK * blocksize, stop)
             first, last = at // blocksize, -(-end // blocksize)
-            scales = absmax[first:last]
-            if state2 is not None and offset is not None:
-                nested = state2.absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
-                scales = reference.decode_absmax(scales, NestedState(nested, state2.code), offset)
-            piece = Decoding(scales, None, None, quant_type, blocksize)
+            piece = decoding._replace(absmax=decoding.absmax[first:last])
+            if piece.state2 is not None:
+                nested = piece.state2.absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
+                piece = piece._replace(state2=NestedState(nested, piece.state2.code))
             _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
     _share(out.numel(), max(_QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
@@ -107,15 +106,15 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 def _decode_piece(
     packed: torch.Tensor, decoding: Decoding, out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
-    """Decode consecutive blocks by their float32 absmax; what the reference must do is left to it.
+    """Decode consecutive blocks; what the reference must do is left to it.
 
     The temporaries, values [n] float32 and indices [n / 2] int32, are for n elements at a time.
     """
-    scales, _, _, quant_type, blocksize = decoding
+    scales, blocksize = reference.decoded_absmax(decoding), decoding.blocksize
     # whatever its code, no value is NaN, infinite or flushed to zero
     is_ordinary = are_between(scales, _MIN_SCALE, torch.inf)
     whole = out.numel() - out.numel() % blocksize if is_ordinary else 0
-    pairs = value_pairs(quant_type)
+    pairs = value_pairs(decoding.quant_type)
     for at in range(0, whole, values.numel()):
         end = min(at + values.numel(), whole)
         found = indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
@@ -124,7 +123,7 @@ def _decode_piece(
         decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
         out[at:end].copy_(decoded)
     if whole < out.numel():
-        rest = decoding._replace(absmax=scales[whole // blocksize :])
+        rest = Decoding(scales[whole // blocksize :], None, None, decoding.quant_type, blocksize)
         reference.dequantize_blocks(packed[whole // 2 :], rest, out[whole:])
 
 

@@ -195,15 +195,11 @@ def dynamic_cuts(device: torch.device) -> torch.Tensor:
 
 
 def decoded_absmax(decoding: Decoding) -> torch.Tensor:
-    """[blocks] float32: absmax as it decodes."""
-    if decoding.state2 is None or decoding.offset is None:
-        return decoding.absmax
-    return decode_absmax(decoding.absmax, decoding.state2, decoding.offset)
-
-
-def decode_absmax(codes: torch.Tensor, state2: NestedState, offset: torch.Tensor) -> torch.Tensor:
-    """[blocks] float32: a flushed product, then a plain addition, each rounded on its own."""
-    return _flushed(_flushed(state2.code).index_select(0, codes.int()) * _nested_scales(codes, state2)) + offset
+    """[blocks] float32: absmax as it decodes; a nested one by a flushed product, then an addition, each rounded."""
+    absmax, state2, offset = decoding[:3]
+    if state2 is None or offset is None:
+        return absmax
+    return _flushed(_flushed(state2.code).index_select(0, absmax.int()) * _nested_scales(absmax, state2)) + offset
 
 
 def _nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:

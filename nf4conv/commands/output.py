@@ -167,7 +167,7 @@ def write_checkpoint(
     engine, shard_tasks = computed_by
     pipeline = make_pipeline(engine, run, progress)
     before = pipeline.memory()
-    fingerprint = _fingerprint(plan, pipeline.device)
+    fingerprint = _fingerprint(plan, engine.device)
     with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         audit = make_audit(pipeline.piece, run.tolerance) if is_audited else None
         if audit is not None:
@@ -177,11 +177,11 @@ def write_checkpoint(
         after = pipeline.memory()
         figures = {
             "out": str(out),
-            "device": pipeline.device,
+            "device": engine.device,
             "bytes_after": sum(shard.size for shard in workspace.finished.values()),
             "seconds": time.perf_counter() - started,
             "pipeline_seconds": pipeline.elapsed,
-            "seconds_by_activity": pipeline.seconds_by_activity(),
+            "seconds_by_activity": {activity.value: spent for activity, spent in pipeline.seconds.items()},
             "host_baseline_bytes": before.host,
             "host_peak_bytes": after.host,
             "device_peak_bytes": after.device,

@@ -139,10 +139,6 @@ class Pipeline(Generic[W]):
         self.elapsed = 0.0
         self.seconds: defaultdict[Activity, float] = defaultdict(float)
 
-    @property
-    def device(self) -> str:
-        return self.engine.device
-
     def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.
 
@@ -173,10 +169,6 @@ class Pipeline(Generic[W]):
         if crew.error is not None:
             raise crew.error
         self.elapsed += time.perf_counter() - crew.started
-
-    def seconds_by_activity(self) -> dict[str, float]:
-        """`seconds`, as reports have them."""
-        return {activity.value: seconds for activity, seconds in self.seconds.items()}
 
     def memory(self) -> MemoryUse:
         return MemoryUse(_peak_resident(), self.engine.device_memory())

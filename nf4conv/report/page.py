@@ -14,7 +14,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.report.results import ComparisonReport, VerifyReport
 from nf4conv.report.rows import WeightRow, format_name
-from nf4conv.report.text import kind_cells, printable, size
+from nf4conv.report.text import kind_cells, printable, size, weight_cells
 
 _PALE: Final = (236, 244, 250)
 _DEEP: Final = (8, 69, 148)
@@ -156,22 +156,14 @@ def _errors(report: VerifyReport) -> str:
 
 
 def _worst(rows: Sequence[WeightRow]) -> str:
-    return _table(
-        ("weight", "format", "relative error", "tolerance", "SNR dB", "max of absmax", "outside"),
-        (
-            (
-                _text(row.name),
-                _text(format_name(row.quant_type, row.double_quant, row.blocksize)),
-                f"{row.error:.4f}",
-                f"{row.tolerance:g}",
-                f"{row.snr_db:.2f}",
-                f"{row.max_error_of_absmax:.3f}",
-                f"{row.outside:,}",
-            )
-            for row in rows
-        ),
-        ("name",),
-    )
+    head = ("weight", "format", "relative error", "tolerance", "SNR dB", "max of absmax", "outside")
+    return _table(head, map(_weight, rows), ("name",))
+
+
+def _weight(row: WeightRow) -> tuple[str, ...]:
+    name, error, *others = map(html.escape, weight_cells(row))
+    format = format_name(row.quant_type, row.double_quant, row.blocksize)
+    return name, _text(format), error, f"{row.tolerance:g}", *others
 
 
 def _heat_maps(rows: Sequence[WeightRow]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nf4conv.report.results import ComparisonReport, Inspection, VerifyReport
-from nf4conv.report.rows import ComparedRow, WeightKind, kind_name
+from nf4conv.report.rows import ComparedRow, WeightKind, WeightRow, kind_name
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10
@@ -39,16 +39,7 @@ def verification_lines(report: VerifyReport) -> Iterator[str]:
         yield ""
         yield from table(
             ("largest errors", "relative", "SNR dB", "max/absmax", "outside"),
-            [
-                (
-                    printable(row.name),
-                    f"{row.relative_error:.4f}",
-                    f"{row.snr_db:.2f}",
-                    f"{row.max_error_of_absmax:.3f}",
-                    f"{row.outside:,}",
-                )
-                for row in worst
-            ],
+            [weight_cells(row) for row in worst],
         )
     if report.kinds:
         yield ""
@@ -116,6 +107,12 @@ def _differences(rows: Sequence[ComparedRow]) -> Iterator[str]:
 def _figure(value: float | None) -> str:
     """A number of any magnitude in four digits."""
     return "" if value is None else f"{value:.4g}"
+
+
+def weight_cells(row: WeightRow) -> tuple[str, ...]:
+    """The name of a weight that was compared, and its figures: relative error, SNR, error by absmax, values outside."""
+    figures = f"{row.error:.4f}", f"{row.snr_db:.2f}", f"{row.max_error_of_absmax:.3f}", f"{row.outside:,}"
+    return printable(row.name), *figures
 
 
 def kind_cells(kind: WeightKind) -> tuple[str, ...]:

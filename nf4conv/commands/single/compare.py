@@ -98,7 +98,8 @@ def execute(plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], Non
     from nf4conv.pipeline.with_torch.difference import byte_tasks, value_tasks  # importing torch takes seconds
 
     started = time.perf_counter()
-    pipeline = make_pipeline(comparing_engine(run), run, progress)
+    engine = comparing_engine(run)
+    pipeline = make_pipeline(engine, run, progress)
     results = {
         name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
     }
@@ -119,7 +120,7 @@ def execute(plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], Non
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         counts={status: counts[status] for status in Status if counts[status]},
-        settings={**asdict(plan.options), "device": pipeline.device, "nf4conv": __version__, "torch": version("torch")},
+        settings={**asdict(plan.options), "device": engine.device, "nf4conv": __version__, "torch": version("torch")},
         seconds=time.perf_counter() - started,
     )
 

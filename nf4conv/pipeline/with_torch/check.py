@@ -19,7 +19,7 @@ from nf4conv.checkpoint.stored import StoredWeight
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState
-from nf4conv.codec.reference import decode_absmax, decoded_values
+from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
 from nf4conv.pipeline.loop import Activity, Task
@@ -94,9 +94,8 @@ class CheckScales:
         parts["values"] = parts["values"]._replace(stop=parts["values"].start)
         _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
         with worker.timed(Activity.COMPUTE):
-            scales, allowed = state.absmax, torch.zeros((), device=worker.device)
-            if state.state2 is not None and state.offset is not None:
-                scales = decode_absmax(state.absmax, state.state2, state.offset)
+            scales, allowed = decoded_absmax(state.decoding), torch.zeros((), device=worker.device)
+            if state.state2 is not None:
                 allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
             improper = ~torch.isfinite(scales) | (scales < -allowed)
             self.result.add_improper(int(improper.sum()))

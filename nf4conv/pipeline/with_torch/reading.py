@@ -107,7 +107,10 @@ def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.
     """
     matrix, source = job.matrix, job.source
     if source.encoding is not None:
-        weight = _read_encoded(worker, source, matrix.index)
+        is_alone = matrix.index is not None and is_stack_of_matrices(source)
+        weight = read_decoded(worker, matrix_of(source, matrix.index or 0) if is_alone else source)
+        if matrix.index is not None and not is_alone:
+            weight = weight[matrix.index]
         if matrix.rows is not None:
             weight = weight[slice(*matrix.rows)]
     else:
@@ -119,15 +122,6 @@ def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.
         if matrix.transpose:
             weight = weight.t()
         return weight.to(dtype).contiguous().view(-1)
-
-
-def _read_encoded(worker: TorchWorker, source: TensorInfo, index: int | None) -> torch.Tensor:
-    """An encoded matrix, or one at an index of an encoded stack."""
-    if index is None:
-        return read_decoded(worker, source)
-    if is_stack_of_matrices(source):
-        return read_decoded(worker, matrix_of(source, index))
-    return read_decoded(worker, source)[index]
 
 
 def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
