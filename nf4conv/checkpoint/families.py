@@ -61,7 +61,6 @@ RETRIEVAL: Final = Family(
 )
 CODEC: Final = Family(keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),))
 INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", FLOAT32),))
-RENAMED_TOWERS: Final = Family(renames_towers=True)
 BLOCK_SPARSE: Final = Family(renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", "")))
 
@@ -75,14 +74,11 @@ DIFFUSERS: Final = Family(
     only_blocks=True,
     linear=r"\.experts\.\d+\.",  # one nn.Linear each, as in HiDream
 )
-SAM3_TRACKER: Final = Family(renamed=((r"^tracker_model\.", ""),))
 OLD_ATTENTION: Final = Family(
     keep=((r"\.(query|key|value|proj_attn)$", "diffusers renames this weight of an old checkpoint when it loads it"),),
     renamed=((r"\.query$", ".to_q"), (r"\.key$", ".to_k"), (r"\.value$", ".to_v"), (r"\.proj_attn$", ".to_out.0")),
 )
 WAN: Final = _float32("rope|time_embedder|scale_shift_table|norm1|norm2|norm3")
-JOY_IMAGE: Final = _float32("time_embedder|norm1|norm2|norm_out")
-KANDINSKY: Final = _float32(r"time_embeddings|pooled_bias|\w*modulation")
 ATTENTION: Final = (r"\.attention\.", ".self_attn.")
 DETR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", "tied to other heads of the detector"),),
@@ -106,50 +102,44 @@ MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 FAMILIES: Final[Mapping[str, Family]] = {
     # submodels of a diffusers pipeline name a class instead of a model_type
     "_class_name": DIFFUSERS,
-    "AnyFlowTransformer3DModel": WAN,
-    "AnyFlowFARTransformer3DModel": WAN,
-    "ChronoEditTransformer3DModel": WAN,
+    **dict.fromkeys(
+        (
+            *("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel", "ChronoEditTransformer3DModel"),
+            *("SkyReelsV2Transformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel"),
+        ),
+        WAN,
+    ),
     "Cosmos3OmniTransformer": _float32("time_embedder"),
     "Flux3Transformer2DModel": _float32("norm_q|norm_k"),
     "HeliosTransformer3DModel": _float32("time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"),
-    "JoyImageEditTransformer3DModel": JOY_IMAGE,
-    "JoyImageEditPlusTransformer3DModel": JOY_IMAGE,
-    "Kandinsky5Transformer3DModel": KANDINSKY,
-    "Kandinsky6Transformer3DModel": KANDINSKY,
-    "Kandinsky6SRTransformer3DModel": KANDINSKY,
+    **dict.fromkeys(
+        ("JoyImageEditTransformer3DModel", "JoyImageEditPlusTransformer3DModel"),
+        _float32("time_embedder|norm1|norm2|norm_out"),
+    ),
+    **dict.fromkeys(
+        ("Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel", "Kandinsky6SRTransformer3DModel"),
+        _float32(r"time_embeddings|pooled_bias|\w*modulation"),
+    ),
     "Krea2Transformer2DModel": replace(
         _float32("norm|norm1|norm2|norm_q|norm_k"),
         linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
     ),
     "MiniMaxH3Transformer3DModel": _float32("proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"),
     "RFD4ProteinaTransformer": _float32("cond_factory|norm|ln_out"),
-    "SkyReelsV2Transformer3DModel": WAN,
     "UNet2DModel": OLD_ATTENTION,
-    "WanTransformer3DModel": WAN,
     "WanAnimateTransformer3DModel": _float32(
         "rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"
     ),
     "WanAnimate2Transformer3DModel": _float32(
         "time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"
     ),
-    "WanVACETransformer3DModel": WAN,
     # Conv1D stores [in, out]
-    "gpt2": GPT2,
-    "openai-gpt": GPT2,
-    "imagegpt": GPT2,
-    "decision_transformer": GPT2,
-    "clvp_decoder": GPT2,
+    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp_decoder"), GPT2),
     # kept out of 4-bit by transformers itself
-    "t5": T5,
-    "mt5": T5,
-    "umt5": T5,
-    "udop": T5,
-    "pop2piano": T5,
-    "deepseek_v32": INDEXER,
-    "glm_moe_dsa": INDEXER,
+    **dict.fromkeys(("t5", "mt5", "umt5", "udop", "pop2piano"), T5),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4_text"), INDEXER),
     "axk2": replace(INDEXER, renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2"))),
     "mistral_large4": replace(INDEXER, renames_towers=True),
-    "mistral_large4_text": INDEXER,
     "deepseek_v4": Family(
         keep=(
             (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", FLOAT32),
@@ -158,28 +148,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
         renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
     ),
     # packed, they would be cast to or computed with as the bytes they are
-    "longt5": T5_UNPROTECTED,
-    "switch_transformers": T5_UNPROTECTED,
-    "pix2struct": T5_UNPROTECTED,
-    "kosmos-2.5": T5_UNPROTECTED,
-    "colpali": RETRIEVAL,
-    "colqwen2": RETRIEVAL,
-    "colmodernvbert": RETRIEVAL,
+    **dict.fromkeys(("longt5", "switch_transformers", "pix2struct", "kosmos-2.5"), T5_UNPROTECTED),
+    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert"), RETRIEVAL),
     "neomme": Family(keep=((r"(^|\.)proj$", READ),), heads=("unembedding_projection",)),
     "wavlm": Family(keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ),)),
     "mobilebert": Family(keep=((r"^cls\.", READ),)),
-    "falcon": FALCON,
-    "RefinedWeb": FALCON,
-    "RefinedWebModel": FALCON,
+    **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), FALCON),
     "ibert": Family(keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),)),
     # taken apart or merged when transformers 5 loads them
-    "nomic_bert": _converted("Wqkv", QKV),
-    "jina_embeddings_v3": _converted("Wqkv", QKV),
+    **dict.fromkeys(("nomic_bert", "jina_embeddings_v3"), _converted("Wqkv", QKV)),
     "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
     "hrm_text": _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP),
     "molmo2": replace(MOLMO2, renames_towers=True),
     "molmo2_text": MOLMO2,
-    "tipsv2": TIPS,
+    **dict.fromkeys(("tipsv2", "tipsv2_vision_model"), TIPS),
     "tipsv2_dpt": replace(
         TIPS,
         renamed=(
@@ -188,7 +170,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
             (r"^\w+_head\.\w+_head$", "decoder.head"),
         ),
     ),
-    "tipsv2_vision_model": TIPS,
     "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
     "sapiens2": _converted("w12", GATE_UP),
     "radio": replace(_converted("qkv", QKV), heads=("embeddings.patch_projection",)),
@@ -207,10 +188,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     # modules that transformers 5 renames
-    "phimoe": BLOCK_SPARSE,
-    "mixtral": BLOCK_SPARSE,
-    "minimax": BLOCK_SPARSE,
-    "minimax_m2": BLOCK_SPARSE,
+    **dict.fromkeys(("phimoe", "mixtral", "minimax", "minimax_m2"), BLOCK_SPARSE),
     "bailing_hybrid": Family(renamed=((r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"), ATTENTION)),
     "lfm3": Family(renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
     "nemotron_h": NEMOTRON_H,
@@ -220,8 +198,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
     # the encoder has the decoder's layers, not on disk: skipping "encoder" as a whole would skip them
     "diffusion_gemma": Family(renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)),
-    "sam3_tracker": SAM3_TRACKER,
-    "sam3_video": SAM3_TRACKER,
+    **dict.fromkeys(("sam3_tracker", "sam3_video"), Family(renamed=((r"^tracker_model\.", ""),))),
     # as transformers 4 saves it
     "gemma3n_text": Family(
         renamed=(
@@ -232,19 +209,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
     # modules that are not on disk under their own name
     "gpt_neox_japanese": Family(heads=("embed_out",)),
-    "biogpt": Family(heads=("output_projection",)),
-    "trocr": Family(heads=("output_projection",)),
-    "modernbert": Family(heads=("decoder", "head")),
-    "modernbert-decoder": Family(heads=("decoder", "head")),
+    **dict.fromkeys(("biogpt", "trocr"), Family(heads=("output_projection",))),
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), Family(heads=("decoder", "head"))),
     "distilbert": Family(heads=("vocab_projector",)),
-    "whisper": Family(heads=("proj_out",)),
-    "canary": Family(heads=("proj_out",)),
-    "cohere_asr": Family(heads=("proj_out",)),
+    **dict.fromkeys(("whisper", "canary", "cohere_asr", "moonshine"), Family(heads=("proj_out",))),
     "granite_speech5_ctc": Family(heads=("ctc_head",)),
     "bark": Family(heads=("fine_acoustics.lm_heads",)),
-    "moonshine": Family(heads=("proj_out",)),
-    "xlm": Family(heads=("pred_layer", "sequence_summary")),
-    "flaubert": Family(heads=("pred_layer", "sequence_summary")),
+    **dict.fromkeys(("xlm", "flaubert"), Family(heads=("pred_layer", "sequence_summary"))),
     "xlnet": Family(heads=("lm_loss", "sequence_summary", "logits_proj")),
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
@@ -258,18 +229,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
-    "electra": Family(heads=("generator_lm_head",)),
-    "convbert": Family(heads=("generator_lm_head",)),
+    **dict.fromkeys(("electra", "convbert"), Family(heads=("generator_lm_head",))),
     "luke": Family(heads=("entity_predictions",)),
     # object detectors share their box and class heads
-    "grounding-dino": DETR,
-    "mm-grounding-dino": DETR,
-    "deformable_detr": DETR,
-    "d_fine": DETR,
-    "deimv2": DETR,
-    "rt_detr": DETR,
-    "rt_detr_v2": DETR,
-    "pp_doclayout_v3": DETR,
+    **dict.fromkeys(
+        (
+            *("grounding-dino", "mm-grounding-dino", "deformable_detr", "d_fine", "deimv2", "rt_detr", "rt_detr_v2"),
+            *("pp_doclayout_v3", "lw_detr"),
+        ),
+        DETR,
+    ),
     "pp_doclayout_v4": replace(
         DETR,
         keep=(*DETR.keep, (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head")),
@@ -278,27 +247,22 @@ FAMILIES: Final[Mapping[str, Family]] = {
             *(f"{prefix}decoder.{head}_order_head" for prefix in ("", "model.") for head in ("relative", "successor")),
         ),
     ),
-    "lw_detr": DETR,
     "dab-detr": Family(
         keep=((r"^bbox_predictor\.", "tied to other heads of the detector"),), heads=("model.decoder.bbox_embed",)
     ),
     # experts that load packed in transformers 4 and 5 alike, once they are split
-    "llama4": Family(splits_experts=True),
-    "llama4_text": Family(splits_experts=True),
+    **dict.fromkeys(("llama4", "llama4_text"), Family(splits_experts=True)),
     # weights in float32
     "hy_v4": Family(float32=r"(weights_proj|k_norm|^lm_head)$"),
-    "inkling_text": Family(float32=r"sconv"),
-    "inkling_model": Family(float32=r"sconv"),
+    **dict.fromkeys(("inkling_text", "inkling_model"), Family(float32=r"sconv")),
     "inkling2_text": Family(float32=r"sconv|convolution"),
     # computes in float32 what it makes sound of
-    "csm": CODEC,
-    "kyutai_speech_to_text": CODEC,
-    "moshi": CODEC,
+    **dict.fromkeys(("csm", "kyutai_speech_to_text", "moshi"), CODEC),
     # vision parts that --quantize-towers cannot pack
     "blip-2": Family(keep=((r"^qformer\.", FLOAT32),)),
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "hunyuan_vl", "inkling2", "kimi_k25", "qianfan_ocr", "step3p7", "unlimited_ocr"),
-        RENAMED_TOWERS,
+        Family(renames_towers=True),
     ),
     # a vision part without a name of its own
     "cosmos3_omni": Family(keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)),

@@ -4,7 +4,7 @@ A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensor
 says otherwise. Where the rule is unsure it keeps the tensor and lists its module as skipped: that always loads.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -124,8 +124,8 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Qu
         PlanError: no skip list can tell the packed modules from the others.
     """
     evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
-    wishes = _Wishes(options, names)
-    decisions = {tensor.name: _decide(tensor, evidence, wishes) for tensor in tensors}
+    why_unwanted = _by_wishes(options, names)
+    decisions = {tensor.name: _decide(tensor, evidence, options, why_unwanted) for tensor in tensors}
     return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
 
 
@@ -190,21 +190,22 @@ def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
     return decision.matrices if isinstance(decision, Pack) else ()
 
 
-def _decide(tensor: TensorInfo, evidence: Evidence, wishes: "_Wishes") -> Pack | Keep:
-    options = wishes.options
+def _decide(
+    tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, why_unwanted: Callable[[str], str | None]
+) -> Pack | Keep:
     keep_dtype = evidence.is_float32_by_design(tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
     module = module_of(tensor.name)
     if evidence.splits_experts and (matrices := split_experts(tensor)):
-        unwanted = wishes.why_unwanted(tensor.name)
+        unwanted = why_unwanted(tensor.name)
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
         return Pack(matrices, "experts, one nn.Linear each")
     why = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
     if why is not None:
         return Keep(why, keep_dtype)
-    why = wishes.why_unwanted(tensor.name) or evidence.why_kept(
+    why = why_unwanted(tensor.name) or evidence.why_kept(
         module, tensor.shape, towers=options.quantize_towers, experts=options.moe == "per-expert"
     )
     if why is not None:
@@ -252,23 +253,21 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
             yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
 
 
-class _Wishes:
-    """What the user does not want to be packed."""
+def _by_wishes(options: QuantizeOptions, names: ModuleNames) -> Callable[[str], str | None]:
+    """Why the user does not want a tensor to be packed, by its name; None where it is not known that he does not."""
+    rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
 
-    def __init__(self, options: QuantizeOptions, names: ModuleNames) -> None:
-        self.options = options
-        self._names = names
-        self._rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
-
-    def why_unwanted(self, name: str) -> str | None:
-        if _matches(name, self.options.exclude):
+    def why_unwanted(name: str) -> str | None:
+        if _matches(name, options.exclude):
             return "excluded by the user"
-        paths = self._names.spellings(module_of(name)) if self.options.skip_modules else ()
-        if any(is_skipped(path) for path in paths for is_skipped in self._rules):
+        paths = names.spellings(module_of(name)) if options.skip_modules else ()
+        if any(is_skipped(path) for path in paths for is_skipped in rules):
             return "in a module that the user skips"
-        if self.options.include and not _matches(name, self.options.include):
+        if options.include and not _matches(name, options.include):
             return "not included by the user"
         return None
+
+    return why_unwanted
 
 
 def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

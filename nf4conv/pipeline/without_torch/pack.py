@@ -175,7 +175,8 @@ class PackPiece(ShardTask[CudaWorker]):
         begin = self.job.source_range[0]
         positions = _read(worker, [(self.job, begin + self.start * itemsize, begin + self.stop * itemsize)])
         with worker.timed(Activity.COMPUTE):
-            absmax = self.absmax.memory(worker.engine.allocate_floats).address + 4 * (self.start // blocksize)
+            whole = self.absmax.memory(lambda blocks: worker.engine.allocate(4 * blocks))
+            absmax = whole.address + 4 * (self.start // blocksize)
             sizes = [self.stop - self.start]
             out = _Output(sizes, blocksize, double_quant=False)
             tables = _Tables(worker, positions[-1])

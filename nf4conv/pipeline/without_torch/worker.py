@@ -99,9 +99,6 @@ class CudaEngine:
             self._held += size
         return DeviceMemory(size)
 
-    def allocate_floats(self, count: int) -> DeviceMemory:
-        return self.allocate(4 * count)
-
     def give_back(self, memory: DeviceMemory) -> None:
         """Memory that no stream uses any more."""
         with self._lock:
