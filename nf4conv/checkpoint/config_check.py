@@ -16,10 +16,9 @@ from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.layout import DTYPE_NAMES, TAGS
 from nf4conv.options import QuantizeOptions
 
-_TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
 """Reasons for which a module that loaders do hold in an `nn.Linear` is kept."""
 
@@ -84,7 +83,7 @@ def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) 
         if not isinstance(quantization.get(key, False), bool):
             yield f"{key} is {quantization[key]!r:.50}; transformers takes only true or false"
     dtype = quantization.get("bnb_4bit_compute_dtype")
-    if dtype is not None and dtype not in tuple(_TAGS):
+    if dtype is not None and dtype not in tuple(TAGS):
         yield f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
     for name, weight in islice(structure.weights.items(), 1):
         for key, default, stored in (
@@ -112,11 +111,11 @@ def _quantization_oddities(quantization: Mapping[str, Any]) -> Iterator[str]:
 def _check_dtypes(structure: Structure, config: Mapping[str, Any]) -> None:
     """From 5.21 on, transformers does not cast the unpacked weights of a packed checkpoint, but their biases."""
     dtype = checkpoint_dtype(config)
-    if dtype not in _TAGS:
+    if dtype not in TAGS:
         return
     evidence = Evidence.gather(tuple(structure.plain.values()), config)
     for tensor in structure.plain.values():
-        if tensor.dtype in DTYPE_NAMES and tensor.dtype != _TAGS[dtype] and not evidence.is_float32_by_design(tensor):
+        if tensor.dtype in DTYPE_NAMES and tensor.dtype != TAGS[dtype] and not evidence.is_float32_by_design(tensor):
             text = f"is {DTYPE_NAMES[tensor.dtype]}, but config.json says {dtype}"
             structure.note("config", tensor.file, tensor.name, text, is_fault=False)
             return  # one says it: a checkpoint may have thousands
@@ -206,7 +205,7 @@ def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[T
     for weight in structure.weights.values():
         transposed = len(weight.state.shape) == 2 and is_transposed(module_of(weight.name), families)
         shape = weight.state.shape[::-1] if transposed else weight.state.shape
-        logical.append(weight.values._replace(shape=shape, dtype=_TAGS[weight.state.dtype]))
+        logical.append(weight.values._replace(shape=shape, dtype=TAGS[weight.state.dtype]))
     try:
         decisions = select(logical, config, QuantizeOptions(quantize_towers=True, moe="per-expert")).decisions
     except PlanError as error:

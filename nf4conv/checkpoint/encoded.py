@@ -30,7 +30,7 @@ from nf4conv.checkpoint.module_names import module_of
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, Format, components
+from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX, TAGS, Format, components
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
@@ -252,10 +252,9 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
 
 
 def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str, int]:
-    tags = {name: tag for tag, name in DTYPE_NAMES.items()}
     try:
         fields = json.loads(blob)
-        shape, dtype, blocksize = tuple(fields["shape"]), tags[fields["dtype"]], fields["blocksize"]
+        shape, dtype, blocksize = tuple(fields["shape"]), TAGS[fields["dtype"]], fields["blocksize"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
     if not all(type(size) is int and size >= 0 for size in shape):

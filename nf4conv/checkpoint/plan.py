@@ -22,10 +22,9 @@ from typing import Final, NamedTuple
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import DTYPE_NAMES, Component, Format, components
+from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, components
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
-TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 
 _LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')

@@ -23,7 +23,7 @@ from nf4conv.errors import SourceError, named
 from nf4conv.options import SourceOptions
 
 if TYPE_CHECKING:
-    from nf4conv.checkpoint.hub import Fetched, RemoteFile, Repository
+    from nf4conv.checkpoint.hub import Fetched
 
 _HEADERS_AT_A_TIME: Final = 8
 _HEAD: Final = 2**17
@@ -168,15 +168,12 @@ def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> 
     return tuple(seen.values())
 
 
-def _read_header(fetched: "Fetched | None", file: Path) -> tuple[TensorInfo, ...]:
-    if fetched is not None and file in fetched.absent and fetched.repository is not None:
-        return _read_remote_header(fetched.repository, fetched.absent[file], file)
-    return read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
-
-
-def _read_remote_header(repository: "Repository", file: "RemoteFile", path: Path) -> tuple[TensorInfo, ...]:
+def _read_header(fetched: "Fetched | None", path: Path) -> tuple[TensorInfo, ...]:
+    if fetched is None or path not in fetched.absent or fetched.repository is None:
+        return read_header(path) if path.suffix == ".safetensors" else read_pickle_header(path)
     if path.suffix != ".safetensors":
         raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
+    repository, file = fetched.repository, fetched.absent[path]
     head = repository.read(file, 0, min(file.size, _HEAD))
     stop = header_stop(path, head, file.size)
     if stop > len(head):

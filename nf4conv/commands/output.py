@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.plan import CopyJob, Plan, Shard, arrange
+from nf4conv.checkpoint.plan import CopyJob, Job, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.workspace import Workspace
@@ -26,7 +26,7 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.pipeline.engines import ShardTasks, make_audit
 from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
 from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.rows import PlanRow, VerificationSummary
 
 if TYPE_CHECKING:
     from nf4conv.checkpoint.stream import ShardStream
@@ -61,6 +61,14 @@ class WritingPlan:
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
         """Files that are copied beside the weights, relative to the source's folder."""
         return () if self.source.config is None else auxiliary_files(self.source.folder)
+
+    def rows(self) -> list[PlanRow]:
+        """One for each weight that is packed or decoded, and each tensor that is kept."""
+        return [self.row(job, shard.name) for shard in self.output.shards for job in shard.jobs]
+
+    def row(self, job: Job, file: str) -> PlanRow:
+        """What becomes of one of them, in a file of the output."""
+        raise NotImplementedError
 
     def decided(self) -> dict[str, Any]:
         """What decides the bytes of the result beside the source and the options, as JSON values."""

@@ -155,12 +155,8 @@ def _write(
     progress: Callable[[int], None],
 ) -> QuantizeReport:
     """Carry out the plan of a submodel, whose folder's name stands before those of its files on the Hub."""
-
-    def announce(name: str, path: Path) -> None:
-        if repository is not None:
-            repository.offer(f"{folder.name}/{name}", path)
-
-    return write_one(plan, folder, run, progress, announce)
+    offer = None if repository is None else lambda name, path: repository.offer(f"{folder.name}/{name}", path)
+    return write_one(plan, folder, run, progress, offer)
 
 
 def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:

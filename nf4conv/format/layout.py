@@ -37,6 +37,8 @@ COMPONENT_SUFFIXES: Final = (
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
 
+TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
+
 _JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}
 

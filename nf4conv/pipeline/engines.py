@@ -20,7 +20,7 @@ def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTas
     from nf4conv.pipeline.without_torch import pack
 
     purpose = None if run.verify else pack.purpose_of(output)  # there are no kernels in a bundle that compare
-    return _without_torch(run, purpose, pack.shard_tasks) or _with_torch(run)
+    return _engine(run, purpose, pack.shard_tasks)
 
 
 def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
@@ -28,7 +28,7 @@ def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[E
     from nf4conv.pipeline.without_torch import unpack
 
     purpose = None if is_cast else unpack.purpose_of(output)
-    return _without_torch(run, purpose, unpack.shard_tasks) or _with_torch(run)
+    return _engine(run, purpose, unpack.shard_tasks)
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:
@@ -45,16 +45,14 @@ def make_audit(piece: int, tolerance: float | None) -> Audit:
     return TorchAudit(piece, tolerance)
 
 
-def _without_torch(run: RunOptions, purpose: Any, tasks: ShardTasks) -> tuple[Engine[Any], ShardTasks] | None:
-    if purpose is None:
-        return None
-    from nf4conv.pipeline.without_torch.worker import bare_engine
+def _engine(run: RunOptions, purpose: Any, tasks: ShardTasks) -> tuple[Engine[Any], ShardTasks]:
+    """The engine without torch and its tasks, if there is a purpose and a GPU for it; or else that with torch."""
+    if purpose is not None:
+        from nf4conv.pipeline.without_torch.worker import bare_engine
 
-    engine = bare_engine(run.device, purpose)
-    return None if engine is None else (engine, tasks)
-
-
-def _with_torch(run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
+        engine = bare_engine(run.device, purpose)
+        if engine is not None:
+            return engine, tasks
     from nf4conv.pipeline.with_torch.pack import shard_tasks
 
     return comparing_engine(run), shard_tasks

@@ -14,12 +14,12 @@ from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.plan import FLOAT_TAGS, TAGS, CopyJob, arrange, dominant_dtype
+from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.commands.output import WritingPlan, kept_as_stored, write_checkpoint
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import Format
+from nf4conv.format.layout import TAGS, Format
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import unpacking_engine
 from nf4conv.report.results import DequantizeReport
@@ -36,23 +36,11 @@ class DequantizationPlan(WritingPlan):
     command = "dequantize"
     options: DequantizeOptions
 
-    def rows(self) -> list[PlanRow]:
-        """One for each output tensor."""
-        return [
-            PlanRow(
-                name=job.name,
-                action="decode" if job.source.encoding else "copy" if job.dtype == job.source.dtype else "cast",
-                reason=job.reason,
-                dtype=job.dtype,
-                shape=job.source.shape,
-                bytes_in=job.source_bytes,
-                bytes_out=job.nbytes,
-                file=shard.name,
-            )
-            for shard in self.output.shards
-            for job in shard.jobs
-            if isinstance(job, CopyJob)
-        ]
+    def row(self, job: Job, file: str) -> PlanRow:
+        """A weight that is decoded, or a tensor that is kept; dtypes are those of the output."""
+        assert isinstance(job, CopyJob)
+        action = "decode" if job.source.encoding else "copy" if job.dtype == job.source.dtype else "cast"
+        return PlanRow(job.name, action, job.reason, job.dtype, job.source.shape, job.source_bytes, job.nbytes, file)
 
     def totals(self) -> DequantizationTotals:
         jobs = list(self.output.jobs)

@@ -13,13 +13,13 @@ from typing import Any
 
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.plan import TAGS, PackJob, dominant_dtype, make_plan
+from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.commands.output import WritingPlan, kept_as_stored, plan_fingerprint, write_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
-from nf4conv.format.layout import Format
+from nf4conv.format.layout import TAGS, Format
 from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
@@ -54,22 +54,11 @@ class QuantizationPlan(WritingPlan):
         before = sum(tensor.nbytes for tensor in self.source.tensors)
         return model_card(self.source, self.output, self.config, Figures(before, bytes_after, verified))
 
-    def rows(self) -> list[PlanRow]:
-        """One for each weight that is packed and each tensor that is kept."""
-        return [
-            PlanRow(
-                name=job.name,
-                action="pack" if isinstance(job, PackJob) else "copy" if job.dtype == job.source.dtype else "cast",
-                reason=job.reason,
-                dtype=job.source.dtype,
-                shape=job.matrix.shape if isinstance(job, PackJob) else job.source.shape,
-                bytes_in=job.source_bytes,
-                bytes_out=job.nbytes,
-                file=shard.name,
-            )
-            for shard in self.output.shards
-            for job in shard.jobs
-        ]
+    def row(self, job: Job, file: str) -> PlanRow:
+        """A weight that is packed, or a tensor that is kept; dtypes are those of the source."""
+        action = "pack" if isinstance(job, PackJob) else "copy" if job.dtype == job.source.dtype else "cast"
+        shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
+        return PlanRow(job.name, action, job.reason, job.source.dtype, shape, job.source_bytes, job.nbytes, file)
 
     def totals(self) -> QuantizationTotals:
         jobs = list(self.output.jobs)
