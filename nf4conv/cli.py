@@ -429,11 +429,10 @@ def _print_plan(plan: Any, notes: Sequence[str], as_json: bool, summary: str) ->
 
 
 def _print_report(report: "nf4conv.QuantizeReport") -> None:
-    click.echo(
-        f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}\n"
-        f"{size(report.bytes_before)} → {size(report.bytes_after)} "
-        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)\n"
-        f"{_timing(report, report.bytes_before)}"
+    what = f"{report.packed:,} weights packed, {report.copied:,} tensors kept"
+    ratio = report.bytes_before / report.bytes_after
+    _print_run(
+        report, what, f" ({ratio:.2f}x, {report.bits_per_parameter:.2f} bits per parameter)", report.bytes_before
     )
     if report.verification is not None:
         verified = report.verification
@@ -446,18 +445,18 @@ def _print_report(report: "nf4conv.QuantizeReport") -> None:
 
 
 def _print_dequantize_report(report: "nf4conv.DequantizeReport") -> None:
-    click.echo(
-        f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}\n"
-        f"{size(report.bytes_before)} → {size(report.bytes_after)}\n"
-        f"{_timing(report, report.bytes_after)}"
-    )
+    what = f"{report.decoded:,} weights decoded, {report.copied:,} tensors copied"
+    _print_run(report, what, "", report.bytes_after)
 
 
-def _resumed(report: "nf4conv.QuantizeReport | nf4conv.DequantizeReport") -> str:
-    return f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
-
-
-def _timing(report: "nf4conv.QuantizeReport | nf4conv.DequantizeReport", size: int) -> str:
+def _print_run(
+    report: "nf4conv.QuantizeReport | nf4conv.DequantizeReport", what: str, ratio: str, processed: int
+) -> None:
+    """Print what was done, the sizes with their ratio, and how long so many bytes took."""
+    resumed = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
-    rate = size / report.seconds / 1e9
-    return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
+    rate = processed / report.seconds / 1e9
+    click.echo(
+        f"{report.out}: {what}{resumed}\n{size(report.bytes_before)} → {size(report.bytes_after)}{ratio}\n"
+        f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
+    )

@@ -11,7 +11,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, sprea
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import finite, mean, tables
-from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, decoding_of, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
@@ -201,17 +201,17 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
     for elements in (4096 * 9, 5003, 64 * 70 + 8):
         weight = random_weight(elements, DTYPES[dtype]).to(DEVICE)
         packed, state = ops.quantize_4bit(weight, quant_type, 64, nested)
-        sums = kernels.error_sums(weight, packed.view(-1), state.decoding)
+        sums = kernels.error_sums(weight, packed.view(-1), decoding_of(state))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
         assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
         assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
-        absmax = reference.decoded_absmax(state.decoding)
+        absmax = reference.decoded_absmax(decoding_of(state))
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
         assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
         assert sums.outside.item() == 0
         packed[elements // 4] ^= 0x88
-        assert kernels.error_sums(weight, packed.view(-1), state.decoding).outside.item() > 0
+        assert kernels.error_sums(weight, packed.view(-1), decoding_of(state)).outside.item() > 0
 
 
 @pytest.mark.parametrize("name", SPECIAL_BLOCKS)

@@ -35,7 +35,7 @@ def auxiliary_files(folder: Path) -> tuple[PurePosixPath, ...]:
 
 
 def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
-    """Those of a listing that are copied as they are, sorted.
+    """The files of a listing that are copied as they are, sorted.
 
     Args:
         names: of files, relative to the checkpoint's folder.

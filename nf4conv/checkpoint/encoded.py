@@ -19,7 +19,7 @@ W is P.weight, or any other name. What is left over and belongs to activations i
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -141,7 +141,10 @@ def decoded_tensors(
     _check_unused(rest)
     kept = {tensor.name for tensor in rest}
     logical = tuple(found.get(tensor.name, tensor) for tensor in tensors if tensor.name in kept or tensor.name in found)
-    return logical, tuple(_notes(found.values(), method))
+    methods = Counter(decoded.encoding.method for decoded in found.values() if decoded.encoding is not None)
+    counts = ", ".join(f"{count:,} of {kind.value}" for kind, count in methods.items())
+    by = f" ({method})" if method else ""
+    return logical, (f"the source is quantized{by}: {counts} decoded, then packed or kept",) if methods else ()
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -332,11 +335,3 @@ def _check_unused(tensors: Sequence[TensorInfo]) -> None:
                 f"{tensor.file}: {tensor.name}: part of a weight that is already quantized, but not in a way that is "
                 "decoded; give the checkpoint that it was made from"
             )
-
-
-def _notes(decoded: Iterable[TensorInfo], quant_method: str | None) -> Iterator[str]:
-    methods = Counter(tensor.encoding.method for tensor in decoded if tensor.encoding is not None)
-    if methods:
-        counts = ", ".join(f"{count:,} of {method.value}" for method, count in methods.items())
-        by = f" ({quant_method})" if quant_method else ""
-        yield f"the source is quantized{by}: {counts} decoded, then packed or kept"

@@ -195,10 +195,6 @@ class Evidence:
         is_parameter = not tensor.name.endswith((".weight", ".bias"))
         return self.mostly_half and (is_parameter or _ROUTER.search(module) is not None)
 
-    @property
-    def splits_experts(self) -> bool:
-        return any(family.splits_experts for family in self.families)
-
     def _is_linear_by_family(self, module: str) -> bool:
         return any(family.linear and re.search(family.linear, module) for family in self.families)
 

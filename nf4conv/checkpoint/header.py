@@ -164,11 +164,7 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse a tensor whose name no model can have.
-
-    Raises:
-        SourceError: it is too long, or too deep.
-    """
+    """Refuse by a SourceError a tensor whose name no model can have, too long or too deep."""
     dots = name.count(".")
     if len(name) > _LONGEST_NAME or dots > _MOST_DOTS:
         raise SourceError(

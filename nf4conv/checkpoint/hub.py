@@ -165,11 +165,7 @@ class Repository:
         )
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Some bytes of a file, by a request for this range.
-
-        Raises:
-            SourceError: the hub did not give them.
-        """
+        """Some bytes of a file, by a request for this range; a SourceError if the hub does not give them."""
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = build_hf_headers(token=self._where.token, library_name=LIBRARY)
         headers["Range"] = f"bytes={start}-{stop - 1}"

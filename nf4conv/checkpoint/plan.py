@@ -229,17 +229,10 @@ def make_plan(
     max_shard_size: int,
     stem: str = "model",
 ) -> Plan:
-    """Place every output tensor.
+    """Place every output tensor, given what becomes of each tensor of the source, by name.
 
-    Args:
-        tensors: of the source, in the order in which they are to be read.
-        decisions: what becomes of each, by name.
-        format: how weights are packed.
-        max_shard_size: bytes; a single weight larger than that gets a shard of its own.
-        stem: base name of the output files.
-
-    Raises:
-        PlanError: a tensor cannot be packed as decided, or two outputs would have one name.
+    The tensors come in the order in which they are to be read. The other arguments and errors are as of `arrange`; a
+    tensor that cannot be packed as decided is a PlanError, too.
     """
     jobs = [job for tensor in tensors for job in _jobs(tensor, decisions[tensor.name], format)]
     return arrange([[job] for job in jobs], format, max_shard_size=max_shard_size, stem=stem)

@@ -58,22 +58,14 @@ class Reader:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """A file from its beginning to its end, a few megabytes at a time.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
+    """A file from its beginning to its end, a few megabytes at a time; a SourceError if it cannot be read."""
     with named(path, SourceError), path.open("rb") as file:
         while chunk := file.read(2**22):
             yield chunk
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:
-    """The bytes of a small tensor.
-
-    Raises:
-        SourceError: the file cannot be read.
-    """
+    """The bytes of a small tensor; a SourceError if they cannot be read."""
     with named(tensor.file, SourceError), tensor.file.open("rb") as file:
         file.seek(tensor.start)
         return file.read(tensor.nbytes)

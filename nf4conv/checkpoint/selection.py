@@ -130,12 +130,7 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Qu
 
 
 def demote(selection: Selection, names: Iterable[str], config: Mapping[str, Any]) -> Selection:
-    """Keep tensors that were to be packed, because they hold NaN or infinity.
-
-    Args:
-        selection: what was decided.
-        names: of the source tensors to keep after all.
-        config: the content of config.json.
+    """Keep the named tensors, which were to be packed, because they hold NaN or infinity.
 
     Raises:
         PlanError: a tensor is not to be packed, or becomes several weights, of which loaders expect all.
@@ -197,7 +192,8 @@ def _decide(
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
     module = module_of(tensor.name)
-    if evidence.splits_experts and (matrices := split_experts(tensor)):
+    splits_experts = any(family.splits_experts for family in evidence.families)
+    if splits_experts and (matrices := split_experts(tensor)):
         unwanted = why_unwanted(tensor.name)
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")

@@ -125,7 +125,7 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 
 
 LITERAL: Final = ("transformers 4", "vLLM")
-"""Those to whom an entry is never a regular expression."""
+"""Loaders to whom an entry is never a regular expression."""
 
 
 def _ancestors(path: str) -> Iterator[str]:
@@ -221,12 +221,7 @@ def complete_for_base(entries: Iterable[str], packed: Iterable[str], kept: Itera
 
     What is "model.layers.0.gate" in a Qwen2MoeForCausalLM is "layers.0.gate" in a Qwen2MoeModel, into which AutoModel
     loads the same checkpoint. An entry that would hit a packed module gives way to the modules that it stands for, and
-    is left out where they would, too.
-
-    Args:
-        entries: the list.
-        packed: paths of the packed modules, in every spelling.
-        kept: paths of the others, in every spelling.
+    is left out where they would, too. The other paths are as of `build_skip_modules`.
     """
     entries, packed = set(entries), tuple(packed)
     base = _base(packed)

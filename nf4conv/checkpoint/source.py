@@ -116,11 +116,7 @@ def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = 
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
-    """The bytes of a small tensor.
-
-    Raises:
-        SourceError: they cannot be read.
-    """
+    """The bytes of a small tensor, wherever they are; a SourceError if they cannot be read."""
     fetched = source.fetched
     if fetched is not None and tensor.file in fetched.absent and fetched.repository is not None:
         return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
@@ -195,11 +191,7 @@ def _read_config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        SourceError: unreadable, or not a JSON object.
-    """
+    """A JSON object from a file; a SourceError if it cannot be read, or is none."""
     try:
         with named(path, SourceError):
             content = json.loads(path.read_bytes())

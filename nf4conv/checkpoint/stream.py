@@ -102,11 +102,7 @@ class ShardStream(RemoteReader):
                     self._drop_if_done(earlier)
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file can be read.
-
-        Raises:
-            SourceError, OutputError: it could not be fetched.
-        """
+        """Wait until a file can be read; a SourceError or OutputError if it could not be fetched."""
         with self._changed:
             while path in self._absent and path not in self._ready:
                 if self._error is not None:

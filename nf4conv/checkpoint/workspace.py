@@ -54,6 +54,7 @@ class Workspace:
     Attributes:
         out: the folder.
         finished: the shards that are complete, by name.
+        downloads: a folder for source files that are fetched while the run needs them.
 
     Raises:
         OutputError: the folder holds something else, another run, or a run with another fingerprint.
@@ -65,6 +66,7 @@ class Workspace:
         self._written: dict[str, str] = {}
         self._guard = threading.Lock()
         self._work = out / WORK_FOLDER
+        self.downloads = self._work / "source"
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self.finished: dict[str, FinishedFile] = {}
         with _as_output_error(out):
@@ -72,7 +74,10 @@ class Workspace:
             self._work.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                self._acquire()
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise OutputError(f"{self.out}: another nf4conv is writing here") from error
                 self._load(overwrite)
             except BaseException:
                 os.close(self._lock)
@@ -86,12 +91,6 @@ class Workspace:
             raise OutputError(f"{self.out}: exists and is not empty; choose another folder, or --overwrite")
         if occupied and overwrite and not _looks_like_checkpoint(self.out):
             raise OutputError(f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it")
-
-    def _acquire(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(f"{self.out}: another nf4conv is writing here") from error
 
     def _load(self, overwrite: bool) -> None:
         record = self._work / _RECORD
@@ -159,11 +158,6 @@ class Workspace:
         with _as_output_error(self.out):
             (self.out / "config.json").unlink(missing_ok=True)  # of a run that ended between its last two steps
             self._save()
-
-    @property
-    def downloads(self) -> Path:
-        """A folder for source files that are fetched while the run needs them."""
-        return self._work / "source"
 
     def check_space(self, needed: int) -> None:
         """Refuse before the first byte what cannot end well.

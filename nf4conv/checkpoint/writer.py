@@ -35,11 +35,7 @@ class ShardWriter:
         return self._temporary, self._header_size + offset
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes at `offset`, counted from the end of the header.
-
-        Raises:
-            OutputError: the disk is full or failing.
-        """
+        """Write bytes at `offset`, counted from the end of the header; an OutputError if that fails."""
         position = self._header_size + offset
         with named(self._final, OutputError):
             while data:
@@ -90,11 +86,7 @@ class ShardWriter:
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file in one go so that it either exists whole or not at all.
-
-    Raises:
-        OutputError: the disk is full or failing.
-    """
+    """Write a file in one go so that it either exists whole or not at all; an OutputError if that fails."""
     temporary = path.with_name(f".{path.name}.partial")
     with named(path, OutputError):
         with temporary.open("wb") as file:

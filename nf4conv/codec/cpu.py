@@ -178,7 +178,9 @@ def _quantize_chunk(
     else:
         magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape)).mul_(reciprocals)
         codes = _count_cuts(magnitudes, codebook, scratch)
-        codes += _is_negative(values, magnitudes).view(np.uint8) << 3
+        # no sign has what is flushed to zero, before or after it is scaled
+        negative = (values.view(-1).numpy() <= -_TINIEST) & (magnitudes.view(-1).numpy() >= _TINIEST)
+        codes += negative.view(np.uint8) << 3
         np.take(_pair_ranks(codebook), _pair_nibbles(codes), out=packed.numpy(), mode="clip")
 
 
@@ -203,13 +205,6 @@ def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> 
         np.greater(values[at : at + _COMPARED], cuts, out=hits)
         np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=codes[at : at + _COMPARED])
     return codes
-
-
-def _is_negative(values: torch.Tensor, scaled_magnitudes: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """[n] bool: whether an element is below zero, and neither it nor its scaled value is flushed to zero."""
-    negative: npt.NDArray[np.bool_] = values.view(-1).numpy() <= -_TINIEST
-    negative &= scaled_magnitudes.view(-1).numpy() >= _TINIEST
-    return negative
 
 
 def _pair_nibbles(codes: _Bytes) -> npt.NDArray[np.uint16]:

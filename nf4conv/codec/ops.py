@@ -8,7 +8,15 @@ import torch
 
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.error_sums import ErrorSums
-from nf4conv.codec.quant_state import DTYPE_NAMES, Decoding, NestedState, QuantState, code_table, dynamic_table
+from nf4conv.codec.quant_state import (
+    DTYPE_NAMES,
+    Decoding,
+    NestedState,
+    QuantState,
+    code_table,
+    decoding_of,
+    dynamic_table,
+)
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
@@ -99,7 +107,7 @@ def dequantize_4bit(
     _check_decodable(packed, quant_state, out)
     if packed.dtype != torch.uint8:
         packed = packed.view(torch.uint8)
-    decoding = _decoding(quant_state)
+    decoding = decoding_of(quant_state)
     if torch.compiler.is_compiling():
         absmax, state2, offset, *format = decoding
         nested = (None, None) if state2 is None else (state2.absmax, state2.code)
@@ -151,13 +159,8 @@ def error_sums(tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantSta
         raise CodecError(f"the weight has the shape {list(tensor.shape)}, its state {list(quant_state.shape)}")
     _check_decodable(packed, quant_state, tensor)
     flat = packed.view(torch.uint8).view(-1)
-    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, _decoding(quant_state))
+    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, decoding_of(quant_state))
     return sums
-
-
-def _decoding(state: QuantState) -> Decoding:
-    """As `state.decoding`, which bitsandbytes' states lack."""
-    return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
 
 
 def check_options(quant_type: str, blocksize: int) -> None:

@@ -107,10 +107,6 @@ class QuantState:
     def nested(self) -> bool:
         return self.state2 is not None
 
-    @property
-    def decoding(self) -> Decoding:
-        return Decoding(self.absmax, self.state2, self.offset, self.quant_type, self.blocksize)
-
     def components(self) -> dict[str, torch.Tensor]:
         """The tensors that stand beside the packed codes on disk: suffix → tensor, as layout.components lists them.
 
@@ -156,6 +152,11 @@ class QuantState:
             offset=offset,
             state2=state2,
         )
+
+
+def decoding_of(state: QuantState) -> Decoding:
+    """What a state, ours or bitsandbytes', says of decoding."""
+    return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
 
 
 def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -90,11 +90,7 @@ def ignore(count: int) -> None:
 
 
 def check_apart(source: Path, out: Path) -> None:
-    """Refuse an output folder that is the source, lies in it, or holds it.
-
-    Raises:
-        OutputError: as said.
-    """
+    """Refuse by an OutputError an output folder that is the source, lies in it, or holds it."""
     source, out = source.resolve(), out.resolve()
     if out == source or source in out.parents:
         raise OutputError(f"{out}: is inside the source folder; choose another output folder")

@@ -148,11 +148,7 @@ def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMan
 
 
 def _write(
-    repository: "Push | None",
-    plan: QuantizationPlan,
-    folder: Path,
-    run: RunOptions,
-    progress: Callable[[int], None],
+    repository: "Push | None", plan: QuantizationPlan, folder: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> QuantizeReport:
     """Carry out the plan of a submodel, whose folder's name stands before those of its files on the Hub."""
     offer = None if repository is None else lambda name, path: repository.offer(f"{folder.name}/{name}", path)

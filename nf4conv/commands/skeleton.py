@@ -47,12 +47,7 @@ def select_with_transformers(
 ) -> Selection:
     """Decide for every tensor of a checkpoint, asking the installed transformers which of them are linear.
 
-    Notes name every tensor of which the rules alone would have thought otherwise.
-
-    Args:
-        tensors: of the source.
-        config: the content of its config.json.
-        options: the user's wishes.
+    Notes name every tensor of which the rules alone would have thought otherwise. Arguments as `selection.select`.
 
     Raises:
         PlanError: transformers is not installed or cannot build the model.

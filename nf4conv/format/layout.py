@@ -125,11 +125,7 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
 
 
 def parse_quant_state(blob: bytes) -> dict[str, Any]:
-    """The content of a JSON blob.
-
-    Raises:
-        CodecError: it is none that bitsandbytes reads.
-    """
+    """The content of a JSON blob; a CodecError if it is none that bitsandbytes reads."""
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
@@ -150,11 +146,7 @@ def parse_quant_state(blob: bytes) -> dict[str, Any]:
 
 
 def nested_offset_of(fields: Mapping[str, Any]) -> float:
-    """The nested_offset of a blob's content.
-
-    Raises:
-        CodecError: there is none, or it cannot be one.
-    """
+    """The nested_offset of a blob's content; a CodecError if there is none, or it cannot be one."""
     if not fields.keys() >= _NESTED_JSON_KEYS:
         raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
     if fields["nested_blocksize"] != NESTED_BLOCKSIZE:

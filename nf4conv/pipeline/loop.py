@@ -216,11 +216,7 @@ class _Crew(Generic[W]):
 
 
 def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], None]) -> Pipeline[W]:
-    """A pipeline with as many workers and as much memory as the user asked for.
-
-    Raises:
-        PlanError: the numbers make no sense.
-    """
+    """A pipeline with as many workers and as much memory as the user asked for; a PlanError if that makes no sense."""
     if run.workers < 0 or run.buffer_size <= 0:
         raise PlanError("--workers and --buffer-size must be positive")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
+from nf4conv.format.layout import DTYPE_NAMES, Format, quant_state_json
 from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
@@ -160,10 +160,6 @@ class Gathered(Generic[M]):
             # tasks live as long as their shard does: kept here, memory would grow with what has been packed
             whole, self._memory = self._memory, None
             return whole
-
-
-def gather(job: PackJob, blocksize: int, pieces: int) -> Gathered[Any]:
-    return Gathered(block_count(job.elements, blocksize), pieces)
 
 
 def fill(

@@ -18,9 +18,7 @@ from nf4conv.report.rows import VerificationSummary
 if TYPE_CHECKING:
     from nf4conv.checkpoint.hub import Origin
 
-_INHERITED: Final = (
-    *("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets"),
-)
+_INHERITED: Final = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets")
 """What holds for the quantized model as for the original."""
 
 _FRONT_MATTER: Final = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import module_of
 from nf4conv.checkpoint.stored import StoredWeight
-from nf4conv.report.rows import decibels, relative_error
+from nf4conv.report.rows import relative_error
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 
@@ -127,12 +127,6 @@ class WeightResult:
         """Of codes and scales, from those that quantizing the source gives; None without a source."""
         errors = self.errors
         return None if errors is None or self.scales is None else errors.differing + self.scales.differing
-
-    @property
-    def snr_db(self) -> float | None:
-        """Signal to noise, 10 · log10(‖W‖² / ‖W - Ŵ‖²), in decibels."""
-        error = self.relative_error
-        return None if error is None else decibels(error)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import WeightResult, place_of
-from nf4conv.report.rows import WeightKind, WeightRow, by_kind, relative_error
+from nf4conv.report.rows import WeightKind, WeightRow, by_kind, decibels, relative_error
 from nf4conv.report.tolerance import TOLERANCES
 
 
@@ -51,7 +51,7 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
         bytes=weight.nbytes,
         relative_error=result.relative_error,
         tolerance=_tolerance(result, options),
-        snr_db=result.snr_db,
+        snr_db=None if result.relative_error is None else decibels(result.relative_error),
         max_error=None if errors is None else errors.max_error,
         max_error_of_absmax=None if errors is None else errors.max_relative_error,
         outside=None if errors is None else errors.outside,

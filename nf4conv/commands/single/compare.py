@@ -53,7 +53,7 @@ class ComparisonPlan:
 
     @property
     def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
-        """Those that are in both, in one shape."""
+        """Tensors that are in both checkpoints, in one shape."""
         return {name: (a, b) for name, (a, b) in self.tensors.items() if a and b and a.shape == b.shape}
 
     @property
@@ -63,21 +63,13 @@ class ComparisonPlan:
 
 
 def plan_one(a: str | Path, b: str | Path, options: CompareOptions, where: SourceOptions | None) -> ComparisonPlan:
-    """Look at the headers of two checkpoints.
-
-    Raises:
-        SourceError, PlanError: as `plan_comparison`; a diffusers pipeline is a DiffusersFolderError.
-    """
+    """Look at the headers of two checkpoints. Errors as `plan_comparison`; a pipeline is a DiffusersFolderError."""
     first, second = open_source(a, where), open_source(b, where)
     return make_plan(str(first), str(second), options, pair_tensors(first, second, options))
 
 
 def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs) -> ComparisonPlan:
-    """Complete a plan.
-
-    Raises:
-        PlanError: there is nothing to compare.
-    """
+    """Complete a plan; a PlanError if there is nothing to compare."""
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
     return ComparisonPlan(a, b, options, tensors)

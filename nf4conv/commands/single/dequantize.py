@@ -55,11 +55,7 @@ class DequantizationPlan(WritingPlan):
 
 
 def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptions | None) -> DequantizationPlan:
-    """Decide everything about the dequantization of one checkpoint.
-
-    Raises:
-        SourceError, PlanError: as `plan_dequantization`; a diffusers pipeline is a DiffusersFolderError.
-    """
+    """As `plan_dequantization` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     if options.dtype not in (None, *DTYPES):
         raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
     opened = open_source(source, where)
@@ -81,14 +77,8 @@ def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOption
 def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool) -> DequantizationPlan:
     """The plan of a submodel of a diffusers pipeline; one without weights to decode keeps its tensors as they are.
 
-    Args:
-        source: the pipeline's folder, or its name on the Hub.
-        options: what to make of it.
-        where: its subfolder is the submodel.
-        decode: whether anything in it is wanted.
-
-    Raises:
-        SourceError, PlanError: as `plan_dequantization`.
+    Arguments and errors as `plan_dequantization`; `where` has the submodel as its subfolder, and `decode` says whether
+    anything in it is wanted.
     """
     wanted = (
         tensor

@@ -32,11 +32,7 @@ _AT_A_TIME: Final = 8
 
 
 def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
-    """Describe one checkpoint without reading its weights.
-
-    Raises:
-        SourceError: it cannot be read; a diffusers pipeline is a DiffusersFolderError.
-    """
+    """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     source = open_stored(path, replace(where or SourceOptions(), stream=True))
     rows = tuple(_rows(source))
     config = source.config or {}

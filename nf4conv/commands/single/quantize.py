@@ -74,11 +74,7 @@ class QuantizationPlan(WritingPlan):
 
 
 def plan_one(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> QuantizationPlan:
-    """Decide everything about the quantization of one checkpoint.
-
-    Raises:
-        SourceError, PlanError: as `plan_quantization`; a diffusers pipeline is a DiffusersFolderError.
-    """
+    """As `plan_quantization` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     _check_options(options)
     was_enabled = gc.isenabled()
     gc.disable()  # planning makes many small objects that live on: looking for dead ones takes a quarter of the time
@@ -105,14 +101,8 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
 def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *, pack: bool) -> QuantizationPlan:
     """The plan of a submodel of a diffusers pipeline; one in which nothing is packed keeps its tensors as they are.
 
-    Args:
-        source: the pipeline's folder, or its name on the Hub.
-        options: what to make of it.
-        where: its subfolder is the submodel.
-        pack: whether anything in it may be packed.
-
-    Raises:
-        SourceError, PlanError: as `plan_quantization`.
+    Arguments and errors as `plan_quantization`; `where` has the submodel as its subfolder, and `pack` says whether
+    anything in it may be packed.
     """
     if pack:
         planned = plan_one(source, options, where)
@@ -206,8 +196,7 @@ def write_one(
 def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
     """A plan to carry out: as it is, unless weights are to be looked through for NaN and infinity first.
 
-    Raises:
-        PlanError: nothing is left to pack.
+    A PlanError says that nothing is left to pack.
     """
     if plan.options.non_finite == "keep":
         plan = _without_non_finite(plan, run)

@@ -72,11 +72,7 @@ def plan_one(
     *,
     is_submodel: bool = False,
 ) -> VerificationPlan:
-    """Look at the headers of one checkpoint, and find out what is to be compared.
-
-    Raises:
-        SourceError, PlanError: as `plan_verification`; a diffusers pipeline is a DiffusersFolderError.
-    """
+    """As `plan_verification` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     if options.tolerance is not None and not options.tolerance >= 0:
         raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
     if source is None and (options.exact or options.tolerance is not None):
@@ -92,7 +88,11 @@ def plan_one(
 
 def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]) -> VerifyReport:
     """Carry out the plan of one checkpoint."""
-    from nf4conv.pipeline.with_torch.check import copy_tasks, scale_tasks, weight_tasks  # importing torch takes seconds
+    from nf4conv.pipeline.with_torch.check import (  # importing torch takes seconds
+        copy_tasks,
+        scale_tasks,
+        tasks_of_weight,
+    )
 
     started = time.perf_counter()
     pipeline = make_pipeline(comparing_engine(run), run, progress)
@@ -102,7 +102,7 @@ def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int]
     pipeline.run(
         chain(
             scale_tasks(results, pipeline.piece),
-            weight_tasks(plan.pairs, results, pipeline.piece),
+            *(tasks_of_weight(results[weight.name], job, pipeline.piece) for weight, job in plan.pairs.weights),
             copy_tasks(plan.pairs, copies, pipeline.piece),
         )
     )

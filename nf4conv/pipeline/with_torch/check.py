@@ -18,7 +18,7 @@ from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.stored import StoredWeight
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import backend, compress_absmax
-from nf4conv.codec.quant_state import DTYPES, QuantState
+from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
@@ -35,7 +35,8 @@ _TIE: Final = 2.0**-18
 because FP4's cuts are a few ulp away from the middle."""
 
 _NESTED_TIE: Final = 2.0**-14
-"""The same of the 8-bit codes, relative to nested absmax: bitsandbytes on a CPU looks them up in a table of 2^16."""
+"""Relative to nested absmax: how much nearer another 8-bit code may be. bitsandbytes on a CPU looks the codes up in a
+table of 2^16."""
 
 
 def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -45,12 +46,6 @@ def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[T
         blocksize = weight.state.blocksize
         for start, stop in packed_spans(weight.elements, blocksize, piece // 4 * blocksize):
             yield CheckScales(result, start, stop)
-
-
-def weight_tasks(pairs: Pairs, results: dict[str, WeightResult], piece: int) -> Iterator[Task[TorchWorker]]:
-    """The comparison of every packed weight with its source."""
-    for weight, job in pairs.weights:
-        yield from tasks_of_weight(results[weight.name], job, piece)
 
 
 def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
@@ -94,7 +89,7 @@ class CheckScales:
         parts["values"] = parts["values"]._replace(stop=parts["values"].start)
         _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
         with worker.timed(Activity.COMPUTE):
-            scales, allowed = decoded_absmax(state.decoding), torch.zeros((), device=worker.device)
+            scales, allowed = decoded_absmax(decoding_of(state)), torch.zeros((), device=worker.device)
             if state.state2 is not None:
                 allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
             improper = ~torch.isfinite(scales) | (scales < -allowed)
@@ -163,7 +158,7 @@ def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState
     functions = backend(weight.device)
     expected = torch.empty_like(packed)
     functions.quantize_blocks(weight, expected, absmax, state.quant_type, state.blocksize)
-    sums = functions.error_sums(weight, packed, state.decoding)
+    sums = functions.error_sums(weight, packed, decoding_of(state))
     figures = {field.name: getattr(sums, field.name).double() for field in fields(sums)}
     figures["differing"] = (packed != expected).sum().double()
     found = dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))  # waits for the device once
@@ -198,13 +193,7 @@ def _count_not_nearest(
 
 
 def _compare_scales(worker: TorchWorker, weight: StoredWeight, absmax: torch.Tensor) -> ScaleErrors:
-    """Compare a weight's scales with the absmax of its source.
-
-    Args:
-        worker: reads and computes.
-        weight: as it is stored.
-        absmax: [blocks] float32, of the source.
-    """
+    """Compare the scales of a weight as it is stored with the absmax of its source, [blocks] float32."""
     parts = weight.parts()
     parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
     _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))

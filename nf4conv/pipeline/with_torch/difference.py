@@ -145,7 +145,7 @@ _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.ui
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The same values for a test of equality, which torch has on a GPU for signed integers only."""
+    """Values to be tested for equality: signed integers in place of unsigned ones, which torch cannot test on a GPU."""
     return values.view(_SIGNED.get(values.dtype, values.dtype))
 
 

@@ -16,7 +16,7 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.format.layout import Format, block_count
-from nf4conv.pipeline.loop import Activity, aligned
+from nf4conv.pipeline.loop import Activity
 from nf4conv.pipeline.shards import (
     CopyPart,
     Gathered,
@@ -24,7 +24,6 @@ from nf4conv.pipeline.shards import (
     ShardProgress,
     ShardTask,
     fill,
-    gather,
     json_blobs,
     pack_groups,
     spans,
@@ -47,7 +46,7 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     for jobs in pack_groups(progress.shard, piece):
         job, pieces = jobs[0], _pieces(jobs[0], piece, progress.format.blocksize)
         if len(pieces) > 1:
-            absmax: Gathered[torch.Tensor] = gather(job, progress.format.blocksize, len(pieces))
+            absmax: Gathered[torch.Tensor] = Gathered(block_count(job.elements, progress.format.blocksize), len(pieces))
             tasks += [PackPiece(progress, job.source.file, job, absmax, *part) for part in pieces]
         else:
             tasks.append(PackBatch(progress, job.source.file, jobs))
@@ -68,7 +67,7 @@ def _pieces(job: PackJob, piece: int, blocksize: int) -> list[tuple[int, int, Te
     if job.is_cut_out:
         encoded = matrix_pieces(job, _decoded(piece), blocksize)
         return [(start, start + tensor.elements, tensor) for tensor, start in encoded]
-    return [(*span, None) for span in spans(job, piece)] if aligned(job.source_bytes) > piece else []
+    return [(*span, None) for span in spans(job, piece)]
 
 
 def _decoded(piece: int) -> int:

@@ -47,11 +47,7 @@ def read_values(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
 
 
 def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    """Read and decode a tensor, or a piece of one (checkpoint/encoded_pieces.py).
-
-    Args:
-        worker: reads and computes.
-        tensor: has an encoding.
+    """Read and decode an encoded tensor, or a piece of one (checkpoint/encoded_pieces.py).
 
     Returns:
         A contiguous tensor on the worker's device, in the tensor's dtype and shape.
@@ -95,15 +91,10 @@ def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tenso
 
 
 def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
-    """A whole weight, as it is before it is packed.
-
-    Args:
-        worker: reads and computes.
-        job: a weight that is stored transposed, encoded, or as some columns of a larger matrix.
-        dtype: to cast to.
+    """A whole weight that is stored transposed, encoded, or as a part of a larger tensor, as it is before it is packed.
 
     Returns:
-        [n] on the worker's device, contiguous.
+        [n] `dtype` on the worker's device, contiguous.
     """
     matrix, source = job.matrix, job.source
     if source.encoding is not None:

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,41 +13,36 @@ from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
 from nf4conv.options import RunOptions
-from nf4conv.pipeline.loop import Activity, Task, make_pipeline
+from nf4conv.pipeline.loop import Activity, make_pipeline
 from nf4conv.pipeline.with_torch.reading import cut_elements, read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
 
-@dataclass
-class _Counts:
-    by_name: Counter[str] = field(default_factory=Counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        found = int((~torch.isfinite(values)).sum())
-        if found:
-            with self.lock:
-                self.by_name[name] += found
-
-
 @dataclass(frozen=True)
 class _CountPiece:
+    """A piece of a tensor, whose NaN and infinities are added to a count that the lock guards."""
+
     tensor: TensorInfo
-    counts: _Counts
+    counts: Counter[str]
+    lock: threading.Lock
 
     def run(self, worker: TorchWorker) -> None:
         values = read_values(worker, self.tensor)
         with worker.timed(Activity.COMPUTE):
-            self.counts.add(self.tensor.name, values)
+            found = int((~torch.isfinite(values)).sum())
+        if found:
+            with self.lock:
+                self.counts[self.tensor.name] += found
 
 
 def count_non_finite(jobs: Sequence[PackJob], run: RunOptions, source: Source) -> Mapping[str, int]:
     """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
-    counts = _Counts()
+    counts, lock = Counter[str](), threading.Lock()
     pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
+    pieces = _pieces({job.source.name: job.source for job in jobs}, pipeline.piece)
     with _open_reader(source) as reader:
-        pipeline.run(_pieces({job.source.name: job.source for job in jobs}, pipeline.piece, counts), reader)
-    return dict(sorted(counts.by_name.items()))
+        pipeline.run((_CountPiece(piece, counts, lock) for piece in pieces), reader)
+    return dict(sorted(counts.items()))
 
 
 def _open_reader(source: Source) -> Reader:
@@ -59,11 +54,11 @@ def _open_reader(source: Source) -> Reader:
     return RemoteReader(fetched.repository, fetched.absent)
 
 
-def _pieces(tensors: Mapping[str, TensorInfo], piece: int, counts: _Counts) -> Iterator[Task[TorchWorker]]:
+def _pieces(tensors: Mapping[str, TensorInfo], piece: int) -> Iterator[TensorInfo]:
     for tensor in tensors.values():
         if tensor.encoding is not None:
-            yield from (_CountPiece(part.tensor, counts) for part in encoded_pieces(tensor, piece // 2))
+            yield from (part.tensor for part in encoded_pieces(tensor, piece // 2))
             continue
         step = piece // (DTYPE_BITS[tensor.dtype] // 8)
         for start in range(0, tensor.elements, step):
-            yield _CountPiece(cut_elements(tensor, start, min(start + step, tensor.elements)), counts)
+            yield cut_elements(tensor, start, min(start + step, tensor.elements))

@@ -13,7 +13,7 @@ from nf4conv.checkpoint.encoded_pieces import packed_part, packed_spans
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.codec.ops import backend
-from nf4conv.codec.quant_state import QuantState
+from nf4conv.codec.quant_state import QuantState, decoding_of
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity
 from nf4conv.pipeline.shards import ShardTask
@@ -59,7 +59,7 @@ def read_packed(worker: TorchWorker, piece: TensorInfo) -> tuple[torch.Tensor, Q
 def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """[elements]: the values of a piece, from `packed_piece`, in float32, float16 or bfloat16."""
     values = torch.empty(elements, dtype=dtype, device=packed.device)
-    backend(packed.device).dequantize_blocks(packed, state.decoding, values)
+    backend(packed.device).dequantize_blocks(packed, decoding_of(state), values)
     return values
 
 

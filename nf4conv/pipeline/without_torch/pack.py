@@ -27,7 +27,6 @@ from nf4conv.pipeline.shards import (
     ShardProgress,
     ShardTask,
     fill,
-    gather,
     json_blobs,
     pack_groups,
     spans,
@@ -62,13 +61,13 @@ def purpose_of(plan: Plan) -> Purpose | None:
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
     tasks: list[ShardTask[CudaWorker]] = []
-    for group in pack_groups(progress.shard, piece):
-        if aligned(group[0].source_bytes) > piece:
-            pieces = spans(group[0], piece)
-            absmax: Gathered[DeviceMemory] = gather(group[0], progress.format.blocksize, len(pieces))
-            tasks += [PackPiece(progress, group[0].source.file, group[0], absmax, *part) for part in pieces]
+    for jobs in pack_groups(progress.shard, piece):
+        job, pieces = jobs[0], spans(jobs[0], piece)
+        if len(pieces) > 1:
+            absmax: Gathered[DeviceMemory] = Gathered(block_count(job.elements, progress.format.blocksize), len(pieces))
+            tasks += [PackPiece(progress, job.source.file, job, absmax, *part) for part in pieces]
         else:
-            tasks.append(PackBatch(progress, group[0].source.file, group))
+            tasks.append(PackBatch(progress, job.source.file, jobs))
     return fill(progress, tasks, piece)
 
 
@@ -309,7 +308,7 @@ def _write_parts(progress: ShardProgress, first: PackJob, parts: Sequence[memory
 def _write_large_scales(
     worker: CudaWorker, progress: ShardProgress, job: PackJob, absmax: int, blocks: int
 ) -> float | None:
-    """The same for a weight whose absmax has gathered on the device: it comes down in as many pieces as it needs."""
+    """As `_write_scales` for a weight whose absmax has gathered on the device: it comes down in pieces."""
     maps = memoryview(_MAPS[progress.format.quant_type])
     step = (len(worker.result.view) // 8) // NESTED_BLOCKSIZE * NESTED_BLOCKSIZE
     chunks = [(start, min(step, blocks - start)) for start in range(0, blocks, step)]
@@ -321,31 +320,23 @@ def _write_large_scales(
         progress.writer.write(job.offsets[2], maps)
         return None
     tables = _Tables(worker, 0)
-    means = worker.output.address
-    launches = _means(worker, tables, [absmax], [blocks], means, worker.output.address + 256)
+    base, view = worker.output.address, worker.result.view
+    launches = _means(worker, tables, [absmax], [blocks], base, base + 256)
     worker.execute(tables.stop, launches, 4)
-    [offset] = worker.result.view[:4].cast("f").tolist()
+    [offset] = view[:4].cast("f").tolist()
     for start, count in chunks:
-        _write_large_chunk(worker, progress, job, absmax, start, count)
+        with worker.timed(Activity.COMPUTE):
+            codes, nested = 256, 256 + count + -count % 256  # behind the mean
+            nested_count = block_count(count, NESTED_BLOCKSIZE)
+            tables = _Tables(worker, 0)
+            row = (absmax + 4 * start, base + codes, base + nested, count)
+            table, tiles = tables.add_tiled([row], worker.engine.bundle.numbers["nested_tile"])
+            launch = ("compress", tiles, (table, base, worker.engine.tables["middles"], 1))
+            worker.execute(tables.stop, [launch], nested + 4 * nested_count)
+        with worker.timed(Activity.WRITE):
+            place = start // NESTED_BLOCKSIZE * 4
+            progress.writer.write(job.offsets[1] + start, view[codes : codes + count])
+            progress.writer.write(job.offsets[3] + place, view[nested : nested + 4 * nested_count])
     progress.writer.write(job.offsets[2], maps)
     progress.writer.write(job.offsets[4], memoryview(_MAPS["dynamic"]))
     return float(offset)
-
-
-def _write_large_chunk(
-    worker: CudaWorker, progress: ShardProgress, job: PackJob, absmax: int, start: int, count: int
-) -> None:
-    """Compress blocks start … start + count of a gathered absmax whose mean begins the worker's output."""
-    with worker.timed(Activity.COMPUTE):
-        codes, nested = 256, 256 + count + -count % 256
-        nested_count = block_count(count, NESTED_BLOCKSIZE)
-        base = worker.output.address
-        tables = _Tables(worker, 0)
-        row = (absmax + 4 * start, base + codes, base + nested, count)
-        table, tiles = tables.add_tiled([row], worker.engine.bundle.numbers["nested_tile"])
-        launch = ("compress", tiles, (table, base, worker.engine.tables["middles"], 1))
-        worker.execute(tables.stop, [launch], nested + 4 * nested_count)
-    with worker.timed(Activity.WRITE):
-        view = worker.result.view
-        progress.writer.write(job.offsets[1] + start, view[codes : codes + count])
-        progress.writer.write(job.offsets[3] + start // NESTED_BLOCKSIZE * 4, view[nested : nested + 4 * nested_count])

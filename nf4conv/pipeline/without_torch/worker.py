@@ -8,7 +8,7 @@ from nf4conv.checkpoint.header import DTYPE_BITS
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import Nf4convError
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.layout import TAGS
 from nf4conv.pipeline.loop import Worker
 from nf4conv.pipeline.without_torch.bundle import Action, Bundle, Purpose, load_bundle
 from nf4conv.pipeline.without_torch.driver import (
@@ -25,9 +25,6 @@ TABLE_ROOM = 2**20
 
 OUTPUT_SLACK = 2**20
 """Bytes of a worker's output beyond what a full piece becomes: room for alignment."""
-
-
-_ITEMSIZES = {name: DTYPE_BITS[tag] // 8 for tag, name in DTYPE_NAMES.items()}
 
 
 Launch = tuple[str, int, tuple[int, ...]]
@@ -85,7 +82,7 @@ class CudaEngine:
             # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
             return piece + TABLE_ROOM, piece * 3 // 8 + OUTPUT_SLACK
         # packed weights are taken in pieces that become as large as this, but are not cut within 256 blocks
-        least = NESTED_BLOCKSIZE * self._purpose.blocksize * _ITEMSIZES[self._purpose.dtype]
+        least = NESTED_BLOCKSIZE * self._purpose.blocksize * DTYPE_BITS[TAGS[self._purpose.dtype]] // 8
         return max(piece, least) + TABLE_ROOM, max(piece, least) + OUTPUT_SLACK
 
     def allocate(self, size: int) -> DeviceMemory:
