@@ -3,6 +3,7 @@
     quant_state.py  QuantState ⇄ the tensors that bitsandbytes stores
     ops.py          the public functions: validate, allocate, choose the backend by device
     reference.py    plain torch, any device: the definition of every operation
+    reciprocal.py   1 / x as the GPU gives it
     reduction.py    the mean in the order of torch's CUDA kernel: the offset of double quantization
     error_sums.py   what one pass over a weight and its packed form can say, and the bound it is held to
     mean_order.py   that order, for the kernels too                          (no torch)

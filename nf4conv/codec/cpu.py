@@ -25,6 +25,7 @@ from nf4conv.codec import reference
 from nf4conv.codec.cpu_errors import are_between, value_pairs
 from nf4conv.codec.cpu_errors import error_sums as error_sums
 from nf4conv.codec.quant_state import Decoding, NestedState
+from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 
@@ -171,7 +172,7 @@ def _quantize_chunk(
     """Quantize [rows, blocksize] of any float type to [rows * blocksize / 2] bytes and [rows] absmax."""
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
     _find_absmax(blocks, values, absmax, scratch)
-    reciprocals = absmax.reciprocal()[:, None]
+    reciprocals = _reciprocals(absmax, blocks.dtype)[:, None]
     if codebook.signed_cuts:
         codes = _count_cuts(values.mul_(reciprocals), codebook, scratch)
         np.copyto(packed.numpy(), _pair_nibbles(codes), casting="unsafe")
@@ -187,13 +188,25 @@ def _quantize_chunk(
 def _find_absmax(blocks: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, scratch: _Scratch) -> None:
     """The largest magnitude of each row, NaN where there is one; `values` are the blocks in float32."""
     if blocks.dtype == torch.float32:
-        magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape))
-        torch.amax(magnitudes, dim=1, out=absmax)
+        torch.maximum(torch.amax(values, dim=1), -torch.amin(values, dim=1), out=absmax)
         return
     # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
     bits = scratch.magnitudes.view(torch.int16)[: blocks.numel()].view(blocks.shape)
     torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits)
     absmax.copy_(torch.amax(bits, dim=1).view(blocks.dtype))
+
+
+def _reciprocals(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """1 / absmax of blocks of a dtype; of those with 16 bits from a table of all there are."""
+    if dtype == torch.float32:
+        return reciprocal(absmax)
+    return _half_reciprocals(dtype).index_select(0, absmax.to(dtype).view(torch.int16).int())
+
+
+@cache
+def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
+    """[32768] float32: the reciprocal of every positive number of a 16-bit dtype, by its bits."""
+    return reciprocal(torch.arange(1 << 15, dtype=torch.int16).view(dtype).float())
 
 
 def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> _Bytes:

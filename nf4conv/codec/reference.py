@@ -4,7 +4,7 @@ Those kernels are compiled with fast math, so every float32 operation flushes de
 For each block of a weight (docs/format.md says why each step is what it is):
 
     absmax = largest |x|, starting at -FLT_MAX and ignoring NaN;  elements past the end of the tensor count as 0
-    r      = 1 / absmax                                           infinite for a block of zeros
+    r      = 1 / absmax, as reciprocal.py says                    infinite for a block of zeros
     s      = x · r                                                NaN for a block of zeros
     code   = number of cuts below s                               no cut is below NaN: code 0
     byte   = code of the even element · 16 + code of the odd one
@@ -18,6 +18,7 @@ import torch
 
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
 from nf4conv.codec.quant_state import Decoding, NestedState
+from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 
@@ -159,7 +160,7 @@ def _flushed(values: torch.Tensor) -> torch.Tensor:
 
 
 def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each row by its largest magnitude, as a flushed product with the flushed reciprocal.
+    """Divide each row by its largest magnitude, as a flushed product with its reciprocal.
 
     Returns:
         scaled: as `blocks`.
@@ -167,7 +168,7 @@ def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     magnitudes = blocks.abs()
     absmax = magnitudes.where(~magnitudes.isnan(), -_FLT_MAX).amax(dim=1)
-    return _flushed(blocks * _flushed(1 / absmax)[:, None]), absmax
+    return _flushed(blocks * reciprocal(absmax)[:, None]), absmax
 
 
 def _nearest_codes(scaled: torch.Tensor, codebook: Codebook) -> torch.Tensor:
