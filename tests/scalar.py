@@ -5,6 +5,7 @@ Only the cut points are shared; test_codebook.py holds them to bitsandbytes' lit
 
 import numpy as np
 
+from nf4conv.codec.reciprocal import coefficients
 from nf4conv.format.codebook import DYNAMIC_MAP, FP4, NF4
 
 NF4_CUTS = [np.float32(cut) for cut in NF4.cuts]
@@ -28,8 +29,19 @@ def block_absmax(block: list[np.float32]) -> np.float32:
 
 
 def reciprocal(value: np.float32) -> np.float32:
-    with np.errstate(divide="ignore", under="ignore"):
-        return flush(np.float32(1) / value)
+    """As codec/reciprocal.py describes it, one bit at a time; held to the GPU by test_reciprocal.py."""
+    value = flush(value)
+    if value == 0 or not np.isfinite(value):
+        with np.errstate(divide="ignore"):
+            return np.float32(1) / value
+    bits = int(np.abs(value).view(np.uint32))
+    c0, c1, c2 = (int(row[bits >> 16 & 127]) for row in coefficients())
+    fraction = bits & 0xFFFF
+    ones = [index for index in range(16) if fraction >> index & 1]
+    kept = [1 << left + right for left in ones for right in ones if left != right and left + right >= 16]
+    square = (sum(kept) + sum(1 << 2 * index for index in ones if 2 * index >= 17)) >> 17
+    mantissa = (c0 * 2**13 - c1 * fraction + c2 * square + 2023) // 2**15
+    return np.copysign(flush(np.float32(np.ldexp(mantissa, 127 - 24 - (bits >> 23)))), value)
 
 
 def product(left: np.float32, right: np.float32) -> np.float32:

@@ -31,7 +31,7 @@ def device_of(backend: ModuleType) -> torch.device:
 
 
 def blocksize_of(case: str) -> int:
-    return 64 if case.startswith("ties") else int(case.removeprefix("special-").split("-")[0].split("/")[0])
+    return 64 if case.startswith(("ties", "short")) else int(case.removeprefix("special-").split("-")[0].split("/")[0])
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

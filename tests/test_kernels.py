@@ -57,11 +57,7 @@ def test_quantize_special_blocks(quant_type: str, dtype: str, tail: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_quantize_quotients_on_a_cut(quant_type: str, dtype: str) -> None:
-    # float16 and bfloat16 cannot tell the hardware's reciprocal from a rounded one; float32 on a GPU can
-    if dtype == "f32" and DEVICE.type == "cuda":
-        weight = tie_weight(torch.float32, 64, quant_type)[: 64 * 4]  # absmax 1
-    else:
-        weight = tie_weight(DTYPES[dtype], 64, quant_type)
+    weight = tie_weight(DTYPES[dtype], 64, quant_type)
     assert_quantizes_like_the_reference(weight, quant_type, 64)
 
 
@@ -112,7 +108,7 @@ def test_compress_absmax_codes(blocks: int) -> None:
 
 
 def test_ties_between_nested_codes_go_to_the_even_code() -> None:
-    middles = tables.middle_table(DEVICE).t().flatten()[:255]
+    middles = tables.middle_table(DEVICE)[:8].t().flatten()[:255]
     # symmetric about zero and with a one, so that the mean is zero and the reciprocal is exact
     values = torch.cat([middles, -middles, torch.tensor([1.0, -1.0], device=DEVICE)])
     codes = torch.zeros(values.numel(), dtype=torch.uint8, device=DEVICE)
@@ -138,7 +134,7 @@ def test_no_bucket_holds_two_cuts_and_none_is_near_an_edge(quant_type: str) -> N
     assert len({round(position) for position in positions}) == len(positions)
     assert min(abs(abs(position - round(position)) - 0.5) for position in positions) > 0.04
     table = tables.bucket_table(quant_type, torch.device("cpu"))
-    assert table.shape == (64,)
+    assert table.shape == (64 + 3 * 128,)
     assert table[63] == 0
 
 

@@ -200,12 +200,12 @@ def _reciprocals(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """1 / absmax of blocks of a dtype; of those with 16 bits from a table of all there are."""
     if dtype == torch.float32:
         return reciprocal(absmax)
-    return _half_reciprocals(dtype).index_select(0, absmax.to(dtype).view(torch.int16).int())
+    return _half_reciprocals(dtype).index_select(0, absmax.to(dtype).view(torch.int16).int() & 0x7FFF)
 
 
 @cache
 def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
-    """[32768] float32: the reciprocal of every positive number of a 16-bit dtype, by its bits."""
+    """[32768] float32: the reciprocal of every number of a 16-bit dtype that is not negative, by its bits."""
     return reciprocal(torch.arange(1 << 15, dtype=torch.int16).view(dtype).float())
 
 

@@ -6,6 +6,7 @@ Needs a GPU, bitsandbytes and the folder tests on the path:
     {bf16,f16,f32}.safetensors    case/weight, and for nf4 and fp4: case/nf4/packed, /absmax, /codes, /nested_absmax,
                                   /offset, and /dequantized from the nested state; cases are named blocksize-elements
                                   or special-blocksize (no nested parts: infinities make them NaN) or ties-quant_type
+                                  or short_kind
     means.json                    bits of torch.mean on the GPU for spread_values(count)
 """
 
@@ -17,13 +18,16 @@ import bitsandbytes
 import torch
 from bitsandbytes import functional
 from safetensors.torch import save_file
-from weights import DTYPES, random_weight, special_weight, spread_values, tie_weight
+from weights import DTYPES, random_weight, short_weight, special_weight, spread_values, tie_weight
 
 SIZES = ((32, 295), (64, 801), (128, 384), (1024, 1024 + 511), (4096, 4096 + 1000))
 MEAN_COUNTS = (
     1, 2, 3, 5, 31, 33, 64, 100, 127, 128, 129, 130, 131, 255, 1000, 2047, 2048, 2049, 4099, 65_536, 100_000, 130_557,
     130_560, 130_561, 131_072, 131_075, 200_000, 1_000_000, 1_000_003, 4_000_000, 4_325_377, 5_000_000, 20_000_001,
 )  # fmt: skip
+
+
+SHORT_KINDS = ("odd", "integers", "few", "twelfths")
 
 
 def main(folder: Path) -> None:
@@ -40,6 +44,8 @@ def main(folder: Path) -> None:
         record(tensors, "special-32", weight, 32, ("nf4", "fp4"), False)
         for quant_type in ("nf4", "fp4"):
             record(tensors, f"ties-{quant_type}", tie_weight(dtype, 64, quant_type), 64, (quant_type,), False)
+        for kind in SHORT_KINDS:
+            record(tensors, f"short_{kind}", short_weight(8192, dtype, kind), 64, ("nf4", "fp4"), True)
         save_file(tensors, folder / f"{name}.safetensors", metadata=versions)
     means = {str(count): bits_of_mean(count) for count in MEAN_COUNTS}
     (folder / "means.json").write_text(json.dumps({"versions": versions, "means": means}, indent=1) + "\n")

@@ -27,14 +27,44 @@ def multiply(a, b, PTX: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(a, PTX: tl.constexpr):
-    """1 / a as the hardware approximates it (at most 1 ulp off), operand and result flushed."""
+def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
+    """1 / a as the hardware approximates it, operand and result flushed; codec/reciprocal.py has the rule.
+
+    Args:
+        a: float32.
+        coefficient_ptr: [3, 128] int32, reciprocal.coefficients; not read with PTX.
+        PTX: whether the hardware is asked.
+    """
     if PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return flush(1.0 / flush(a))
+        bits = a.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) & 0xFF
+        row_ptr = coefficient_ptr + ((bits >> 16) & 0x7F)
+        mantissa = tl.load(row_ptr).to(tl.int64) << 13
+        mantissa -= tl.load(row_ptr + 128).to(tl.int64) * (bits & 0xFFFF)
+        mantissa += tl.load(row_ptr + 256).to(tl.int64) * _truncated_square(bits & 0xFFFF)
+        mantissa = ((mantissa + 2023) >> 15).to(tl.int32)
+        found = (((253 - exponent) << 23) + (mantissa - 0x800000)).to(tl.float32, bitcast=True)
+        found = tl.where(found >= 1.1754943508222875e-38, found, 0.0)
+        found = tl.where(exponent == 0, float("inf"), found)
+        found = tl.where(exponent == 255, tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan")), found)
+        return tl.where(bits < 0, -found, found)
+
+
+@triton.jit
+def _truncated_square(t):
+    """t² / 2^17 of 16 bits, without the products of two bits that are below 2^17."""
+    total = t * 0
+    for high in tl.static_range(16):
+        if 2 * high >= 17:
+            total += ((t >> high) & 1) << (2 * high - 17)
+        for low in tl.static_range(16):
+            if low < high and high + low >= 16:
+                total += ((t >> high) & (t >> low) & 1) << (high + low - 16)
+    return total
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def quantize_batch_kernel(
         table_ptr: [5, tensors] int64: addresses of the weight, of its packed codes (uint8, written) and of its absmax
             (float32, written); its size; its first tile.
         example_ptr: any pointer of the weights' dtype.
-        bucket_ptr: [64] int32, tables.bucket_table.
+        bucket_ptr: [448] int32, tables.bucket_table.
 
     Constexprs:
         BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX: as of quantize_tile; ACCESS is 1 or 2.
@@ -77,7 +77,7 @@ def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, R
         table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written) and of nested_absmax
             (float32, written); the number of blocks; the first tile.
         means_ptr: [tensors] float32, what is subtracted.
-        middle_ptr: [8, 32] float32, tables.middle_table.
+        middle_ptr: [20, 32] float32, tables.middle_table.
 
     Constexprs:
         ROWS, PTX: as of compress_tile.

@@ -53,7 +53,7 @@ def _compress_kernel(
         offset_ptr: [1] float32, what is subtracted.
         codes_ptr: [blocks] uint8, written.
         nested_absmax_ptr: [ceil(blocks / 256)] float32, written.
-        middle_ptr: [8, 32] float32, tables.middle_table.
+        middle_ptr: [20, 32] float32, tables.middle_table.
     """
     block = tl.program_id(0).to(tl.int64) * ROWS
     first = block * 256
@@ -94,7 +94,8 @@ def compress_tile(
     peak = tl.max(magnitude(difference), axis=1)
     peak = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
     tl.store(nested_absmax_ptr + row, peak, mask=row * 256 < count)
-    quotient = multiply(difference, tl.broadcast_to(reciprocal(peak, PTX)[:, None], (ROWS, 256)), PTX)
+    scale = reciprocal(peak, middle_ptr.to(tl.pointer_type(tl.int32)) + 256, PTX)
+    quotient = multiply(difference, tl.broadcast_to(scale[:, None], (ROWS, 256)), PTX)
     code = _bisect(quotient, middle_ptr) if PTX else _plain_bisect(quotient, middle_ptr)
     tl.store(codes_ptr + index, code.to(tl.uint8), mask=mask)
 

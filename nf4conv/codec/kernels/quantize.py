@@ -89,7 +89,7 @@ def _quantize_kernel(
         weight_ptr: [n] float32, float16 or bfloat16.
         packed_ptr: [ceil(n / 2)] uint8, written.
         absmax_ptr: [ceil(n / BLOCKSIZE)] float32, written.
-        table_ptr: [64] int32, tables.bucket_table.
+        table_ptr: [448] int32, tables.bucket_table.
 
     Constexprs:
         ACCESS: FULL, SLOTWISE or ELEMENTWISE.
@@ -150,7 +150,9 @@ def quantize_tile(
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
-    scale = tl.reshape(tl.broadcast_to(reciprocal(absmax, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    scale = tl.reshape(
+        tl.broadcast_to(reciprocal(absmax, table_ptr + 64, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
+    )
     if PTX:
         table = tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64)
         codes = tl.inline_asm_elementwise(

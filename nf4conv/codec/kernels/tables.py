@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nf4conv.codec.error_sums import half_gaps
+from nf4conv.codec.reciprocal import coefficients
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 _NO_CUT = 2.0  # above every quotient, so never passed
@@ -25,7 +26,8 @@ def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[64] int32: for each of 32 buckets the bits of the cut inside it, then for each the number of cuts below it.
+    """[448] int32: for each of 32 buckets the bits of the cut inside it, then for each the number of cuts below it; behind
+    them what plain Triton needs for a reciprocal.
 
     The bucket of a quotient q is round(15.25 q) + 15 for NF4, 0 … 30, and round(16 |q|) for FP4, 0 … 16. No bucket
     holds two cuts, and no cut is nearer to a bucket's edge than 0.04 buckets, so the bucket may be found with one
@@ -36,19 +38,20 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
     inside = dict(zip(homes, codebook.cuts, strict=True))
     cuts = [_bits(inside.get(bucket, _NO_CUT)) for bucket in range(32)]
     below = [sum(home < bucket for home in homes) for bucket in range(31)]
-    return _tensor([*cuts, *below, 0], device)
+    return _tensor([*cuts, *below, 0, *coefficients().flatten().tolist()], device)
 
 
 @functools.cache
 def middle_table(device: torch.device) -> torch.Tensor:
-    """[8, 32] float32: the middles between neighbours of the dynamic map, the i-th at [i % 8, i // 8].
+    """[20, 32] float32: the middles between neighbours of the dynamic map, the i-th at [i % 8, i // 8]; from row 8 on
+    the bits of what plain Triton needs for a reciprocal.
 
     Each float32 step of (left + right) / 2 is rounded, as bitsandbytes does. The last is above every quotient.
     """
     values = torch.tensor(DYNAMIC_MAP, dtype=torch.float32)
     middles = [*((values[1:] + values[:-1]) * 0.5).tolist(), _NO_CUT]
     words = [_bits(middles[8 * lane + row]) for row in range(8) for lane in range(32)]
-    return _tensor(words, device).view(torch.float32).view(8, 32)
+    return _tensor([*words, *coefficients().flatten().tolist()], device).view(torch.float32).view(20, 32)
 
 
 @functools.cache
