@@ -111,5 +111,5 @@ def _lowest_bits(bits: Words) -> Words:
     c0 <<= 13
     c2 += c0
     c2 += np.uint32(_BIAS)
-    c2 >>= 15
-    return c2
+    lowest: Words = c2 >> 15
+    return lowest

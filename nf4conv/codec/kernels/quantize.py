@@ -150,9 +150,8 @@ def quantize_tile(
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
-    scale = tl.reshape(
-        tl.broadcast_to(reciprocal(absmax, table_ptr + 64, PTX)[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
-    )
+    scale = reciprocal(absmax, table_ptr + 64, PTX)
+    scale = tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
     if PTX:
         table = tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64)
         codes = tl.inline_asm_elementwise(

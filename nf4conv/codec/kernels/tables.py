@@ -26,8 +26,8 @@ def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[448] int32: for each of 32 buckets the bits of the cut inside it, then for each the number of cuts below it; behind
-    them what plain Triton needs for a reciprocal.
+    """[448] int32: for each of 32 buckets the bits of the cut inside it, then for each the number of cuts below it;
+    behind them what plain Triton needs for a reciprocal.
 
     The bucket of a quotient q is round(15.25 q) + 15 for NF4, 0 … 30, and round(16 |q|) for FP4, 0 … 16. No bucket
     holds two cuts, and no cut is nearer to a bucket's edge than 0.04 buckets, so the bucket may be found with one
