@@ -12,8 +12,7 @@ NON_FINITE: Final = ("refuse", "keep")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run uses the machine. None of it changes a byte of the result, except that CPU and CUDA round the
-    reciprocal of a float32 weight's absmax differently (docs/format.md).
+    """How a run uses the machine. None of it changes a byte of the result.
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one.
