@@ -23,8 +23,10 @@ import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import (
     DTYPES,
+    MOE,
     NON_FINITE,
     PLANNERS,
+    QUANT_STORAGES,
     QUANT_TYPES,
     CompareOptions,
     DequantizeOptions,
@@ -172,6 +174,13 @@ _judging_options = _options(
 _source_and_out = _options(
     click.argument("source", metavar="SRC", type=_Place()), click.argument("out", metavar="OUT", type=_Place())
 )
+_lora = click.option(
+    "--lora",
+    multiple=True,
+    metavar="ADAPTER",
+    help="Merge this adapter of PEFT first: a folder, or a Hub id with or without @revision. Best into the 16-bit "
+    "model; into a 4-bit one if it was trained on that. Repeatable.",
+)
 _json_file = click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write everything found to this file."
 )
@@ -193,9 +202,14 @@ Examples:
 
 @main.command(epilog=_QUANTIZE_EXAMPLES)
 @_source_and_out
-@_chosen("--quant-type", click.Choice(QUANT_TYPES), "4-bit data type.")
-@_chosen("--blocksize", click.INT, "Weights that share one scale: 32, 64, … 4096.")
-@_chosen("--double-quant/--no-double-quant", None, "Quantize the scales too.")
+@click.option("--quant-type", type=click.Choice(QUANT_TYPES), help="4-bit data type.  [default: nf4]")
+@click.option("--blocksize", type=int, help="Weights that share one scale: 32, 64, … 4096.  [default: 64]")
+@click.option("--double-quant/--no-double-quant", default=None, help="Quantize the scales too.  [default: do]")
+@click.option(
+    "--quant-storage",
+    type=click.Choice(QUANT_STORAGES),
+    help="Dtype of the packed bytes; floats for FSDP.  [default: uint8]",
+)
 @click.option(
     "--compute-dtype", type=click.Choice(DTYPES), help="What loaders compute in.  [default: --dtype, but not float32]"
 )
@@ -206,10 +220,11 @@ Examples:
     "--skip-modules", multiple=True, metavar="NAME", help="Keep these modules, as llm_int8_skip_modules. Repeatable."
 )
 @click.option("--quantize-towers", is_flag=True, help="Pack vision and audio towers too.")
-@_chosen("--moe", click.Choice(["portable", "per-expert"]), "How experts are stored.")
+@click.option("--moe", type=click.Choice(MOE), help="How experts are stored.  [default: portable]")
 @_chosen("--plan-with", click.Choice(PLANNERS), "Who says what is linear.")
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
 @_chosen("--non-finite", click.Choice(NON_FINITE), "Weights with NaN or infinity.")
+@_lora
 @click.option("--verify", is_flag=True, help="Read back what is written, and compare it with SRC.")
 @click.option("--tolerance", type=float, help="Largest relative error with --verify.  [default: docs/verify.md]")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the result to this model repository, shard by shard.")
@@ -219,7 +234,8 @@ def quantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, *
     """Quantize the checkpoint SRC into the folder OUT.
 
     SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
-    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. Of a diffusers pipeline, denoisers
+    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. A 4-bit SRC is written anew for current
+    loaders: weights in the format asked for, by default their own, stay bit for bit. Of a diffusers pipeline, denoisers
     and text encoders are packed; --include 'transformer/*' chooses components.
     """
     kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
@@ -255,6 +271,7 @@ Examples:
 @click.option("--include", multiple=True, metavar="GLOB", help="Decode only weights that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave weights that match in 4 bits. Repeatable.")
 @click.option("--max-shard-size", type=_Size(), default="1GB", show_default=True, help="Largest output file.")
+@_lora
 @_writing_options
 def dequantize(source: str, out: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Turn the 4-bit checkpoint SRC back into plain safetensors in the folder OUT.
@@ -291,6 +308,7 @@ Examples:
 @click.option("--source", metavar="SRC", help="What it was made from: every value is compared with it.")
 @click.option("--tolerance", type=float, help="Largest relative error of a weight.  [default: docs/verify.md]")
 @click.option("--exact", is_flag=True, help="Require the bytes that quantizing SRC gives.")
+@click.option("--lora", multiple=True, metavar="ADAPTER", help="That was merged into SRC. Repeatable.")
 @_json_file
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page to look at to this file.")
 @_judging_options

@@ -4,6 +4,7 @@ Nf4convError            everything below; the command line prints it as one line
 ├── SourceError         the input cannot be read: missing, truncated, malformed, unsupported
 │   ├── DiffusersFolderError    it is a diffusers pipeline, where one checkpoint was expected
 │   ├── NoDiffusersFolderError  it is no diffusers pipeline, where one was expected
+│   ├── AdapterError    it is a LoRA adapter, where a model was expected
 │   ├── NonFiniteError  a weight that was to be packed holds NaN or infinity   (pipeline/shards.py)
 │   └── CastError       a tensor does not fit into the dtype that it would be cast to   (pipeline/shards.py)
 ├── PlanError           the input is readable, but the request cannot be met
@@ -32,6 +33,10 @@ class DiffusersFolderError(SourceError):
 
 class NoDiffusersFolderError(SourceError):
     """The source is no diffusers pipeline, where one was expected."""
+
+
+class AdapterError(SourceError):
+    """The source is a LoRA adapter, where a model was expected."""
 
 
 class PlanError(Nf4convError):

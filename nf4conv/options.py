@@ -6,7 +6,9 @@ from typing import Final
 
 QUANT_TYPES: Final = ("nf4", "fp4")
 DTYPES: Final = ("bfloat16", "float16", "float32")
+QUANT_STORAGES: Final = ("uint8", *DTYPES)
 PLANNERS: Final = ("rules", "transformers")
+MOE: Final = ("portable", "per-expert")
 NON_FINITE: Final = ("refuse", "keep")
 
 
@@ -76,11 +78,11 @@ class QuantizeOptions:
     """What `quantize` makes of a checkpoint.
 
     Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        double_quant: whether absmax is quantized too.
-        compute_dtype: what loaders compute in: "bfloat16", "float16" or "float32"; None takes `dtype` unless that
-            is float32, which is slow.
+        quant_type: "nf4" or "fp4"; None takes what most of a 4-bit source has, or else "nf4".
+        blocksize: elements that share one absmax; None as for quant_type, or else 64.
+        double_quant: whether absmax is quantized too; None as for quant_type, or else True.
+        compute_dtype: what loaders compute in: "bfloat16", "float16" or "float32"; None takes what the config of a
+            4-bit source says, or else `dtype` unless that is float32, which is slow.
         dtype: what unquantized tensors are stored in and weights are cast to before they are packed; None takes the
             config's, or else the dtype that most of the checkpoint is stored in.
         include: glob patterns; only tensors that match one are packed, those included of which the rules are unsure.
@@ -89,25 +91,31 @@ class QuantizeOptions:
         skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers 4 or 5.
         quantize_towers: whether to pack vision and audio towers too.
         moe: how experts are stored: "portable" keeps them in 16 bits, which loads everywhere; "per-expert" packs those
-            that are stored one by one, which transformers 4 and vLLM load but transformers 5 does not.
+            that are stored one by one, which transformers 4 and vLLM load but transformers 5 does not. None is
+            "portable", but leaves packed what a 4-bit source has packed.
         plan_with: who says which modules are linear: our "rules", or the installed "transformers".
         max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
+        lora: adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub.
+        quant_storage: what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None
+            as for quant_type, or else "uint8".
     """
 
-    quant_type: str = "nf4"
-    blocksize: int = 64
-    double_quant: bool = True
+    quant_type: str | None = None
+    blocksize: int | None = None
+    double_quant: bool | None = None
     compute_dtype: str | None = None
     dtype: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
-    moe: str = "portable"
+    moe: str | None = None
     plan_with: str = "rules"
     max_shard_size: int = 10**9
     non_finite: str = "refuse"
+    lora: tuple[str, ...] = ()
+    quant_storage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,14 @@ class DequantizeOptions:
         include: glob patterns; only weights that match one are decoded. Empty: all.
         exclude: glob patterns of weights to leave in 4 bits.
         max_shard_size: bytes of an output file.
+        lora: as of QuantizeOptions; with them the checkpoint need not be in 4 bits.
     """
 
     dtype: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_shard_size: int = 10**9
+    lora: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,9 @@ class VerifyOptions:
         tolerance: the largest relative Frobenius error of a packed weight; None for that of its data type and
             blocksize, see tolerance.py.
         exact: require the bytes that quantizing the source gives.
+        lora: adapters that were merged into the source; as of QuantizeOptions.
     """
 
     tolerance: float | None = None
     exact: bool = False
+    lora: tuple[str, ...] = ()

@@ -35,7 +35,8 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
 def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOptions) -> None:
     """The checkpoint's tensors for a weight are those that the codec makes of it."""
     tensors = written(folder)
-    packed, state = quantize_4bit(weight, options.quant_type, options.blocksize, options.double_quant)
+    double_quant = options.double_quant in (None, True)
+    packed, state = quantize_4bit(weight, options.quant_type or "nf4", options.blocksize or 64, double_quant)
     expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
     assert {key for key in tensors if key == name or key.startswith(f"{name}.")} == expected.keys()
     for key, part in expected.items():

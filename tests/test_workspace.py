@@ -78,7 +78,7 @@ def test_what_is_not_as_it_was_left_is_made_again(tmp_path, harm):
         ({"source files": {"a": [1, 3]}}, 'source files (source files was {"a": [1, 2]}, is {"a": [1, 3]})'),
         ({"--include": ("b", "a")}, '--include (--include was ["a", "b"], is ["b", "a"])'),
         ({"--blocksize": 128, "torch": "3"}, 'torch, --blocksize (torch was "2", is "3")'),
-        ({"--new": True}, "--new (--new was null, is true)"),
+        ({"--new": True}, "--new (--new was not given, is true)"),
     ],
     ids=["version", "torch", "source", "option", "two", "unknown before"],
 )

@@ -28,6 +28,7 @@ def quantized_config(
     compute_dtype: str,
     skip_modules: Sequence[str],
     dtype: str | None,
+    quant_storage: str = "uint8",
 ) -> dict[str, Any]:
     """The content of config.json for a 4-bit checkpoint.
 
@@ -36,6 +37,7 @@ def quantized_config(
         quant_type: "nf4" or "fp4"; without it transformers assumes fp4.
         double_quant: must match what is stored: transformers 4.57 counts the tensors of a weight.
         compute_dtype: "bfloat16", "float16" or "float32": what a loaded model multiplies in.
+        quant_storage: what packed codes are stored as; must match, too.
         skip_modules: null would let every loader guess its own list.
         dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
     """
@@ -46,7 +48,7 @@ def quantized_config(
         "_load_in_4bit": True,
         "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_storage": quant_storage,
         "bnb_4bit_quant_type": quant_type,
         "bnb_4bit_use_double_quant": double_quant,
         "llm_int8_enable_fp32_cpu_offload": False,

@@ -10,13 +10,13 @@ from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dty
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import ModuleNames, module_of
+from nf4conv.checkpoint.module_names import TIED_HEADS, ModuleNames, module_of
 from nf4conv.checkpoint.selection import Keep, Pack, select
 from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is_name
 from nf4conv.checkpoint.source import read_json
-from nf4conv.checkpoint.structure import STORAGE_DTYPES, Structure
+from nf4conv.checkpoint.structure import Structure
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.format.layout import DTYPE_NAMES, TAGS
+from nf4conv.format.layout import DTYPE_NAMES, STORAGE_DTYPES, TAGS
 from nf4conv.options import QuantizeOptions
 
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
@@ -31,9 +31,6 @@ _FLAGS: Final = (
 """What transformers raises a TypeError for unless it is true or false."""
 
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-
-_TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")
-"""Heads that are an `nn.Linear` in memory also where they are the embedding, and no tensor of their own is stored."""
 
 
 def check_config(structure: Structure) -> Mapping[str, Any]:
@@ -183,7 +180,7 @@ def _unnamed_heads(
 ) -> Iterator[tuple[TensorInfo, str, bool]]:
     """An output head that is the embedding: it is not stored, but loaders make it 4-bit unless the list names it."""
     embedding = next((tensor for name, tensor in structure.plain.items() if name.endswith(_EMBEDDINGS)), None)
-    heads = _TIED_HEADS + tuple(head for family in names.families for head in family.heads)
+    heads = TIED_HEADS + tuple(head for family in names.families for head in family.heads)
     is_stored = any(module_of(name).endswith(heads) for name in (*structure.plain, *structure.weights))
     is_tied = config.get("tie_word_embeddings", True) is True
     if embedding is None or is_stored or not is_tied or not architecture_of(config).endswith("ForCausalLM"):

@@ -1,7 +1,7 @@
 """Encoded tensors taken apart: rows of a matrix, a matrix of a stack, blocks of a 4-bit weight, still encoded.
 
 What is decoded at a time decides how much memory a conversion takes. Only encodings whose parts lie row by row can be
-cut; the others are taken whole.
+cut; the others are taken whole. What is merged can be cut where what it is merged into can.
 """
 
 import math
@@ -13,7 +13,7 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import block_count
 
-_BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4)
+_BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4, Method.BITSANDBYTES_4BIT)
 _BY_MATRICES: Final = (Method.SCALED, Method.STACKED_MXFP4)
 
 
@@ -41,7 +41,7 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Encoded
         The pieces in order; the whole tensor if it cannot be cut so.
     """
     size = math.prod(tensor.shape[1:])
-    if len(tensor.shape) == 3 and _encoding(tensor).method in _BY_MATRICES and size % unit == 0:
+    if is_stack_of_matrices(tensor) and size % unit == 0:
         matrices = (matrix_of(tensor, index) for index in range(tensor.shape[0]))
         return [
             EncodedPiece(piece.tensor, index * size + piece.start)
@@ -53,7 +53,13 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Encoded
 
 def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
     """A matrix of a stack [matrices, rows, columns] whose method is one of those that can be cut so."""
-    encoding = _encoding(tensor)
+    if tensor.encoding is None:
+        return _cut(tensor, index, index + 1)._replace(shape=tensor.shape[1:])
+    encoding = tensor.encoding
+    if encoding.method is Method.MERGED:
+        deltas = tuple(delta._replace(expert=index) for delta in encoding.deltas)
+        part = ("values", matrix_of(encoding.parts[0][1], index))
+        return tensor._replace(shape=tensor.shape[1:], encoding=encoding._replace(parts=(part,), deltas=deltas))
     cut = [
         (role, _cut(part, index, index + 1) if len(part.shape) > 1 and part.shape[0] == tensor.shape[0] else part)
         for role, part in encoding.parts
@@ -65,7 +71,9 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
 
 def is_stack_of_matrices(tensor: TensorInfo) -> bool:
     """Whether `matrix_of` can be asked."""
-    return len(tensor.shape) == 3 and _encoding(tensor).method in _BY_MATRICES
+    if tensor.encoding is not None and tensor.encoding.method is Method.MERGED:
+        return is_stack_of_matrices(tensor.encoding.parts[0][1])
+    return len(tensor.shape) == 3 and (tensor.encoding is None or tensor.encoding.method in _BY_MATRICES)
 
 
 def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
@@ -73,8 +81,17 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
     rows = tensor.shape[0] if tensor.shape else 1
     if (start, stop) == (0, rows):
         return tensor
-    encoding = _encoding(tensor)
-    height = _height(encoding)
+    if tensor.encoding is None:
+        return _cut(tensor, start, stop)
+    encoding, height = tensor.encoding, _height(tensor)
+    shape = (stop - start, *tensor.shape[1:])
+    if encoding.method is Method.MERGED:
+        [(role, base)], before = encoding.parts, encoding.block[0]
+        merged = encoding._replace(parts=((role, rows_of(base, start, stop)),), block=(before + start,))
+        return tensor._replace(shape=shape, encoding=merged)
+    if encoding.method is Method.BITSANDBYTES_4BIT:
+        parts = cut_parts(dict(encoding.parts), encoding.block[0], start * shape[1], stop * shape[1])
+        return tensor._replace(shape=shape, encoding=encoding._replace(parts=tuple(parts.items())))
     cut = []
     for role, part in encoding.parts:
         if role == "scale" and encoding.block:
@@ -82,13 +99,17 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
         elif role == "values" or (role == "scale" and part.elements > 1 and part.shape[0] == rows):
             part = _cut(part, start, stop)
         cut.append((role, part))
-    return tensor._replace(shape=(stop - start, *tensor.shape[1:]), encoding=encoding._replace(parts=tuple(cut)))
+    return tensor._replace(shape=shape, encoding=encoding._replace(parts=tuple(cut)))
 
 
 def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
     """Whether `rows_of` can be asked for rows from `start` on."""
-    encoding = _encoding(tensor)
-    return len(tensor.shape) == 2 and encoding.method in _BY_ROWS and start % _height(encoding) == 0
+    encoding = tensor.encoding
+    if encoding is None or len(tensor.shape) != 2:
+        return len(tensor.shape) == 2
+    if encoding.method is Method.MERGED:
+        return can_cut_rows(encoding.parts[0][1], start) and not any(delta.needs_all_rows for delta in encoding.deltas)
+    return encoding.method in _BY_ROWS and start % _height(tensor) == 0
 
 
 def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
@@ -97,14 +118,21 @@ def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, 
         yield 0, rows
         return
     columns = max(tensor.shape[1], 1)
-    together = math.lcm(_height(_encoding(tensor)), unit // math.gcd(unit, columns))
+    together = math.lcm(_height(tensor), unit // math.gcd(unit, columns))
     step = max(most // (columns * together), 1) * together
     for start in range(0, max(rows, 1), step):
         yield start, min(start + step, rows)
 
 
-def _height(encoding: Encoding) -> int:
+def _height(tensor: TensorInfo) -> int:
     """Rows that share a scale."""
+    encoding = _encoding(tensor)
+    if encoding.method is Method.MERGED:
+        base = encoding.parts[0][1]
+        return 1 if base.encoding is None else _height(base)
+    if encoding.method is Method.BITSANDBYTES_4BIT:
+        unit = encoding.block[0] * NESTED_BLOCKSIZE
+        return unit // math.gcd(unit, max(tensor.shape[1], 1))
     return encoding.block[0] if encoding.block else 1
 
 

@@ -106,7 +106,7 @@ class Evidence:
     def why_not_linear(self, module: str) -> str | None:
         """Why a matrix is certainly no `nn.Linear`; None when it may be one."""
         leaf = module.rpartition(".")[2]
-        if not _is_embedding(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
+        if not is_embedding(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
             return None
         return None if self._is_linear_by_family(module) else "an embedding"
 
@@ -138,7 +138,7 @@ class Evidence:
 
     def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> Why | str | None:
         parent, _, leaf = module.rpartition(".")
-        if _is_embedding(leaf):
+        if is_embedding(leaf):
             return "an input embedding"
         place = _place(parent)
         if not place.in_layer and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
@@ -229,7 +229,8 @@ def _place(parent: str) -> _Place:
 
 
 @lru_cache(maxsize=1024)
-def _is_embedding(leaf: str) -> bool:
+def is_embedding(leaf: str) -> bool:
+    """Whether a module is an embedding, by the last part of its path."""
     return _EMBEDDING.match(leaf) is not None
 
 

@@ -79,6 +79,18 @@ class TensorInfo(NamedTuple):
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def unmerged(self) -> "TensorInfo":
+        """The tensor that adapters are merged into; itself if none is."""
+        is_merged = self.encoding is not None and self.encoding.method is Method.MERGED
+        return self.encoding.parts[0][1] if self.encoding is not None and is_merged else self
+
+
+def is_in_4_bits(tensor: TensorInfo) -> bool:
+    """Whether bitsandbytes packed a tensor, or what adapters are merged into."""
+    encoding = tensor.unmerged.encoding
+    return encoding is not None and encoding.method.is_bitsandbytes_4bit
+
 
 class Encoding(NamedTuple):
     """How a tensor is decoded from others, see codec/decode.
@@ -86,16 +98,51 @@ class Encoding(NamedTuple):
     Attributes:
         method: of decoding.
         parts: (role, tensor) of each that it is decoded from.
-        block: values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and strides.
+        block: values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and strides. For
+            MERGED: how many rows of the whole tensor are before these.
+        deltas: what MERGED adds to its only part, in this order.
     """
 
     method: Method
     parts: tuple[tuple[str, TensorInfo], ...]
     block: tuple[int, ...] = ()
+    deltas: "tuple[Delta, ...]" = ()
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for _, part in self.parts)
+
+
+class Delta(NamedTuple):
+    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a magnitude.
+
+    Attributes:
+        up: [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in their place;
+            without `down` a vector to be added.
+        down: [rank, in], of several experts [experts · rank, in].
+        scale: of the product.
+        is_transposed: whether the tensor is [in, out].
+        rows: which rows of the product concern the tensor; None for all.
+        experts: whose factors stand together; 0 if they are those of a single matrix.
+        expert: which of them the tensor is; None for a stack of all.
+        magnitude: [out], of DoRA: the norms that the rows then get.
+        indices: rows of the tensor that are replaced.
+    """
+
+    up: TensorInfo
+    down: TensorInfo | None = None
+    scale: float = 1.0
+    is_transposed: bool = False
+    rows: tuple[int, int] | None = None
+    experts: int = 0
+    expert: int | None = None
+    magnitude: TensorInfo | None = None
+    indices: tuple[int, ...] = ()
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row of the result depends on other rows of the tensor."""
+        return self.magnitude is not None and self.is_transposed
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:

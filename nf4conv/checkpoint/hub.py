@@ -24,7 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, b
 )
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
-from nf4conv.checkpoint.weight_files import MODEL_INDEX, find_weights
+from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_INDEX, find_weights
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 
@@ -238,6 +238,23 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     return Fetched(folder, Origin(repo, repository.commit, prefix.rstrip("/")), repository, absent)
 
 
+def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
+    """The folder, in the cache, that holds an adapter of PEFT, and what it is.
+
+    Raises:
+        SourceError: it does not exist, may not be read, or is not in the cache when offline.
+    """
+    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+        fetched = _from_cache(repo, where, (ADAPTER_CONFIG,))
+        return fetched.folder, fetched.origin
+    repository = Repository(repo, where)
+    weights = next((name for name in ADAPTER_WEIGHTS if name in repository.files), None)
+    names = [name for name in (ADAPTER_CONFIG, weights) if name in repository.files]
+    if not names:
+        raise SourceError(f"{repo}: neither {ADAPTER_CONFIG} nor weights of an adapter in it")
+    return repository.fetch_first(cast("list[str]", names)), Origin(repo, repository.commit, "")
+
+
 @dataclass(frozen=True)
 class Listing:
     """The files of a diffusers pipeline on the hub.
@@ -290,9 +307,9 @@ def _shards(index: Path) -> list[str]:
         raise SourceError(f"{index}: has no weight_map") from error
 
 
-def _from_cache(repo: str, where: SourceOptions) -> Fetched:
+def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY) -> Fetched:
     subfolder = (where.subfolder or "").strip("/")
-    for name in _LIKELY:
+    for name in likely:
         with explained(repo):
             found = huggingface_hub.try_to_load_from_cache(
                 repo, f"{subfolder}/{name}".lstrip("/"), cache_dir=where.cache_dir, revision=where.revision

@@ -27,6 +27,9 @@ TOWERS: Final = (
 )  # fmt: skip
 """What most multimodal models call the parts that are not packed."""
 
+TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")
+"""Heads that are an `nn.Linear` in memory also where they are the embedding, and no tensor of their own is stored."""
+
 _LANGUAGE: Final = re.compile(
     r"^(?:language_model\.model|model\.language_model|language_model|model)\.((?:layers|norm|h|blocks|decoder)(?:\.|$).*)"
 )

@@ -15,12 +15,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix
+from nf4conv.checkpoint.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, components
 
@@ -66,6 +67,7 @@ class PackJob:
         matrix: which part of it, under which name.
         reason: why it is packed.
         footprint: the tensors it becomes.
+        stored: what its components are copied from, if the source has them (checkpoint/unchanged.py).
         offsets: where each component begins, from the start of the shard's data; of the blob only once it is known.
     """
 
@@ -73,6 +75,7 @@ class PackJob:
     matrix: PackedMatrix
     reason: str
     footprint: Footprint
+    stored: Stored | None = None
     offsets: list[int] = field(default_factory=list)
 
     @property
@@ -228,13 +231,16 @@ def make_plan(
     *,
     max_shard_size: int,
     stem: str = "model",
+    unchanged: Mapping[str, Stored | str] | None = None,
 ) -> Plan:
     """Place every output tensor, given what becomes of each tensor of the source, by name.
 
-    The tensors come in the order in which they are to be read. The other arguments and errors are as of `arrange`; a
-    tensor that cannot be packed as decided is a PlanError, too.
+    The tensors come in the order in which they are to be read. `unchanged` says what weights that are in 4 bits already
+    are copied from, by name, or why they are packed anew. The other arguments and errors are as of `arrange`; a tensor
+    that cannot be packed as decided is a PlanError, too.
     """
-    jobs = [job for tensor in tensors for job in _jobs(tensor, decisions[tensor.name], format)]
+    known = unchanged or {}
+    jobs = [job for tensor in tensors for job in _jobs(tensor, decisions[tensor.name], format, known.get(tensor.name))]
     return arrange([[job] for job in jobs], format, max_shard_size=max_shard_size, stem=stem)
 
 
@@ -262,15 +268,22 @@ def arrange(groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: 
     )
 
 
-def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format) -> Iterator[Job]:
+def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None) -> Iterator[Job]:
+    reason = decision.reason if tensor.unmerged is tensor else f"{decision.reason}, merged with an adapter"
     if isinstance(decision, Keep):
         cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
-        yield CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, decision.reason)
+        yield CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, reason)
         return
     if tensor.dtype not in FLOAT_TAGS:
         raise PlanError(f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype")
+    if isinstance(stored, Stored):
+        [matrix] = decision.matrices
+        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype])
+        yield PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)
+        return
     for matrix in decision.matrices:
-        yield PackJob(tensor, matrix, decision.reason, footprint(format, matrix.shape))
+        why = reason if stored is None else f"{reason}, packed anew: {stored}"
+        yield PackJob(tensor, matrix, why, footprint(format, matrix.shape))
 
 
 def _check_names(jobs: Sequence[Job]) -> None:

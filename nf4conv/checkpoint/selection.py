@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from nf4conv.checkpoint.evidence import Evidence, Why
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import TensorInfo, is_in_4_bits
 from nf4conv.checkpoint.module_names import ModuleNames, module_of
 from nf4conv.checkpoint.skip_list import (
     build_skip_modules,
@@ -129,8 +129,10 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Qu
     return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
 
 
-def demote(selection: Selection, names: Iterable[str], config: Mapping[str, Any]) -> Selection:
-    """Keep the named tensors, which were to be packed, because they hold NaN or infinity.
+def demote(
+    selection: Selection, names: Iterable[str], config: Mapping[str, Any], why: str = "holds NaN or infinity"
+) -> Selection:
+    """Keep the named tensors, which were to be packed, and say why.
 
     Raises:
         PlanError: a tensor is not to be packed, or becomes several weights, of which loaders expect all.
@@ -138,8 +140,8 @@ def demote(selection: Selection, names: Iterable[str], config: Mapping[str, Any]
     decisions = dict(selection.decisions)
     for name in names:
         if [matrix.name for matrix in _matrices(decisions[name])] != [name]:
-            raise PlanError(f"{name}: holds NaN or infinity, but it cannot be kept in 16 bits on its own")
-        decisions[name] = Keep("holds NaN or infinity", is_linear=True)
+            raise PlanError(f"{name}: {why}, but it cannot be kept in 16 bits on its own")
+        decisions[name] = Keep(why, is_linear=True)
     return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
 
 
@@ -201,12 +203,17 @@ def _decide(
     why = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
     if why is not None:
         return Keep(why, keep_dtype)
+    is_packed = is_in_4_bits(tensor)  # what a 4-bit source has packed is a linear layer, and stays packed
     why = why_unwanted(tensor.name) or evidence.why_kept(
-        module, tensor.shape, towers=options.quantize_towers, experts=options.moe == "per-expert"
+        module,
+        tensor.shape,
+        towers=options.quantize_towers or is_packed,
+        experts=options.moe == "per-expert" or (is_packed and options.moe is None),
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    doubt = None if _matches(tensor.name, options.include) else evidence.why_unsure(module, tensor.shape)
+    is_sure = is_packed or _matches(tensor.name, options.include)
+    doubt = None if is_sure else evidence.why_unsure(module, tensor.shape)
     if doubt is not None:
         return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
     rows, columns = tensor.shape

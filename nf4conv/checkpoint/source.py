@@ -6,7 +6,7 @@ float tensors that it stands for (encoded.py).
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,17 +18,40 @@ from nf4conv.checkpoint.encoded import decoded_tensors
 from nf4conv.checkpoint.header import LENGTH_BYTES, TensorInfo, header_stop, parse_header, read_header
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes
-from nf4conv.checkpoint.weight_files import PICKLE_SUFFIXES, STEMS, find_weights
-from nf4conv.errors import SourceError, named
+from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLE_SUFFIXES, STEMS, find_weights
+from nf4conv.errors import AdapterError, SourceError, named
 from nf4conv.options import SourceOptions
 
 if TYPE_CHECKING:
-    from nf4conv.checkpoint.hub import Fetched
+    from nf4conv.checkpoint.hub import Fetched, Origin
 
 _HEADERS_AT_A_TIME: Final = 8
 _HEAD: Final = 2**17
 """Bytes asked for first of a file on the Hub; most headers are shorter."""
+_FARTHEST: Final = 2**16
+"""Bytes between two small tensors that are still read together: a request to the Hub costs more."""
+_LONGEST_READ: Final = 2**22
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter of PEFT, as it lies on disk.
+
+    Attributes:
+        place: as the user gave it.
+        file: its weights.
+        config: the content of adapter_config.json.
+        origin: where it came from on the Hub; None for a folder.
+    """
+
+    place: str
+    file: Path
+    config: Mapping[str, Any]
+    origin: "Origin | None" = None
+
+    def __str__(self) -> str:
+        return self.place if self.origin is None else str(self.origin)
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,7 @@ class Source:
         stem: base name of the weight files: "model", or what the source calls them.
         notes: what the user should know about it.
         fetched: where it came from on the Hub, and which weight files are still there; None for one that is local.
+        adapters: what has been merged into it.
     """
 
     folder: Path
@@ -52,6 +76,7 @@ class Source:
     stem: str
     notes: tuple[str, ...] = ()
     fetched: "Fetched | None" = None
+    adapters: "tuple[AdapterFiles, ...]" = ()
 
     def __str__(self) -> str:
         return str(self.folder if self.fetched is None else self.fetched.origin)
@@ -94,8 +119,23 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
 
         fetched = fetch_source(str(source), where)
         return replace(_open_folder(fetched.folder, where.variant, fetched), fetched=fetched)
+    except AdapterError as error:
+        raise AdapterError(_how_to_merge(str(source), where)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def _how_to_merge(adapter: str, where: SourceOptions) -> str:
+    """What to tell somebody who gives an adapter where a model is expected."""
+    folder = Path(adapter)
+    if not folder.exists():
+        from nf4conv.checkpoint.hub import fetch_adapter  # importing huggingface_hub takes a while
+
+        folder, _ = fetch_adapter(adapter, where)
+    folder = (folder.parent if folder.is_file() else folder) / (where.subfolder or "")
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
+    place = folder if Path(adapter).exists() else adapter
+    return f"{adapter}: an adapter of {base}, not a model; to merge it: nf4conv quantize {base} OUT --lora {place}"
 
 
 def is_repo_id(text: str) -> bool:
@@ -123,10 +163,35 @@ def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
     return read_bytes(tensor)
 
 
+def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
+    """The bytes of many small tensors, by name; those near each other are read at once.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    groups: list[list[TensorInfo]] = []
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.file), tensor.start)):
+        first, last = (groups[-1][0], groups[-1][-1]) if groups else (tensor, tensor)
+        is_near = tensor.start - last.stop <= _FARTHEST and tensor.stop - first.start <= _LONGEST_READ
+        if not groups or tensor.file != first.file or not is_near:
+            groups.append([])
+        groups[-1].append(tensor)
+    together = [group[0]._replace(stop=group[-1].stop) for group in groups]
+    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
+        raws = pool.map(partial(read_tensor, source), together)
+        return {
+            tensor.name: raw[tensor.start - group[0].start : tensor.stop - group[0].start]
+            for group, raw in zip(groups, raws, strict=True)
+            for tensor in group
+        }
+
+
 def _open_file(path: Path) -> Source:
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle")
     folder = path.parent
+    if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
+        raise AdapterError(f"{path}: an adapter, not a model")
     for index in sorted(folder.glob("*.index.json")):
         if path.name in _read_weight_map(index, ()).values():
             raise SourceError(f"{path}: one shard of those that {index.name} lists; give the folder")

@@ -20,10 +20,7 @@ from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, block_count
-
-STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""What packed codes may be stored as, and how config.json calls it."""
+from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES, block_count
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
@@ -44,6 +41,7 @@ class Structure:
         weights: the packed weights that can be decoded, by name.
         plain: the tensors that belong to no packed weight, by name.
         findings: what is wrong so far.
+        read: reads a small tensor.
     """
 
     folder: Path
@@ -51,6 +49,7 @@ class Structure:
     weights: dict[str, StoredWeight] = field(default_factory=dict)
     plain: dict[str, TensorInfo] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    read: Callable[[TensorInfo], bytes] = read_bytes
 
     def note(self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True) -> None:
         name = file if isinstance(file, str) else file.name
@@ -78,6 +77,11 @@ def read_structure(path: Path) -> Structure:
     readable = _read_headers(structure, listed)
     if weight_map is not None:
         _check_index(structure, weight_map, readable)
+    return look_at(structure)
+
+
+def look_at(structure: Structure) -> Structure:
+    """Sort a checkpoint's tensors into packed weights and others, and note what is wrong with them."""
     _group(structure)
     _check_uniform(structure)
     return structure
@@ -163,7 +167,7 @@ def _group(structure: Structure) -> None:
             if tensor.dtype == "U8" and name.endswith(".weight"):
                 structure.note("components", tensor.file, name, "packed codes, but none of the tensors beside them")
     for owner, components in owners.items():
-        weight = _check_weight(structure, owner, components)
+        weight = check_weight(structure, owner, components)
         if weight is not None:
             structure.weights[owner] = weight
 
@@ -177,7 +181,7 @@ def split_component(name: str) -> tuple[str, str]:
     return (head, f"{QUANT_STATE_PREFIX}{tail}") if found else (name, "")
 
 
-def _check_weight(structure: Structure, owner: str, components: Mapping[str, TensorInfo]) -> StoredWeight | None:
+def check_weight(structure: Structure, owner: str, components: Mapping[str, TensorInfo]) -> StoredWeight | None:
     """Note the faults of one packed weight; the weight if it can be decoded nevertheless."""
     values = structure.tensors.get(owner)
     if values is None:
@@ -222,7 +226,7 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
 
 def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> QuantStateFields | None:
     try:
-        fields = json.loads(read_bytes(blob))
+        fields = json.loads(structure.read(blob))
     except (ValueError, RecursionError) as error:
         structure.note("quant state", blob.file, blob.name, f"not JSON: {error}")
         return None
@@ -330,7 +334,7 @@ def _check_maps(structure: Structure, weight: StoredWeight) -> None:
         part = weight.components.get(suffix)
         if part is None or part.dtype != "F32" or part.elements != len(values):
             continue
-        stored = struct.unpack(f"<{len(values)}f", read_bytes(part))
+        stored = struct.unpack(f"<{len(values)}f", structure.read(part))
         if stored == tuple(values):
             continue
         wrong, far = _distance(stored, values)

@@ -3,13 +3,17 @@
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
-from nf4conv.errors import DiffusersFolderError, SourceError
+from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
 
 STEMS: Final = ("model", "diffusion_pytorch_model")
 """Base names of weight files: transformers', diffusers'."""
 
 MODEL_INDEX: Final = "model_index.json"
 """What makes a folder a diffusers pipeline; weights beside it are those of all its parts in another format."""
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+"""What PEFT saves of an adapter, which is no model."""
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -40,6 +44,7 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
 
     Raises:
         DiffusersFolderError: the folder is that of a diffusers pipeline.
+        AdapterError: the folder is that of an adapter.
         SourceError: there are none, or several that nothing tells apart.
     """
     if MODEL_INDEX in names:
@@ -49,6 +54,8 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
     found = next(_named(names, STEMS, "safetensors", variant), None)
     if found is not None:
         return found
+    if ADAPTER_CONFIG in names and not any(_named(names, _PICKLE_STEMS, "bin", variant)):
+        raise AdapterError(f"{where}: an adapter, not a model")
     loose = sorted(name for name in names if name.endswith(".safetensors"))
     if variant is None and len(loose) == 1:
         return WeightFile(loose[0], False, STEMS[0])

@@ -262,5 +262,5 @@ def _looks_like_checkpoint(folder: Path) -> bool:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value)
+    text = "not given" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

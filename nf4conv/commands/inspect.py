@@ -1,5 +1,6 @@
 """`nf4conv inspect`: what is in a checkpoint or diffusers pipeline, by its headers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from nf4conv.checkpoint.diffusers_folder import open_diffusers
@@ -37,4 +38,7 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         tensors=rows,
         kinds=tuple(inside(name, row) for name, part in parts.items() for row in part.kinds),
         totals=InspectionTotals.of(rows),
+        findings=tuple(
+            replace(found, file=f"{name}/{found.file}") for name, part in parts.items() for found in part.findings
+        ),
     )

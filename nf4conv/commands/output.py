@@ -111,6 +111,7 @@ def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "source files": source_stamps(plan.source),
         "source headers": headers.hexdigest(),
         "source config": plan.source.config,
+        "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()},
         **plan.decided(),
     }
@@ -120,19 +121,24 @@ def plan_fingerprint(output: Plan) -> str:
     """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
     digest = hashlib.sha256()
     for shard in output.shards:
-        digest.update(repr((shard.name, [(job.name, isinstance(job, CopyJob)) for job in shard.jobs])).encode())
+        digest.update(repr((shard.name, [(job.name, _kind(job)) for job in shard.jobs])).encode())
     return digest.hexdigest()
+
+
+def _kind(job: Job) -> str:
+    return "copied" if isinstance(job, CopyJob) else "unchanged" if job.stored else "packed"
 
 
 def source_stamps(source: Source) -> dict[str, list[int]]:
     """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
-    if source.fetched is not None:
-        return {str(source): []}
+    local = {adapter.file: adapter.origin is None for adapter in source.adapters}
+    files = [file for file in source.files if local.get(file, source.fetched is None)]
+    stamps: dict[str, list[int]] = {} if source.fetched is None else {str(source): []}
     try:
-        return {
-            str(file.relative_to(source.folder)): [(status := file.stat()).st_size, status.st_mtime_ns]
-            for file in source.files
-        }
+        for file in files:
+            name = file.relative_to(source.folder) if file.is_relative_to(source.folder) else file
+            stamps[str(name)] = [(status := file.stat()).st_size, status.st_mtime_ns]
+        return stamps
     except OSError as error:
         raise SourceError(f"{error.filename}: {error.strerror}") from error
 

@@ -2,7 +2,8 @@
 
 A weight `W` of n elements becomes these tensors, in bitsandbytes' order (docs/format.md):
 
-    W                                       packed codes, [ceil(n / 2), 1] uint8, the even element in the high nibble
+    W                                       packed codes, [ceil(n / 2), 1] uint8, the even element in the high nibble;
+                                            or the same bytes seen as elements of another dtype
     W.absmax                                [blocks] float32; uint8 codes when the absmax is quantized too
     W.quant_map                             [16] float32, the code values
     W.nested_absmax                         [ceil(blocks / 256)] float32, double quantization only
@@ -39,6 +40,12 @@ DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 
+STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""What packed codes may be stored as, and how config.json calls it: FSDP shards only floats, all of one dtype."""
+
+ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
+"""Bytes of an element of these."""
+
 _JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
@@ -55,12 +62,23 @@ class Format:
         double_quant: whether absmax is quantized too.
         dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
             float tensors are stored in.
+        quant_storage: what packed codes are stored as, of STORAGE_DTYPES.
     """
 
     quant_type: str
     blocksize: int
     double_quant: bool
     dtype: str
+    quant_storage: str = "uint8"
+
+    @property
+    def storage_tag(self) -> str:
+        """Safetensors' tag of quant_storage."""
+        return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
+
+    def __str__(self) -> str:
+        storage = "" if self.quant_storage == "uint8" else f" in {self.quant_storage}"
+        return f"{self.quant_type}{'+' if self.double_quant else ''}/{self.blocksize}{storage}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,7 @@ class Component:
 
     Attributes:
         suffix: what follows `W.` in its name; empty for the packed codes themselves.
-        dtype: safetensors' dtype tag, "U8" or "F32".
+        dtype: safetensors' dtype tag, of STORAGE_DTYPES.
         shape: its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary.
     """
 
@@ -79,7 +97,7 @@ class Component:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (4 if self.dtype == "F32" else 1)
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def block_count(elements: int, blocksize: int) -> int:
@@ -115,7 +133,7 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
     blocks = block_count(elements, format.blocksize)
     longest_json = quant_state_json(format, shape, _LONGEST_OFFSET if format.double_quant else None)
     blob = Component(f"{QUANT_STATE_PREFIX}{format.quant_type}", "U8", (len(longest_json),))
-    packed = Component("", "U8", (-(-elements // 2), 1))
+    packed = Component("", format.storage_tag, (-(-elements // 2) // ITEMSIZES[format.storage_tag], 1))
     absmax = Component("absmax", "U8" if format.double_quant else "F32", (blocks,))
     quant_map = Component("quant_map", "F32", (16,))
     nested_absmax = Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),))

@@ -182,6 +182,8 @@ def fill(
         if make is not None
         for parts in copy_groups(progress.shard, piece, is_cast=is_cast)
     ]
+    stored = (job for job in progress.shard.jobs if isinstance(job, PackJob) and job.stored is not None)
+    copies += [CopyStored(progress, job.source.file, job, piece) for job in stored]
     progress.expect(len(weights) + len(copies))
     return list(interleave([weights, copies], 2))
 
@@ -198,7 +200,7 @@ def pack_groups(shard: Shard, piece: int) -> Iterator[tuple[PackJob, ...]]:
 
     No group is of several source files.
     """
-    jobs = (job for job in shard.jobs if isinstance(job, PackJob))
+    jobs = (job for job in shard.jobs if isinstance(job, PackJob) and not job.stored)
 
     def kind(job: PackJob) -> tuple[Path, str | None]:
         return job.source.file, job.name if job.is_cut_out else None
@@ -243,3 +245,26 @@ class RawCopies(ShardTask[Worker]):
             if self.progress.audit is not None:
                 self.progress.audit.check_copy(worker, self.progress, job, start, stop)
         self.progress.done()
+
+
+@dataclass(frozen=True)
+class CopyStored(ShardTask[Worker]):
+    """A weight that the source has in 4 bits as it is to be, in pieces of so many bytes."""
+
+    job: PackJob
+    piece: int
+
+    def run(self, worker: Worker) -> None:
+        job, stored, writer = self.job, self.job.stored, self.progress.writer
+        assert stored is not None
+        for offset, part in zip(job.offsets, stored.parts, strict=True):
+            if isinstance(part, bytes):
+                writer.write(offset, memoryview(part))
+                continue
+            for start in range(part.start, part.stop, self.piece):
+                stop = min(start + self.piece, part.stop)
+                worker.copy(part.file, start, stop, writer, offset + start - part.start)
+        blobs = {job.name: stored.blob}
+        if self.progress.audit is not None:
+            self.progress.audit.check_weights(worker, self.progress, [job], blobs)
+        self.progress.done(blobs)

@@ -11,7 +11,7 @@ import yaml
 from nf4conv import __version__
 from nf4conv.checkpoint.config import architecture_of
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
-from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.source import AdapterFiles, Source
 from nf4conv.format.layout import Format
 from nf4conv.report.rows import VerificationSummary
 
@@ -22,6 +22,7 @@ _INHERITED: Final = ("license", "license_name", "license_link", "language", "lib
 """What holds for the quantized model as for the original."""
 
 _FRONT_MATTER: Final = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
 _LOADERS: Final = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -58,6 +59,7 @@ class _Subject:
         format: of the packed weights.
         jobs: what was written.
         figures: sizes.
+        adapters: what has been merged into it.
     """
 
     origin: "Origin | None"
@@ -66,6 +68,7 @@ class _Subject:
     format: Format
     jobs: Sequence[Job]
     figures: Figures
+    adapters: tuple[AdapterFiles, ...] = ()
 
 
 def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
@@ -79,9 +82,21 @@ def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, fig
     """
     origin = None if source.fetched is None else source.fetched.origin
     library = "transformers" if source.stem == "model" else "diffusers"
-    subject = _Subject(origin, source.folder / "README.md", library, plan.format, list(plan.jobs), figures)
+    readme = source.folder / "README.md"
+    subject = _Subject(origin, readme, library, plan.format, list(plan.jobs), figures, source.adapters)
     compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
     return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(config)])
+
+
+def merged_card(source: Source, plan: Plan, config: Mapping[str, Any] | None) -> str:
+    """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as `model_card`."""
+    origin, readme = None if source.fetched is None else source.fetched.origin, source.folder / "README.md"
+    subject = _Subject(origin, readme, "transformers", plan.format, [], Figures(0, 0), source.adapters)
+    front = _front_matter(subject)
+    front |= {"tags": [tag for tag in front["tags"] if tag not in _OWN_TAGS] + ["nf4conv"]}
+    base = source.folder.name if origin is None else f"[{origin.repo}]({_HUB}/{origin.repo})"
+    text = f"# A merged model\n\n{base}{_merged_with(subject)}, by nf4conv {__version__}.\n"
+    return "\n".join([_yaml(front), text, _loading(config)])
 
 
 def diffusers_card(
@@ -119,8 +134,11 @@ def diffusers_card(
 
 
 def _document(subject: _Subject, sections: Sequence[str]) -> str:
-    front = yaml.safe_dump(_front_matter(subject), sort_keys=False, allow_unicode=True)
-    return "\n".join([f"---\n{front}---\n", _introduction(subject), *sections, _checking(subject.origin)])
+    return "\n".join([_yaml(_front_matter(subject)), _introduction(subject), *sections, _checking(subject)])
+
+
+def _yaml(front: Mapping[str, Any]) -> str:
+    return f"---\n{yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True)}---\n"
 
 
 def _front_matter(subject: _Subject) -> dict[str, Any]:
@@ -128,10 +146,13 @@ def _front_matter(subject: _Subject) -> dict[str, Any]:
     front: dict[str, Any] = {}
     if subject.origin is not None:
         front |= {"base_model": subject.origin.repo, "base_model_relation": "quantized"}
+        repos = [adapter.origin.repo for adapter in subject.adapters if adapter.origin is not None]
+        if subject.adapters:
+            front |= {"base_model": [subject.origin.repo, *repos], "base_model_relation": "merge"}
     front |= {key: before[key] for key in _INHERITED if before.get(key)}
     front.setdefault("library_name", subject.library)
     tags = before.get("tags", [])
-    own = ["bitsandbytes", "4-bit", subject.format.quant_type, "nf4conv"]
+    own = [*_OWN_TAGS[:2], subject.format.quant_type, "nf4conv"]
     front["tags"] = list(dict.fromkeys([*(tags if isinstance(tags, list) else [tags]), *own]))
     return front
 
@@ -153,13 +174,23 @@ def _is_plain(value: object) -> bool:
 def _introduction(subject: _Subject) -> str:
     name, origin = subject.format.quant_type.upper(), subject.origin
     if origin is None:
-        return f"# A 4-bit {name} checkpoint\n\nMade with nf4conv {__version__}.\n"
+        return f"# A 4-bit {name} checkpoint\n\nMade with nf4conv {__version__}{_merged_with(subject)}.\n"
     link = f"[{origin.repo}]({_HUB}/{origin.repo})" + (f", `{origin.subfolder}`," if origin.subfolder else "")
+    commit = f"[`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit})"
     return (
         f"# {origin.repo.partition('/')[2]} in 4 bits\n\n"
-        f"{link} at commit [`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit}), its linear layers "
-        f"packed to bitsandbytes {name} with nf4conv {__version__}.\n"
+        f"{link} at commit {commit}{_merged_with(subject)}, its linear layers packed to bitsandbytes {name} "
+        f"with nf4conv {__version__}.\n"
     )
+
+
+def _merged_with(subject: _Subject) -> str:
+    """What an introduction says of adapters."""
+    names = [
+        f"`{Path(adapter.place).name}`" if adapter.origin is None else f"[{adapter}]({_HUB}/{adapter.origin.repo})"
+        for adapter in subject.adapters
+    ]
+    return f", merged with the LoRA adapter{'s'[: len(names) - 1]} {', '.join(names)}" if names else ""
 
 
 def _settings(subject: _Subject, compute: str | None) -> str:
@@ -217,10 +248,14 @@ def _loading(config: Mapping[str, Any] | None) -> str:
     )
 
 
-def _checking(origin: "Origin | None") -> str:
+def _checking(subject: _Subject) -> str:
+    origin = subject.origin
     original = "ORIGINAL" if origin is None else origin.repo
     if origin is not None and origin.subfolder:
         original += f" --subfolder {origin.subfolder}"
+    original += "".join(
+        f" --lora {Path(part.place).name if part.origin is None else part}" for part in subject.adapters
+    )
     return (
         "## Check\n\nEvery packed byte is the one that bitsandbytes' CUDA kernels make of the original weight. "
         f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"

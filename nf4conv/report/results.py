@@ -180,6 +180,7 @@ class Inspection:
         tensors: a row for each tensor, the tensors of a packed weight being one.
         kinds: the same added up by kind of module.
         totals: of the whole checkpoint.
+        findings: what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell.
     """
 
     path: str
@@ -189,3 +190,4 @@ class Inspection:
     tensors: tuple[InspectedRow, ...]
     kinds: tuple[InspectedKind, ...]
     totals: InspectionTotals
+    findings: tuple[Finding, ...] = ()

@@ -151,8 +151,14 @@ def inspection_lines(inspection: Inspection) -> Iterator[str]:
             for row in inspection.kinds
         ],
     )
-    totals = inspection.totals
+    totals, found = inspection.totals, inspection.findings
     yield ""
+    for finding in found[:_MOST_FINDINGS]:
+        yield f"{'wrong' if finding.is_fault else 'note'}: {printable(finding.line())}"
+    if len(found) > _MOST_FINDINGS:
+        yield f"and {len(found) - _MOST_FINDINGS:,} more, see --json"
+    if any(finding.is_fault for finding in found):
+        yield f"nf4conv quantize {printable(inspection.path)} OUT writes it anew for current loaders"
     if inspection.config is not None:
         yield f"config.json: {printable(', '.join(f'{key}={value!r}' for key, value in inspection.config.items()))}"
     yield (

@@ -12,6 +12,7 @@ from nf4conv.codec.decode.fp4 import decode_fp4, decode_stacked_mxfp4
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
+from nf4conv.errors import CodecError
 from nf4conv.format.encodings import Method
 
 
@@ -44,12 +45,14 @@ def decode(
             return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
         case Method.BITSANDBYTES_4BIT | Method.BITSANDBYTES_4BIT_TRANSPOSED:
             components = {role: part for role, part in parts.items() if role != "values"}
-            state = QuantState.from_components(components)
-            held = 2 * parts["values"].nbytes
+            state, packed = QuantState.from_components(components), parts["values"].view(torch.uint8)
+            held = 2 * packed.nbytes
             if held < state.shape.numel():  # some blocks of a weight, whose last code may be padding
                 state.shape = torch.Size((held,))
-            decoded = dequantize_4bit(parts["values"], state, dtype=dtype)
+            decoded = dequantize_4bit(packed, state, dtype=dtype)
             return decoded.t().contiguous() if method is Method.BITSANDBYTES_4BIT_TRANSPOSED else decoded
         case Method.STRIDED:
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
             return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()
+        case Method.MERGED:
+            raise CodecError("what is merged is no encoding of a single tensor")

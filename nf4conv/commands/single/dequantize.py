@@ -12,26 +12,31 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.evidence import Evidence
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import is_in_4_bits
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.commands.adapters import open_merged
 from nf4conv.commands.output import WritingPlan, kept_as_stored, write_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import unpacking_engine
 from nf4conv.report.results import DequantizeReport
-from nf4conv.report.rows import DequantizationTotals, PlanRow
+from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSummary
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"
+_MERGED: Final = "merged with an adapter"
 
 
 @dataclass(frozen=True)
 class DequantizationPlan(WritingPlan):
-    """What becomes of a 4-bit checkpoint; it gets no card, because its original's says all there is."""
+    """What becomes of a 4-bit checkpoint; it gets no card, because its original's says all there is.
+
+    Unless adapters are merged into it.
+    """
 
     command = "dequantize"
     options: DequantizeOptions
@@ -39,8 +44,17 @@ class DequantizationPlan(WritingPlan):
     def row(self, job: Job, file: str) -> PlanRow:
         """A weight that is decoded, or a tensor that is kept; dtypes are those of the output."""
         assert isinstance(job, CopyJob)
-        action = "decode" if job.source.encoding else "copy" if job.dtype == job.source.dtype else "cast"
-        return PlanRow(job.name, action, job.reason, job.dtype, job.source.shape, job.source_bytes, job.nbytes, file)
+        return PlanRow(
+            job.name, _action(job), job.reason, job.dtype, job.source.shape, job.source_bytes, job.nbytes, file
+        )
+
+    def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:  # noqa: ARG002
+        """The model card of a merged model; None for any other."""
+        if not self.source.adapters:
+            return None
+        from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
+
+        return merged_card(self.source, self.output, self.config)
 
     def totals(self) -> DequantizationTotals:
         jobs = list(self.output.jobs)
@@ -54,16 +68,22 @@ class DequantizationPlan(WritingPlan):
         )
 
 
+def _action(job: CopyJob) -> str:
+    if job.source.encoding is not None:
+        return "decode" if job.source.unmerged is job.source else "merge"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
 def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptions | None) -> DequantizationPlan:
     """As `plan_dequantization` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     if options.dtype not in (None, *DTYPES):
         raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
-    opened = open_source(source, where)
-    packed = [tensor for tensor in opened.tensors if _is_packed(tensor)]
-    if not packed:
+    opened = open_merged(source, where, options.lora)
+    packed = [tensor for tensor in opened.tensors if is_in_4_bits(tensor)]
+    if not packed and not options.lora:
         raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
     wanted = {tensor.name for tensor in packed if is_wanted(tensor.name, options.include, options.exclude)}
-    if not wanted:
+    if packed and not wanted:
         raise PlanError(f"{source}: --include and --exclude leave no weight to decode")
     config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
     groups = list(_groups(opened, still_packed, options))
@@ -71,7 +91,7 @@ def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOption
     output = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
     if config is not None and not still_packed:
         config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
-    return DequantizationPlan(options, opened, output, config, ())
+    return DequantizationPlan(options, opened, output, config, opened.notes if options.lora else ())
 
 
 def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool) -> DequantizationPlan:
@@ -83,7 +103,7 @@ def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions,
     wanted = (
         tensor
         for tensor in open_source(source, where).tensors
-        if _is_packed(tensor) and is_wanted(tensor.name, options.include, options.exclude)
+        if is_in_4_bits(tensor) and is_wanted(tensor.name, options.include, options.exclude)
     )
     if decode and any(wanted):
         return plan_one(source, options, where)
@@ -91,10 +111,6 @@ def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions,
     format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
     output = kept_as_stored(stored, format, options.max_shard_size)
     return DequantizationPlan(options, stored, output, stored.config, stored.notes)
-
-
-def _is_packed(tensor: TensorInfo) -> bool:
-    return tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
 
 
 def _new_config(
@@ -112,7 +128,7 @@ def _new_config(
         if tensor.name in packed:
             rows = tensor.shape[0]
             decisions[tensor.name] = Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS)
-        elif isinstance(rule, Pack) or _is_packed(tensor):
+        elif isinstance(rule, Pack) or is_in_4_bits(tensor):
             decisions[tensor.name] = Keep(_KEPT, is_linear=True)
         else:
             decisions[tensor.name] = rule
@@ -129,6 +145,8 @@ def _groups(source: Source, still_packed: frozenset[str], options: DequantizeOpt
     evidence = Evidence.gather(source.tensors, source.config or {})
     for tensor in source.tensors:
         if tensor.name in still_packed and tensor.encoding is not None:
+            if tensor.unmerged is not tensor:
+                raise PlanError(f"{tensor.name}: --include or --exclude leaves it in 4 bits, but an adapter changes it")
             yield [CopyJob(part, part.dtype, _STAYS) for _, part in tensor.encoding.parts]
             continue
         decoded = tensor.encoding is not None
@@ -136,7 +154,8 @@ def _groups(source: Source, still_packed: frozenset[str], options: DequantizeOpt
         if options.dtype is not None and dtype in FLOAT_TAGS and not evidence.is_float32_by_design(tensor):
             dtype = TAGS[options.dtype]
         # decoded to what it is stored in, not by way of another dtype, which would round twice
-        yield [CopyJob(tensor._replace(dtype=dtype) if decoded else tensor, dtype, "decoded" if decoded else _KEPT)]
+        reason = _MERGED if tensor.unmerged is not tensor else "decoded" if decoded else _KEPT
+        yield [CopyJob(tensor._replace(dtype=dtype) if decoded else tensor, dtype, reason)]
 
 
 def write_one(

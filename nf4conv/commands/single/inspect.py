@@ -7,34 +7,29 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.encoded import quantization_of
+from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.source import Source, open_stored, read_tensor
-from nf4conv.checkpoint.structure import MOST_ELEMENTS, STORAGE_DTYPES, split_component
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.checkpoint.source import Source, open_stored, read_together
+from nf4conv.checkpoint.structure import MOST_ELEMENTS, Structure, look_at, split_component
+from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.measured import place_of
 from nf4conv.report.results import Inspection
 from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization, by_kind, format_name
 
-_FARTHEST: Final = 2**16
-"""Bytes between two quant states that are still read together: a request to the Hub costs more."""
-
-_LONGEST_READ: Final = 2**22
-
-_AT_A_TIME: Final = 8
-
 
 def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
     """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     source = open_stored(path, replace(where or SourceOptions(), stream=True))
-    rows = tuple(_rows(source))
+    described = [tensor for tensor in source.tensors if _is_description(split_component(tensor.name)[1])]
+    small = read_together(source, described)
+    rows = tuple(_rows(source, small))
     config = source.config or {}
     return Inspection(
         path=str(path),
@@ -44,51 +39,37 @@ def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         totals=InspectionTotals.of(rows),
+        findings=tuple(_findings(source, small)) if described else (),
     )
 
 
-def _rows(source: Source) -> Iterator[InspectedRow]:
+def _findings(source: Source, small: Mapping[str, bytes]) -> Sequence[Finding]:
+    """What is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell."""
+    structure = Structure(source.folder, {tensor.name: tensor for tensor in source.tensors})
+    structure.read = lambda part: small[part.name]
+    check_config(look_at(structure))
+    return sorted(structure.findings, key=lambda finding: not finding.is_fault)
+
+
+def _rows(source: Source, states: Mapping[str, bytes]) -> Iterator[InspectedRow]:
     components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
     names = {tensor.name for tensor in source.tensors}
     for tensor in source.tensors:
         owner, suffix = split_component(tensor.name)
         if suffix and owner in names:
             components[owner][suffix] = tensor
-    blobs = [part for parts in components.values() for suffix, part in parts.items() if _is_state(suffix)]
-    states = dict(_read_states(source, blobs))
     for tensor in source.tensors:
         owner, suffix = split_component(tensor.name)
         if not suffix or owner not in names:
             yield _row(tensor, components.get(tensor.name, {}), states)
 
 
+def _is_description(suffix: str) -> bool:
+    return _is_state(suffix) or suffix.endswith("_map")
+
+
 def _is_state(suffix: str) -> bool:
     return suffix.startswith(QUANT_STATE_PREFIX)
-
-
-def _read_states(source: Source, blobs: Sequence[TensorInfo]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each blob; those near each other are read together."""
-    groups = list(_groups(blobs))
-    together = [group[0]._replace(stop=group[-1].stop) for group in groups]
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for group, raw in zip(groups, pool.map(partial(read_tensor, source), together), strict=True):
-            for blob in group:
-                yield blob.name, raw[blob.start - group[0].start : blob.stop - group[0].start]
-
-
-def _groups(blobs: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    group: list[TensorInfo] = []
-    for blob in sorted(blobs, key=lambda blob: (str(blob.file), blob.start)):
-        if group and (
-            blob.file != group[0].file
-            or blob.start - group[-1].stop > _FARTHEST
-            or blob.stop - group[0].start > _LONGEST_READ
-        ):
-            yield group
-            group = []
-        group.append(blob)
-    if group:
-        yield group
 
 
 def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:

@@ -6,21 +6,25 @@ auxiliary files ▸ index ▸ config.json       config.json last: it is what mak
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
+from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
-from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.checkpoint.source import Source, open_stored, read_together
+from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
+from nf4conv.commands.adapters import open_merged
 from nf4conv.commands.output import WritingPlan, kept_as_stored, plan_fingerprint, write_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
-from nf4conv.format.layout import TAGS, Format
-from nf4conv.options import DTYPES, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
+from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
 from nf4conv.report.results import QuantizeReport
@@ -56,9 +60,8 @@ class QuantizationPlan(WritingPlan):
 
     def row(self, job: Job, file: str) -> PlanRow:
         """A weight that is packed, or a tensor that is kept; dtypes are those of the source."""
-        action = "pack" if isinstance(job, PackJob) else "copy" if job.dtype == job.source.dtype else "cast"
         shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
-        return PlanRow(job.name, action, job.reason, job.source.dtype, shape, job.source_bytes, job.nbytes, file)
+        return PlanRow(job.name, _action(job), job.reason, job.source.dtype, shape, job.source_bytes, job.nbytes, file)
 
     def totals(self) -> QuantizationTotals:
         jobs = list(self.output.jobs)
@@ -73,13 +76,19 @@ class QuantizationPlan(WritingPlan):
         )
 
 
+def _action(job: Job) -> str:
+    if isinstance(job, PackJob):
+        return "stay" if job.stored else "pack"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
 def plan_one(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> QuantizationPlan:
     """As `plan_quantization` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     _check_options(options)
     was_enabled = gc.isenabled()
     gc.disable()  # planning makes many small objects that live on: looking for dead ones takes a quarter of the time
     try:
-        return _plan(open_source(source, where), options, frozenset())
+        return _plan(open_merged(source, where, options.lora), options, frozenset())
     finally:
         if was_enabled:
             gc.enable()
@@ -89,13 +98,73 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
     selection = _select(opened.tensors, opened.config or {}, options)
     if non_finite:
         selection = demote(selection, sorted(non_finite), opened.config or {})
-    dtype = _dtype(opened, selection, options)
-    format = Format(options.quant_type, options.blocksize, options.double_quant, dtype)
+    format = _format(opened, _dtype(opened, selection, options), options)
+    selection = _storable(opened, selection, format)
+    unchanged = _unchanged(opened, selection, format, options)
     output = make_plan(
-        opened.tensors, selection.decisions, format, max_shard_size=options.max_shard_size, stem=opened.stem
+        opened.tensors,
+        selection.decisions,
+        format,
+        max_shard_size=options.max_shard_size,
+        stem=opened.stem,
+        unchanged=unchanged,
     )
     config = _new_config(opened, selection, format, options)
-    return QuantizationPlan(options, opened, output, config, opened.notes + selection.lines, non_finite)
+    notes = (*opened.notes, *selection.lines, *_remarks(unchanged))
+    return QuantizationPlan(options, opened, output, config, notes, non_finite)
+
+
+def _format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
+    """What is asked for; what is not asked for is as in the source, if that is in 4 bits."""
+    stored = common_format(source.tensors) if source is not None else None
+    default = stored or Format("nf4", 64, True, dtype)
+    return Format(
+        options.quant_type or default.quant_type,
+        options.blocksize or default.blocksize,
+        default.double_quant if options.double_quant is None else options.double_quant,
+        dtype,
+        options.quant_storage or default.quant_storage,
+    )
+
+
+def _storable(source: Source, selection: Selection, format: Format) -> Selection:
+    """The selection without weights whose bytes do not divide into what they are to be stored as."""
+    size = ITEMSIZES[format.storage_tag]
+    odd = [
+        name
+        for name, decision in selection.decisions.items()
+        if isinstance(decision, Pack) and any(-(-math.prod(part.shape) // 2) % size for part in decision.matrices)
+    ]
+    why = f"its packed bytes do not divide into {format.quant_storage}"
+    return demote(selection, odd, source.config or {}, why) if odd else selection
+
+
+def _unchanged(
+    source: Source, selection: Selection, format: Format, options: QuantizeOptions
+) -> dict[str, Stored | str]:
+    """Of the weights that are to be packed, and are in 4 bits already: what they are copied from, or why not."""
+    packed = [
+        tensor
+        for tensor in source.tensors
+        if stored_format(tensor) is not None and isinstance(selection.decisions[tensor.name], Pack)
+    ]
+    small = read_together(source, [part for tensor in packed for part in small_parts(tensor)])
+    found: dict[str, Stored | str] = {}
+    for tensor in packed:
+        dtype = DTYPE_NAMES[tensor.dtype]
+        is_cast = options.dtype not in (None, dtype)
+        found[tensor.name] = (
+            f"stored as {dtype}" if is_cast else copied_from(tensor, format, lambda part: small[part.name])
+        )
+    return found
+
+
+def _remarks(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
+    anew = {name: why for name, why in unchanged.items() if isinstance(why, str)}
+    if unchanged:
+        yield f"of {len(unchanged):,} weights in 4 bits {len(unchanged) - len(anew):,} stay as they are, bit for bit"
+    for name, why in list(anew.items())[:1]:
+        yield f"{len(anew):,} weights are packed anew, such as {name}: {why}"
 
 
 def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *, pack: bool) -> QuantizationPlan:
@@ -109,7 +178,7 @@ def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *
         if any(isinstance(job, PackJob) for job in planned.output.jobs):
             return replace(planned, is_submodel=True)
     stored = open_stored(source, where)
-    format = Format(options.quant_type, options.blocksize, options.double_quant, "float32")
+    format = _format(None, "float32", options)
     output = kept_as_stored(stored, format, options.max_shard_size)
     return QuantizationPlan(options, stored, output, stored.config, stored.notes, is_submodel=True)
 
@@ -124,8 +193,10 @@ def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Q
 
 def _check_options(options: QuantizeOptions) -> None:
     for name, value, allowed in (
-        ("quant-type", options.quant_type, tuple(CODEBOOKS)),
-        ("blocksize", options.blocksize, BLOCKSIZES),
+        ("quant-type", options.quant_type, (None, *CODEBOOKS)),
+        ("blocksize", options.blocksize, (None, *BLOCKSIZES)),
+        ("quant-storage", options.quant_storage, (None, *QUANT_STORAGES)),
+        ("moe", options.moe, (None, *MOE)),
         ("dtype", options.dtype, (None, *DTYPES)),
         ("compute-dtype", options.compute_dtype, (None, *DTYPES)),
     ):
@@ -158,14 +229,16 @@ def _new_config(
 ) -> Mapping[str, Any] | None:
     if source.config is None:
         return None
-    compute_dtype = options.compute_dtype or (format.dtype if format.dtype != "float32" else "bfloat16")
+    before = (quantization_of(source.config) or {}).get("bnb_4bit_compute_dtype")
+    default = before if before in DTYPES else format.dtype if format.dtype != "float32" else "bfloat16"
     return quantized_config(
         source.config,
         quant_type=format.quant_type,
         double_quant=format.double_quant,
-        compute_dtype=compute_dtype,
+        compute_dtype=options.compute_dtype or str(default),
         skip_modules=selection.skip_modules,
         dtype=None if "_class_name" in source.config else format.dtype,  # a key that diffusers does not know
+        quant_storage=format.quant_storage,
     )
 
 

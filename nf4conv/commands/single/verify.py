@@ -18,8 +18,9 @@ from nf4conv.checkpoint.checksums import check_checksums
 from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.findings import CHECKS, Finding
 from nf4conv.checkpoint.pairing import Pairs, pair
-from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.structure import Structure, read_structure
+from nf4conv.commands.adapters import open_merged
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.pipeline.engines import comparing_engine
@@ -75,13 +76,13 @@ def plan_one(
     """As `plan_verification` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     if options.tolerance is not None and not options.tolerance >= 0:
         raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
-    if source is None and (options.exact or options.tolerance is not None):
-        raise PlanError("--exact and --tolerance compare with the source: give --source")
+    if source is None and (options.exact or options.lora or options.tolerance is not None):
+        raise PlanError("--exact, --lora and --tolerance compare with the source: give --source")
     structure = read_structure(Path(path))
     config = check_config(structure) if structure.weights or not is_submodel else {}
     if not structure.weights and not structure.findings and not is_submodel:
         structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
-    opened = None if source is None else open_source(source, where)
+    opened = None if source is None else open_merged(source, where, options.lora)
     pairs = Pairs() if opened is None else pair(structure, opened)
     return VerificationPlan(Path(path), options, structure, config, opened, pairs)
 

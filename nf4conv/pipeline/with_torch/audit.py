@@ -11,6 +11,7 @@ from nf4conv.checkpoint.encoded_pieces import EncodedPiece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
 from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
+from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
 from nf4conv.pipeline.with_torch.check import CompareCopy, CompareDecoded, tasks_of_weight
@@ -81,5 +82,6 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
         name, stop = component_name(job, component), start + component.nbytes
         parts[component.suffix] = TensorInfo(name, component.dtype, component.shape, file, start, stop)
     values, format = parts.pop(""), progress.format
-    state = QuantStateFields(format.quant_type, format.blocksize, format.dtype, job.matrix.shape, None)
+    dtype = DTYPE_NAMES[job.source.dtype] if job.stored is not None else format.dtype
+    state = QuantStateFields(format.quant_type, format.blocksize, dtype, job.matrix.shape, None)
     return StoredWeight(values, parts, state, blob)

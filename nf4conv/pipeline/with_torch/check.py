@@ -4,9 +4,10 @@ A packed weight is compared in three ways at once: the error of its values; its 
 quantizing the source gives; and, where a code differs, whether it is as near to the value, as rounding and ties allow.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import torch
@@ -16,12 +17,13 @@ from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.stored import StoredWeight
+from nf4conv.checkpoint.unchanged import stored_format
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.pack import part_of
@@ -50,6 +52,16 @@ def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[T
 
 def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of one packed weight, in pieces of so many bytes."""
+    state, source = result.weight.state, stored_format(job.source)
+    mine = Format(state.quant_type, state.blocksize, result.weight.is_nested, "")
+    if source is not None and replace(source, dtype="", quant_storage=mine.quant_storage) == mine:
+        yield CompareStored(result, job, piece)
+    else:
+        yield from _computed(result, job, piece)
+
+
+def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
+    """The comparison with what quantizing the source gives."""
     weight = result.weight
     blocksize = weight.state.blocksize
     # a code and its share of the scales take less than a byte
@@ -94,6 +106,46 @@ class CheckScales:
                 allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
             improper = ~torch.isfinite(scales) | (scales < -allowed)
             self.result.add_improper(int(improper.sum()))
+
+
+@dataclass(frozen=True)
+class CompareStored:
+    """A packed weight and its source, which is in the same format: its bytes, or if they differ its values."""
+
+    result: WeightResult
+    job: PackJob
+    piece: int
+
+    def run(self, worker: TorchWorker) -> None:
+        encoding, mine = self.job.source.encoding, self.result.weight.parts()
+        theirs = {} if encoding is None else dict(encoding.parts)
+        roles = [role for role in ("values", "absmax", "nested_absmax", "nested_quant_map") if role in theirs]
+        if all(self._is_equal(worker, mine[role], theirs[role]) for role in roles) and self._offset(
+            worker, mine, self.result.weight.blob
+        ) == self._offset(worker, theirs, None):
+            self.result.add_piece(0, PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0))
+            self.result.scales = ScaleErrors()
+            return
+        for task in _computed(self.result, self.job, self.piece):
+            task.run(worker)
+
+    def _is_equal(self, worker: TorchWorker, mine: TensorInfo, theirs: TensorInfo) -> bool:
+        step = self.piece // 2
+        if mine.nbytes != theirs.nbytes:
+            return False
+        for start in range(0, mine.nbytes, step):
+            ranges = [
+                (part.file, part.start + start, min(part.start + start + step, part.stop)) for part in (mine, theirs)
+            ]
+            if not torch.equal(*worker.read(ranges)):
+                return False
+        return True
+
+    def _offset(self, worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: bytes | None) -> object:
+        if blob is None:
+            part = next(part for role, part in parts.items() if role.startswith(QUANT_STATE_PREFIX))
+            blob = worker.read([part.file_range])[0].cpu().numpy().tobytes()
+        return json.loads(blob).get("nested_offset")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from nf4conv.checkpoint.encoded_pieces import (
     packed_pieces,
     rows_of,
 )
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.decode import decode
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity
 from nf4conv.pipeline.shards import CastError
+from nf4conv.pipeline.with_torch.merge import Factors, merge_deltas
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 TORCH_DTYPES: Final = {
@@ -57,6 +58,8 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     """
     encoding = tensor.encoding
     assert encoding is not None
+    if encoding.method is Method.MERGED:
+        return _read_merged(worker, tensor, encoding)
     parts = [part for _, part in encoding.parts]
     raws = worker.read([part.file_range for part in parts])
     with worker.timed(Activity.COMPUTE):
@@ -64,6 +67,29 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
         roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
         decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
         return decoded.view(-1)[: tensor.elements].view(tensor.shape)
+
+
+def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) -> torch.Tensor:
+    [(_, base)] = encoding.parts
+    factors = [
+        Factors(
+            delta,
+            worker.kept(delta.up, _read_whole),
+            None if delta.down is None else worker.kept(delta.down, _read_whole),
+            None if delta.magnitude is None else worker.kept(delta.magnitude, _read_whole),
+        )
+        for delta in encoding.deltas
+    ]
+    values = _read_whole(worker, base)
+    with worker.timed(Activity.COMPUTE):
+        return merge_deltas(values, factors, encoding.block[0], TORCH_DTYPES[tensor.dtype])
+
+
+def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    if tensor.encoding is not None:
+        return read_decoded(worker, tensor)
+    [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
+    return raw.view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:

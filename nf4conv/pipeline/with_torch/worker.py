@@ -1,12 +1,13 @@
 """Workers that compute with torch: on the CPU, or on a GPU by way of pinned buffers and a stream for each."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
-from nf4conv.checkpoint.header import FileRange
+from nf4conv.checkpoint.header import FileRange, TensorInfo
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import Nf4convError, PlanError
@@ -25,6 +26,7 @@ class TorchEngine:
 
     def __init__(self, device: str) -> None:
         self._device = _find_device(device)
+        self._kept = _Kept()
 
     @property
     def device(self) -> str:
@@ -36,17 +38,25 @@ class TorchEngine:
             with torch.inference_mode():
                 if self._device.type == "cpu":
                     torch.set_num_threads(1)  # of this thread only: the workers are the parallelism
-                    yield TorchWorker(self._device, None, reader, piece, advance)
+                    yield TorchWorker(self._device, None, self._kept, reader, piece, advance)
                 else:
                     stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(stream):
-                        yield TorchWorker(self._device, stream, reader, piece, advance)
+                        yield TorchWorker(self._device, stream, self._kept, reader, piece, advance)
         except torch.OutOfMemoryError as error:
             message = f"{self._device}: out of memory; try a smaller --buffer-size, or --device cpu"
             raise Nf4convError(message) from error
 
     def device_memory(self) -> int:
         return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+class _Kept:
+    """Tensors that many tasks need, on the device until the end."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[TensorInfo, torch.Tensor] = {}
+        self.lock = threading.Lock()
 
 
 class TorchWorker(Worker):
@@ -60,12 +70,14 @@ class TorchWorker(Worker):
         self,
         device: torch.device,
         stream: torch.cuda.Stream | None,
+        kept: "_Kept",
         reader: Reader,
         piece: int,
         advance: Callable[[int], None],
     ) -> None:
         self.device = device
         self._stream = stream
+        self._kept = kept
         self._input = torch.empty(piece, dtype=torch.uint8, pin_memory=stream is not None)
         self._output = torch.empty(0 if stream is None else piece, dtype=torch.uint8, pin_memory=stream is not None)
         super().__init__(reader, self._input.numpy().data, advance)
@@ -89,6 +101,15 @@ class TorchWorker(Worker):
             buffer[position : position + stop - start]
             for (_, start, stop), position in zip(ranges, positions, strict=False)
         ]
+
+    def kept(self, tensor: TensorInfo, read: Callable[["TorchWorker", TensorInfo], torch.Tensor]) -> torch.Tensor:
+        """A small tensor that is read once for all workers, such as a factor of an adapter."""
+        with self._kept.lock:
+            if tensor not in self._kept.tensors:
+                self._kept.tensors[tensor] = read(self, tensor).clone()
+                if self._stream is not None:
+                    self._stream.synchronize()  # the other workers have streams of their own
+            return self._kept.tensors[tensor]
 
     def write(self, writes: Sequence[tuple[ShardWriter, int, torch.Tensor]]) -> None:
         """Write tensors to their places.

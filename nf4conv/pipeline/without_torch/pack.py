@@ -50,7 +50,7 @@ def purpose_of(plan: Plan) -> Purpose | None:
     """What kernels a plan needs; None if it needs more than is here: casts, transposed or encoded weights."""
     format = plan.format
     is_plain = all(
-        not job.is_cut_out and DTYPE_NAMES.get(job.source.dtype) == format.dtype
+        bool(job.stored) or (not job.is_cut_out and DTYPE_NAMES.get(job.source.dtype) == format.dtype)
         if isinstance(job, PackJob)
         else job.dtype == job.source.dtype and job.source.encoding is None
         for job in plan.jobs

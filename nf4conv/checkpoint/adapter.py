@@ -1,0 +1,234 @@
+"""A LoRA adapter as PEFT saves it: what its config says, and what its tensors do. Only headers are read.
+
+    P.lora_A.weight [rank, in], P.lora_B.weight [out, rank]       added to P.weight: scale · B · A
+    P.lora_B.bias                                                 added to P.bias: scale · it
+    P.lora_magnitude_vector [out]                                 DoRA: the norms that the rows then get
+    P.lora_embedding_A [rank, n], P.lora_embedding_B [width, rank]     added to P.weight: scale · (B · A) transposed
+    P.token_adapter.trainable_tokens_delta                        rows in the place of those of P.weight
+    P.base_layer.lora_A.weight …                                  of one more parameter of P (target_parameters)
+    everything else                                               in the place of the tensor of that name
+
+P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.2: tuners/lora/layer.py,
+utils/save_and_load.py).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.module_names import TIED_HEADS
+from nf4conv.checkpoint.pickle_header import read_pickle_header
+from nf4conv.checkpoint.source import AdapterFiles, is_repo_id, read_json
+from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from nf4conv.errors import SourceError
+from nf4conv.options import SourceOptions
+
+_ROLE: Final = re.compile(
+    r"(?P<module>.+?)(?P<nested>(\.base_layer)*)\.(token_adapter\.)?(?P<role>lora_A\.weight|lora_B\.weight|lora_B\.bias"
+    r"|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?=(\.weight)?$)|trainable_tokens_delta)(\.weight)?"
+)
+TOKENS: Final = "trainable_tokens_delta"
+_OTHER_ARITHMETIC: Final = {
+    "use_qalora": "QA-LoRA",
+    "alora_invocation_tokens": "aLoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "layer_replication": "layer replication",
+    "megatron_config": "Megatron's parallel layers",
+}
+_OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights for which PEFT changes the base's weights when the adapter is made."""
+
+
+class Targeted(NamedTuple):
+    """The LoRA tensors of one module, or of one parameter of it.
+
+    Attributes:
+        module: its path in the model.
+        depth: how many other wrappers are around it; those of several parameters are nested.
+        tensors: by role.
+    """
+
+    module: str
+    depth: int
+    tensors: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Adapter(AdapterFiles):
+    """An adapter that can be merged.
+
+    Attributes:
+        targeted: modules with LoRA tensors, outer wrappers of a module first.
+        replaced: tensors in the place of others, by the name of those in the model.
+        ignored: modules with LoRA tensors that the config's target_modules leave out, as PEFT leaves them out.
+    """
+
+    targeted: tuple[Targeted, ...] = ()
+    replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def base(self) -> str:
+        """The name of the model that it was trained on, as far as it is known."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def rank(self, path: str) -> int:
+        """The rank of a module's factors; `path` is that of the parameter for one of target_parameters."""
+        rank = self._value("r", "rank_pattern", path)
+        if type(rank) is not int or rank <= 0:
+            raise SourceError(f"{self.place}/{ADAPTER_CONFIG}: {path}: {rank!r} is no rank")
+        return rank
+
+    def scale(self, path: str) -> float:
+        """What the product of a module's factors is multiplied by."""
+        rank, alpha = self.rank(path), self._value("lora_alpha", "alpha_pattern", path)
+        if type(alpha) not in (int, float) or not abs(alpha) < 2**31:
+            raise SourceError(f"{self.place}/{ADAPTER_CONFIG}: {path}: {alpha!r} is no lora_alpha")
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+    def _value(self, key: str, patterns: str, path: str) -> Any:
+        special = (self.config.get(patterns) or {}).items()
+        found = (value for pattern, value in special if re.match(rf"(.*\.)?({pattern})$", path))
+        return next(found, self.config.get(key, 8))  # 8 is PEFT's default of both
+
+    def token_indices(self, module: str) -> tuple[int, ...]:
+        """The rows of an embedding that trainable tokens take the place of."""
+        indices = self.config.get("trainable_token_indices") or self.config.get("token_indices") or ()
+        if isinstance(indices, Mapping):
+            indices = next((value for key, value in indices.items() if f".{module}".endswith(f".{key}")), ())
+        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+            raise SourceError(f"{self.place}/{ADAPTER_CONFIG}: {module}: no list of trainable_token_indices")
+        return tuple(indices)
+
+    @property
+    def target_parameters(self) -> tuple[str, ...]:
+        """Ends of the names of parameters that are no module's weight."""
+        return tuple(self.config.get("target_parameters") or ())
+
+    def targets(self, parameter: str) -> bool:
+        """Whether a parameter is one of target_parameters."""
+        return any(f".{parameter}".endswith(f".{target}") for target in self.target_parameters)
+
+    @property
+    def keeps_ties(self) -> bool:
+        """Whether the output head was trained as one with the embedding."""
+        return bool(self.config.get("ensure_weight_tying"))
+
+
+def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
+    """Read what an adapter consists of.
+
+    Args:
+        place: a folder, or "org/name" on the Hugging Face Hub, with "@revision" or without.
+        where: token, cache and the like of the Hub.
+
+    Raises:
+        SourceError: there is none, or one whose arithmetic is not that of LoRA; the message says which.
+    """
+    folder, origin = Path(place), None
+    if not folder.is_dir():
+        repo, _, revision = place.partition("@")
+        if folder.exists() or not is_repo_id(repo):
+            raise SourceError(f"{place}: no such folder; an adapter is a folder, or a name on the Hub")
+        from nf4conv.checkpoint.hub import fetch_adapter  # importing huggingface_hub takes a while
+
+        where = replace(where or SourceOptions(), revision=revision or None, subfolder=None, variant=None)
+        folder, origin = fetch_adapter(repo, where)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise SourceError(f"{place}: no {ADAPTER_CONFIG} in it, so this is no adapter of PEFT")
+    config = read_json(folder / ADAPTER_CONFIG)
+    _check_kind(place, config)
+    file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise SourceError(f"{place}: neither {' nor '.join(ADAPTER_WEIGHTS)} in it")
+    tensors = read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
+    return _sorted(Adapter(place, file, config, origin=origin), tensors)
+
+
+def _check_kind(place: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind not in ("LORA", "TRAINABLE_TOKENS"):
+        raise SourceError(f"{place}: an adapter of the kind {kind}; only LoRA, with or without DoRA, can be merged")
+    for key, name in _OTHER_ARITHMETIC.items():
+        if config.get(key):
+            raise SourceError(f"{place}: {name} ({key}), which cannot be merged by LoRA's arithmetic")
+    init = str(config.get("init_lora_weights")).lower()
+    if init.startswith(_OTHER_BASES):
+        raise SourceError(
+            f"{place}: made with init_lora_weights {init}, which changed the base's weights; save it as plain LoRA: "
+            "PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise SourceError(f"{place}/{ADAPTER_CONFIG}: {key} is not a JSON object")
+    try:
+        for pattern in _patterns(config):
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, TypeError) as error:
+        raise SourceError(f"{place}/{ADAPTER_CONFIG}: {pattern!r:.100} is no regular expression: {error}") from error
+
+
+def _patterns(config: Mapping[str, Any]) -> Iterator[Any]:
+    for key in ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"):
+        value = config.get(key) or ()
+        yield from [value] if isinstance(value, str) else value
+    yield from (config[key] for key in ("target_modules", "exclude_modules") if isinstance(config.get(key), str))
+
+
+def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
+    """An adapter with its tensors by what they do."""
+    modules: dict[tuple[str, int], dict[str, TensorInfo]] = {}
+    replaced: dict[str, TensorInfo] = {}
+    for tensor in tensors:
+        name = tensor.name.removeprefix("base_model.model.")
+        found = _ROLE.fullmatch(name)
+        if found is not None:
+            depth = found["nested"].count(".")
+            modules.setdefault((found["module"], depth), {})[found["role"]] = tensor
+        elif re.search(r"\.lora_\w+(\.|$)|_adapter\.", name):
+            raise SourceError(f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it")
+        else:
+            replaced[name.replace(".base_layer.", ".")] = tensor
+    targeted = [Targeted(*key, roles) for key, roles in sorted(modules.items())]
+    ignored = tuple(part.module for part in targeted if not _is_targeted(adapter.config, part))
+    targeted = [part for part in targeted if part.module not in ignored]
+    return replace(adapter, targeted=tuple(targeted), replaced=replaced, ignored=ignored)
+
+
+def _is_targeted(config: Mapping[str, Any], part: Targeted) -> bool:
+    """Whether PEFT makes a LoRA layer of a module (tuners_utils.py: check_target_module_exists)."""
+    targets, key = config.get("target_modules"), part.module
+    if not targets or targets == "all-linear" or config.get("target_parameters") or TOKENS in part.tensors:
+        return True
+    if config.get("ensure_weight_tying") and key.rpartition(".")[2] in TIED_HEADS:
+        return True
+    if _matches(config.get("exclude_modules"), key):
+        return False
+    if any(re.match(rf"(^|.*\.){name}($|\..*)", key) for name in config.get("modules_to_save") or ()):
+        return False
+    return _matches(targets, key) and (isinstance(targets, str) or key in targets or _is_in_layers(config, key))
+
+
+def _matches(names: Any, key: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, key) is not None
+    return any(f".{key}".endswith(f".{name}") for name in names or ())
+
+
+def _is_in_layers(config: Mapping[str, Any], key: str) -> bool:
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+    if layers is None or layers == []:
+        return True
+    named = [rf"(?:^|.*?\.){name}" for name in ([patterns] if isinstance(patterns, str) else patterns or ())]
+    for pattern in named or [r".*?\.[^.]*"]:
+        found = re.match(rf"{pattern}\.(\d+)\.", key)
+        if found is not None:
+            return int(found[1]) in (layers if isinstance(layers, list) else [layers])
+    return False

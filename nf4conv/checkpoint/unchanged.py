@@ -1,0 +1,129 @@
+"""Weights of a 4-bit source that stay as they are: what they are stored as, and what their tensors are copied from.
+
+A weight that is in the format asked for is not decoded and packed again, which would round its scales a second time.
+Around its codes and scales everything is written as current loaders want it: all tensors in one shard, the code map,
+the quant state, the shape of the codes. What verify finds wrong beyond that is packed anew.
+"""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.structure import Structure, check_weight
+from nf4conv.errors import CodecError
+from nf4conv.format.codebook import CODEBOOKS
+from nf4conv.format.layout import (
+    DTYPE_NAMES,
+    QUANT_STATE_PREFIX,
+    STORAGE_DTYPES,
+    Format,
+    components,
+    parse_quant_state,
+    quant_state_json,
+)
+
+_MAP_SIZE: Final = 64
+_CLOSE: Final = 2**-8
+"""Relative: how far a code map may be from the standard one, which bitsandbytes' kernels decode with anyway."""
+
+
+class Stored(NamedTuple):
+    """What a weight is copied from.
+
+    Attributes:
+        parts: of each component but the JSON blob, in the order of layout.components; some are given as they are.
+        blob: the JSON.
+    """
+
+    parts: tuple[TensorInfo | bytes, ...]
+    blob: bytes
+
+
+def stored_format(tensor: TensorInfo) -> Format | None:
+    """How a weight of a 4-bit source is packed; None for any other tensor."""
+    encoding = tensor.encoding
+    if encoding is None or not encoding.method.is_bitsandbytes_4bit:
+        return None
+    parts = dict(encoding.parts)
+    state = next(role for role in parts if role.startswith(QUANT_STATE_PREFIX))
+    return Format(
+        state.removeprefix(QUANT_STATE_PREFIX),
+        encoding.block[0],
+        "nested_absmax" in parts,
+        DTYPE_NAMES[tensor.dtype],
+        STORAGE_DTYPES.get(parts["values"].dtype, "uint8"),
+    )
+
+
+def common_format(tensors: Iterable[TensorInfo]) -> Format | None:
+    """The format that most of a source is packed in; None where nothing is in 4 bits."""
+    sizes: Counter[Format] = Counter()
+    for tensor in tensors:
+        format = stored_format(tensor.unmerged)
+        if format is not None:
+            sizes[format] += tensor.elements
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def small_parts(tensor: TensorInfo) -> Iterable[TensorInfo]:
+    """The tensors that describe a packed weight: its maps and its quant state."""
+    parts = () if tensor.encoding is None else tensor.encoding.parts
+    return (part for role, part in parts if role.endswith("_map") or role.startswith(QUANT_STATE_PREFIX))
+
+
+def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo], bytes]) -> Stored | str:
+    """What a weight is copied from; or, as a text, why it has to be packed anew.
+
+    Args:
+        tensor: a weight of a 4-bit source.
+        format: that is asked for; its dtype, which is that of other tensors, does not matter.
+        read: reads one of `small_parts`.
+    """
+    mine, encoding = stored_format(tensor), tensor.encoding
+    if mine is None or encoding is None:
+        return "not in 4 bits"
+    if replace(mine, dtype=format.dtype, quant_storage=format.quant_storage) != format:
+        return f"stored as {mine}"
+    parts = dict(encoding.parts)
+    values, role = parts.pop("values"), f"{QUANT_STATE_PREFIX}{mine.quant_type}"
+    try:
+        written = {role: _written_state(read(parts[role]), mine)}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        return f"its quant state is damaged: {error}"
+    table = CODEBOOKS[mine.quant_type].values
+    if "quant_map" not in parts or _is_close(read(parts["quant_map"]), table):
+        parts["quant_map"] = values._replace(name=f"{tensor.name}.quant_map", dtype="F32", shape=(16,))
+        written["quant_map"] = struct.pack("<16f", *table)
+    given = {parts[suffix].name: content for suffix, content in written.items()}
+    structure = Structure(Path(), {tensor.name: values}, read=lambda part: given.get(part.name) or read(part))
+    check_weight(structure, tensor.name, parts)
+    for finding in structure.findings:
+        if finding.is_fault and finding.check != "one shard":
+            return f"{finding.check}: {finding.text}"
+    suffixes = [part.suffix for part in components(mine, tensor.shape)][1:-1]
+    return Stored((values, *(written.get(suffix) or parts[suffix] for suffix in suffixes)), written[role])
+
+
+def _written_state(blob: bytes, format: Format) -> bytes:
+    """A quant state as it is if bitsandbytes reads it, or else what it says as bitsandbytes writes it."""
+    fields = json.loads(blob)
+    offset = float(fields["nested_offset"]) if format.double_quant else None
+    canonical = quant_state_json(format, fields["shape"], offset)
+    try:
+        parse_quant_state(blob)
+    except CodecError:
+        return canonical
+    is_current = fields.get("nested_dtype", "float32") == "float32"
+    return blob if is_current and len(blob) <= len(canonical) else canonical
+
+
+def _is_close(raw: bytes, table: tuple[float, ...]) -> bool:
+    if len(raw) != _MAP_SIZE:
+        return False
+    found = struct.unpack("<16f", raw)
+    return all(abs(value - exact) <= _CLOSE * abs(exact) for value, exact in zip(found, table, strict=True))

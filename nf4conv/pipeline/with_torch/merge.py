@@ -1,0 +1,93 @@
+"""What adapters add to a tensor: scale · B · A, and DoRA's scaling of the rows.
+
+Everything is summed in float64 and rounded once, so that neither the device nor how a weight is cut into pieces, and so
+in which order a library adds, changes a byte: what remains of such differences is some 2^-50 of a value.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from nf4conv.checkpoint.header import Delta
+
+_AT_A_TIME: Final = 2**20
+"""Elements that are summed at a time: 8 MiB in float64, for each of several workers."""
+
+
+class Factors(NamedTuple):
+    """A delta and its tensors, whole, on the device that computes."""
+
+    delta: Delta
+    up: torch.Tensor
+    down: torch.Tensor | None
+    magnitude: torch.Tensor | None
+
+
+def merge_deltas(base: torch.Tensor, factors: Sequence[Factors], first: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor with everything added to it, in order.
+
+    Args:
+        base: a vector, rows of a matrix, or a stack of matrices; in any float dtype.
+        factors: of each delta.
+        first: how many rows of the whole tensor are before the base's.
+        dtype: of the result.
+    """
+    merged = torch.empty(base.shape, dtype=dtype, device=base.device)
+    if base.dim() == 3:
+        for index, matrix in enumerate(base):
+            chosen = [part._replace(delta=part.delta._replace(expert=index)) for part in factors]
+            merged[index] = merge_deltas(matrix, chosen, 0, dtype)
+        return merged
+    factors = [_of_matrix(part) for part in factors]
+    is_cut = base.dim() == 2 and not any(part.delta.needs_all_rows for part in factors)
+    step = max(_AT_A_TIME // max(base.shape[1], 1), 1) if is_cut else max(base.shape[0], 1)
+    for start in range(0, base.shape[0], step):
+        merged[start : start + step] = _merge_rows(base[start : start + step], factors, first + start)
+    return merged
+
+
+def _of_matrix(part: Factors) -> Factors:
+    """The factors of the one matrix that a tensor is; those that all its rows need in float64."""
+    delta, up, down, magnitude = part
+    if down is not None and delta.experts:
+        assert delta.expert is not None
+        rank = down.shape[0] // delta.experts
+        down = down[delta.expert * rank : (delta.expert + 1) * rank]
+        up = up[:, delta.expert :: delta.experts]
+    if delta.rows is not None:
+        up = up[slice(*delta.rows)]
+    magnitude = None if magnitude is None else magnitude.view(-1).double()
+    return Factors(delta, up, None if down is None else down.double(), magnitude)
+
+
+def _merge_rows(base: torch.Tensor, factors: Sequence[Factors], first: int) -> torch.Tensor:
+    """[rows, columns] in float64 (PEFT: Linear.merge, DoraLinearVariant.merge_unsafe, TrainableTokensLayer.merge)."""
+    total = base.to(torch.float64, copy=True)
+    here = slice(first, first + base.shape[0])
+    for delta, up, down, magnitude in factors:
+        if delta.indices:
+            _replace_rows(total, up, delta.indices, first)
+        elif down is None:
+            total.add_(up.double(), alpha=delta.scale)
+        elif magnitude is None:
+            left, right = _sides(up, down, here, delta)
+            total.addmm_(left, right, alpha=delta.scale)
+        else:
+            left, right = _sides(up, down, here, delta)
+            added = delta.scale * (left @ right)
+            # the norm is that of the base with this delta alone, whatever has been merged before
+            norm = torch.linalg.vector_norm(base + added, dim=0 if delta.is_transposed else 1)
+            total = (total + added) * (magnitude / norm if delta.is_transposed else (magnitude[here] / norm)[:, None])
+    return total
+
+
+def _sides(up: torch.Tensor, down: torch.Tensor, here: slice, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is multiplied for some rows of a matrix."""
+    return (down[:, here].t(), up.double().t()) if delta.is_transposed else (up[here].double(), down)
+
+
+def _replace_rows(total: torch.Tensor, rows: torch.Tensor, indices: Sequence[int], first: int) -> None:
+    here = [(index - first, place) for place, index in enumerate(indices) if first <= index < first + total.shape[0]]
+    if here:
+        total[[row for row, _ in here]] = rows[[place for _, place in here]].double()
