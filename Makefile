@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-diffusers test-browser clean
+.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -59,6 +59,18 @@ $(VENV)/.diffusers: $(VENV)/.installed
 
 test-diffusers: $(VENV)/.diffusers ## tiny denoisers and pipelines against diffusers' own quantization
 	$(BIN)/python -m pytest tests/diffusers
+
+# llama.cpp's converter lies in the source distribution of its Python package, which is not built
+$(VENV)/llama.cpp: $(VENV)/.installed
+	$(BIN)/pip install --quiet gguf sentencepiece
+	$(BIN)/pip download --quiet --no-deps --no-binary :all: --dest $(VENV) llama-cpp-python==0.3.36
+	mkdir -p $@.new
+	tar xzf $(VENV)/llama_cpp_python-0.3.36.tar.gz -C $@.new --strip-components 3 --wildcards \
+	  '*/llama.cpp/convert_hf_to_gguf.py' '*/llama.cpp/conversion' '*/llama.cpp/gguf-py'
+	mv $@.new $@
+
+test-gguf: $(VENV)/llama.cpp ## from 4 bits by way of an adapter to GGUF, with llama.cpp's converter
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a table
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
