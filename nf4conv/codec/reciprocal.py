@@ -64,6 +64,13 @@ def coefficients() -> Words:
 
 
 @functools.cache
+def _summands() -> Words:
+    """[128, 4] uint32: c0 · 2^13 + 2023, c1, c2 of each segment side by side, so that one look finds them; and 0."""
+    c0, c1, c2 = coefficients()
+    return np.stack([(c0 << 13) + np.uint32(_BIAS), c1, c2, np.zeros_like(c0)], axis=1)
+
+
+@functools.cache
 def _squares() -> Words:
     """[65536] uint32: s(t)."""
     bits = np.arange(1 << 16, dtype=np.uint32) >> np.arange(16, dtype=np.uint32)[:, None] & 1
@@ -88,12 +95,18 @@ def reciprocal(values: torch.Tensor) -> torch.Tensor:
     numbers = values.cpu().contiguous().numpy()
     with np.errstate(all="ignore"):
         found = np.reciprocal(numbers)
-    magnitudes = np.abs(numbers)
-    is_ordinary = (magnitudes >= _SMALLEST) & (magnitudes <= _LARGEST)
     # the result is the nearest float32 or a neighbour of it, so its lowest 17 bits tell which
-    shift = (_lowest_bits(numbers.view(np.uint32)) - found.view(np.uint32) << 15).view(np.int32) >> 15
-    found.view(np.int32)[...] += shift * is_ordinary
-    if not is_ordinary.all():
+    shift = _lowest_bits(numbers.view(np.uint32))
+    shift -= found.view(np.uint32)
+    shift <<= 15
+    signed_shift = shift.view(np.int32)
+    signed_shift >>= 15
+    magnitudes = np.abs(numbers)
+    if magnitudes.size and _SMALLEST <= magnitudes.min() and magnitudes.max() <= _LARGEST:
+        found.view(np.int32)[...] += signed_shift
+    else:
+        is_ordinary = (magnitudes >= _SMALLEST) & (magnitudes <= _LARGEST)
+        found.view(np.int32)[...] += signed_shift * is_ordinary
         found[magnitudes < _SMALLEST] = np.inf
         found[magnitudes > _LARGEST] = 0
         np.copysign(found, numbers, out=found)
@@ -104,12 +117,11 @@ def _lowest_bits(bits: Words) -> Words:
     """The lowest 17 bits of the result's mantissa, in units of 2^-24; arithmetic modulo 2^32."""
     fraction = bits & 0xFFFF
     segment = (bits >> 16 & 0x7F).astype(np.intp)
-    c0, c1, c2 = (row.take(segment, mode="clip") for row in coefficients())  # "clip" spares a look for what is outside
-    c2 *= _squares().take(fraction.astype(np.intp), mode="clip")
-    c1 *= fraction
-    c2 -= c1
-    c0 <<= 13
-    c2 += c0
-    c2 += np.uint32(_BIAS)
-    lowest: Words = c2 >> 15
+    c0, c1, c2, _ = _summands().take(segment, axis=0, mode="clip").reshape(-1, 4).T
+    lowest: Words = _squares().take(fraction, mode="clip")  # "clip" spares a look for what is outside
+    flat = lowest.reshape(-1)
+    flat *= c2
+    flat -= c1 * fraction.reshape(-1)
+    flat += c0
+    flat >>= 15
     return lowest
