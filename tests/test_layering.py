@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nf4conv
+from nf4conv.pipeline.without_torch import bundle
 
 PACKAGE = Path(nf4conv.__file__).parent
 
@@ -112,6 +113,16 @@ def test_the_house_stays_small():
     lengths = {name: len(file.read_text().splitlines()) for name, file in MODULES.items()}
     assert sum(lengths.values()) <= 20_000
     assert {name for name, length in lengths.items() if length > 450} <= {"cli"}
+
+
+def test_what_kernels_are_made_of_decides_their_key_in_the_cache():
+    reached: set[str] = set()
+    ahead = {name for name in MODULES if name.startswith("codec.kernels.")}
+    while ahead:
+        reached |= ahead
+        ahead = {other for name in ahead for other in own(MODULES[name])} - reached
+    outside = {MODULES[name] for name in reached} - {*bundle.deciding_sources()}
+    assert outside <= {MODULES["errors"]}  # whose texts are in no kernel
 
 
 @pytest.mark.parametrize(
