@@ -61,6 +61,8 @@ def main() -> None:
     rows += quantize_rows((8192, 28672), torch.float32, "nf4", False)
     rows += quantize_rows((8192, 28672), torch.float16, "nf4", False)
     rows += quantize_rows((4096, 4096), torch.bfloat16, "nf4", True)
+    for dtype, quant_type in ((torch.bfloat16, "nf4"), (torch.bfloat16, "fp4"), (torch.float32, "nf4")):
+        rows += search_rows(dtype, quant_type)
     rows += error_rows()
     print_table(rows)
     if arguments.json:
@@ -157,6 +159,19 @@ def quantize_rows(
     rows = [row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()]
     torch.cuda.empty_cache()
     return rows
+
+
+def search_rows(dtype: torch.dtype, quant_type: str) -> list[dict[str, object]]:
+    weight = torch.randn(1 << 28, device="cuda", dtype=dtype).mul_(0.02)
+    moved = int(weight.numel() * (dtype.itemsize + 1 / 2 + 4 / 64))
+    results = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="cuda"), torch.empty(1 << 22, device="cuda")
+    timed = {
+        "nf4conv": loop(partial(kernels.search_blocks, weight, *results, quant_type, 64), 10),
+        "nf4conv, absmax": loop(partial(kernels.quantize_blocks, weight, *results, quant_type, 64), 20),
+        "copy": loop(copy_call(moved), 20),
+    }
+    name = f"search {quant_type} from {str(dtype)[6:]}, packed + scales"
+    return [row(name, tuple(weight.shape), provider, value, moved) for provider, value in take_turns(timed).items()]
 
 
 def error_rows() -> list[dict[str, object]]:

@@ -3,7 +3,7 @@
 Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are
 reported. The floor (benchmarks/floor.py) moves the same bytes with the same number of threads.
 
-Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
+Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--search] [--out FILE.json]
 """
 
 import argparse
@@ -28,6 +28,9 @@ from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import make_pipeline
 from nf4conv.pipeline.with_torch.worker import TorchEngine
 
+SEARCH = "nf4conv --scales search"
+PEER = "transformers + bitsandbytes"
+
 
 def run(command: list[str]) -> dict[str, Any]:
     """Run one process; its JSON output plus wall seconds and peak resident bytes by the kernel's accounting."""
@@ -41,26 +44,27 @@ def run(command: list[str]) -> dict[str, Any]:
     return {"wall_seconds": wall, **json.loads(lines)}
 
 
-def measure(source: Path, scratch: Path, runs: int, skip_peer: bool) -> dict[str, list[dict[str, Any]]]:
+def measure(source: Path, scratch: Path, runs: int, peers: set[str]) -> dict[str, list[dict[str, Any]]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)
     pipeline = make_pipeline(TorchEngine(device), defaults, lambda _: None)
     workers, piece = pipeline.workers, pipeline.piece
     python = sys.executable
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    ours = [python, "-m", "nf4conv", "quantize", str(source), "--json", "--quiet"]
     contestants = {
-        "nf4conv": lambda out: [python, "-m", "nf4conv", "quantize", str(source), out, "--json", "--quiet"],
+        "nf4conv": lambda out: [*ours, out],
+        SEARCH: lambda out: [*ours, out, "--scales", "search"],
         "floor": lambda out: [
             *(python, "-m", "benchmarks.floor", str(source), out, device, str(workers), str(piece)),
             str(results["nf4conv"][-1]["bytes_after"] / results["nf4conv"][-1]["bytes_before"]),
         ],
-        "transformers + bitsandbytes": lambda out: [python, "-m", "benchmarks.peer", str(source), out, device],
+        PEER: lambda out: [python, "-m", "benchmarks.peer", str(source), out, device],
     }
-    if skip_peer:
-        del contestants["transformers + bitsandbytes"]
+    contestants = {name: command for name, command in contestants.items() if name in {"nf4conv", "floor"} | peers}
     for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
         for name, command in contestants.items():
-            if turn == 0 and name.startswith("transformers"):
+            if turn == 0 and name == PEER:
                 continue
             out = scratch / "out"
             shutil.rmtree(out, ignore_errors=True)
@@ -97,12 +101,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to put the checkpoint; default: a temporary folder")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers + bitsandbytes")
+    parser.add_argument("--search", action="store_true", help="also with --scales search")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source = Path(scratch) / "source"
         size = write_checkpoint(SHAPES[chosen.shape], source)
-        results = measure(source, Path(scratch), chosen.runs, chosen.no_peer)
+        peers = set() if chosen.no_peer else {PEER}
+        results = measure(source, Path(scratch), chosen.runs, peers | {SEARCH} if chosen.search else peers)
     ours = results["nf4conv"]
     summary = {
         "shape": chosen.shape,
@@ -116,7 +122,9 @@ def main() -> None:
         "host_baseline_bytes": median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
     }
-    peer = results.get("transformers + bitsandbytes")
+    if chosen.search:
+        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / median(ours, "wall_seconds")
+    peer = results.get(PEER)
     if peer:
         summary["speedup"] = median(peer, "wall_seconds") / median(ours, "wall_seconds")
         summary["peer_host_peak_bytes"] = median(peer, "host_peak_bytes")

@@ -113,3 +113,75 @@ def compress(absmax: np.ndarray, offset: np.float32) -> tuple[bytes, np.ndarray]
         maxima.append(peak)
         codes += [dynamic_code(product(value, scale)) for value in block]
     return bytes(codes), np.array(maxima, dtype=np.float32)
+
+
+FACTORS = [
+    number / 1024 for number in (512, 592, 664, 728, 760, 792, 824, 856, 888, 920, 952, 984, 1016, 1048, 1080, 1112)
+]
+
+
+def rounded(value: float) -> int:
+    """To the nearest integer, ties to even."""
+    return round(float(value))
+
+
+def code_of(value: np.float32, scale: np.float32, quant_type: str) -> int:
+    scaled = product(value, reciprocal(scale))
+    return nf4_code(scaled) if quant_type == "nf4" else fp4_code(scaled)
+
+
+def cost(block: list[np.float32], scale: np.float32, codes: list[int], values: list[np.float32]) -> int:
+    errors = [x - values[code] * scale for x, code in zip(block, codes, strict=True)]
+    return sum(rounded(error * error * np.float32(2**18)) for error in errors)
+
+
+def searched_scale(block: list[np.float32], top: np.float32, quant_type: str) -> np.float32:
+    """What the search and its step come to, for a block without NaN whose absmax is from 1 to 2."""
+    unit = np.float32(1024) / top
+    positions = [rounded(x * unit) for x in block]
+    least: tuple[int, float, list[int]] | None = None
+    for factor in FACTORS:
+        for signed in (factor, -factor) if quant_type == "nf4" else (factor,):
+            levels = sorted({rounded(signed * 1024 * value) for value in (NF4 if quant_type == "nf4" else FP4).values})
+            nearest = [min(levels, key=lambda level: (abs(p - level), level)) for p in positions]
+            error = sum((p - level) ** 2 for p, level in zip(positions, nearest, strict=True))
+            if least is None or error < least[0]:
+                least = error, signed, nearest
+    assert least is not None
+    _, signed, nearest = least
+    shift = sum((p - level) * level for p, level in zip(positions, nearest, strict=True))
+    square = sum(level * level // 16 for level in nearest)
+    stepped = np.float32(abs(signed)) * (np.float32(1) + np.float32(shift) / np.float32(square) / np.float32(16))
+    stepped = min(max(stepped, np.float32(0.5)), np.float32(1.25))
+    return top * (stepped if signed > 0 else -stepped)
+
+
+def searched_block(block: list[np.float32], quant_type: str) -> tuple[list[int], np.float32]:
+    """The codes and the scale of a block that is full."""
+    absmax = block_absmax(block)
+    if not 2.0**-100 <= absmax <= 2.0**100:
+        return [code_of(x, absmax, quant_type) for x in block], absmax
+    power = np.float32(2.0 ** (np.frexp(absmax)[1] - 1))
+    with np.errstate(under="ignore"):
+        scaled = [flush(flush(x) / power) for x in block]
+    known = [np.float32(0) if np.isnan(x) else x for x in scaled]
+    top = absmax / power
+    found = searched_scale(known, top, quant_type)
+    values = [np.float32(value) for value in (NF4 if quant_type == "nf4" else FP4).values]
+    codes, kept = ([code_of(x, scale, quant_type) for x in scaled] for scale in (found, top))
+    with np.errstate(under="ignore"):
+        is_better = cost(known, found, codes, values) + 2 * len(block) <= cost(known, top, kept, values)
+    return (codes, found * power) if is_better else (kept, absmax)
+
+
+def search(values: np.ndarray, quant_type: str, blocksize: int) -> tuple[bytes, np.ndarray]:
+    """As `quantize`, with the scales that the search finds."""
+    codes: list[int] = []
+    scales: list[np.float32] = []
+    for start in range(0, len(values), blocksize):
+        kept = [np.float32(value) for value in values[start : start + blocksize]]
+        found, scale = searched_block(kept + [np.float32(0)] * (blocksize - len(kept)), quant_type)
+        codes += found
+        scales.append(scale)
+    count = -(-len(values) // 2)
+    return bytes(codes[2 * i] * 16 + codes[2 * i + 1] for i in range(count)), np.array(scales, dtype=np.float32)

@@ -15,7 +15,7 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nf4conv.codec.kernels import batch, dequantize, error, mean, nested, quantize
+from nf4conv.codec.kernels import batch, dequantize, error, mean, nested, quantize, search
 
 P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 STATE = dict(absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32")
@@ -43,8 +43,11 @@ for name, pointer in P.items():
     found["dequantize-" + name] = build(dequantize.dequantize_kernel, types, constants, warps)
 types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
 found["mean"] = build(mean.mean_kernel, types, dict(LONGEST=mean.TORCH_BLOCK), 4)
-types = dict(table_ptr="*i64", example_ptr="*bf16", bucket_ptr="*i32", tensors="i64")
-found["batch"] = build(batch.quantize_batch_kernel, types, dict(TILE=4096, IS_FP4=True, ACCESS=1) | OPEN, 4)
+types = dict(table_ptr="*i64", example_ptr="*bf16", code_ptr="*i32", tensors="i64")
+constants = dict(TILE=4096, IS_FP4=True, ACCESS=1, SEARCH=False) | OPEN
+found["batch"] = build(batch.quantize_batch_kernel, types, constants, 4)
+constants = dict(TILE=2048, IS_FP4=False, ACCESS=1, SEARCH=True) | OPEN
+found["search"] = build(batch.quantize_batch_kernel, types, constants, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
 found["nested"] = build(batch.compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
 types = dict(
@@ -85,6 +88,14 @@ def test_quantize_loads_sixteen_bytes_a_thread(compiled: dict[str, dict[str, obj
     assert "rcp.approx.ftz.f32" in ptx
 
 
+def test_search_keeps_the_layout_of_its_load(compiled: dict[str, dict[str, object]]) -> None:
+    """16 bytes a thread are eight neighbours of one group; another layout would be exchanged in shared memory."""
+    ptx = str(compiled["search"]["ptx"])
+    assert "v4.b32" in "".join(line for line in ptx.splitlines() if "ld.global" in line)
+    assert "min.f16x2" in ptx
+    assert int(str(compiled["search"]["shared"])) <= 1024
+
+
 def test_no_product_is_contracted_with_a_sum(compiled: dict[str, dict[str, object]]) -> None:
-    for name in ("dequantize-bf16", "nested", "mean"):
+    for name in ("dequantize-bf16", "nested", "mean", "search"):
         assert "fma.rn.f32" not in str(compiled[name]["ptx"]), name

@@ -42,7 +42,7 @@ _DECODED: Final = 1 << 17
 _MAX_THREADS: Final = 8
 """More would mostly wait for the interpreter lock."""
 
-_TINIEST: Final = np.finfo(np.float32).tiny
+TINIEST: Final = np.finfo(np.float32).tiny
 _MIN_ABSMAX: Final = 2.0**-100  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0
 _MAX_ABSMAX: Final = 2.0**126  # beyond it the reciprocal is flushed
 _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no denormal
@@ -59,7 +59,7 @@ def quantize_blocks(
     whole = weight.numel() - weight.numel() % blocksize
 
     def quantize_range(start: int, stop: int) -> None:
-        scratch = _Scratch(min(_QUANTIZE_CHUNK, stop - start), codebook)
+        scratch = Scratch(min(_QUANTIZE_CHUNK, stop - start), codebook)
         for at in range(start, stop, _QUANTIZE_CHUNK):
             end = min(at + _QUANTIZE_CHUNK, stop)
             blocks = weight[at:end].view(-1, blocksize)
@@ -68,7 +68,7 @@ def quantize_blocks(
         blocks, maxima = weight[start:stop].view(-1, blocksize), absmax[start // blocksize : stop // blocksize]
         _requantize_special(blocks, packed[start // 2 : stop // 2], maxima, quant_type)
 
-    _share(whole, _QUANTIZE_CHUNK, quantize_range)
+    share(whole, _QUANTIZE_CHUNK, quantize_range)
     if whole < weight.numel():
         tail = absmax[whole // blocksize :]
         reference.quantize_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
@@ -102,7 +102,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
                 piece = piece._replace(state2=NestedState(nested, piece.state2.code))
             _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
-    _share(out.numel(), max(_QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
+    share(out.numel(), max(_QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
 
 
 def _decode_piece(
@@ -129,7 +129,7 @@ def _decode_piece(
         reference.dequantize_blocks(packed[whole // 2 :], rest, out[whole:])
 
 
-def _share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
+def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
     """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses.
 
     Every range begins at a multiple of `unit`. In the threads that are started torch starts none of its own.
@@ -150,7 +150,7 @@ def _share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
         done.result()
 
 
-class _Scratch:
+class Scratch:
     """The temporaries of one thread, for chunks of up to n elements.
 
     Attributes:
@@ -168,23 +168,23 @@ class _Scratch:
 
 
 def _quantize_chunk(
-    blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, codebook: Codebook, scratch: _Scratch
+    blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, codebook: Codebook, scratch: Scratch
 ) -> None:
     """Quantize [rows, blocksize] of any float type to [rows * blocksize / 2] bytes and [rows] absmax."""
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
-    _find_absmax(blocks, values, absmax, scratch)
+    find_absmax(blocks, values, absmax, scratch)
     reciprocals = _reciprocals(absmax, blocks.dtype)[:, None]
     if codebook.signed_cuts:
-        codes = _count_cuts(values.mul_(reciprocals), codebook, scratch)
-        np.copyto(packed.numpy(), _pair_nibbles(codes), casting="unsafe")
+        codes = count_cuts(values.mul_(reciprocals), codebook, scratch)
+        np.copyto(packed.numpy(), pair_nibbles(codes), casting="unsafe")
     else:
         magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape)).mul_(reciprocals)
-        codes = _count_cuts(magnitudes, codebook, scratch)
+        codes = count_cuts(magnitudes, codebook, scratch)
         _add_signs(codes, values.view(-1).numpy(), magnitudes.view(-1).numpy())
-        np.take(_pair_ranks(codebook), _pair_nibbles(codes), out=packed.numpy(), mode="clip")
+        np.take(pair_ranks(codebook), pair_nibbles(codes), out=packed.numpy(), mode="clip")
 
 
-def _find_absmax(blocks: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, scratch: _Scratch) -> None:
+def find_absmax(blocks: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, scratch: Scratch) -> None:
     """The largest magnitude of each row, NaN where there is one; `values` are the blocks in float32."""
     if blocks.dtype == torch.float32:
         torch.maximum(torch.amax(values, dim=1), -torch.amin(values, dim=1), out=absmax)
@@ -208,7 +208,7 @@ def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
     return reciprocal(torch.arange(1 << 15, dtype=torch.int16).view(dtype).float())
 
 
-def _count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: _Scratch) -> _Bytes:
+def count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: Scratch) -> _Bytes:
     """[n] uint8: the number of cuts below each value."""
     cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
     values, codes = scaled.view(-1).numpy(), scratch.codes[: scaled.numel()]
@@ -223,12 +223,12 @@ def _add_signs(codes: _Bytes, values: _Floats, magnitudes: _Floats) -> None:
     """Add 8 to the codes of negative values; what is flushed to zero, before or after it is scaled, has no sign."""
     for at in range(0, values.size, _COMPARED):
         piece = slice(at, at + _COMPARED)
-        negative = values[piece] <= -_TINIEST
-        negative &= magnitudes[piece] >= _TINIEST
+        negative = values[piece] <= -TINIEST
+        negative &= magnitudes[piece] >= TINIEST
         codes[piece] += negative.view(np.uint8) << 3
 
 
-def _pair_nibbles(codes: _Bytes) -> npt.NDArray[np.uint16]:
+def pair_nibbles(codes: _Bytes) -> npt.NDArray[np.uint16]:
     """[n] codes → [n / 2] bytes held in words, the even code in the high nibble. Overwrites `codes`."""
     pairs = codes.view("<u2")  # even + 256 · odd
     pairs *= 0x1001  # its high byte is now odd + 16 · even
@@ -237,7 +237,7 @@ def _pair_nibbles(codes: _Bytes) -> npt.NDArray[np.uint16]:
 
 
 @cache
-def _pair_ranks(codebook: Codebook) -> _Bytes:
+def pair_ranks(codebook: Codebook) -> _Bytes:
     """[256] uint8: from two nibbles of cut counts, plus 8 for a negative element, to two codes."""
     nibbles = [*codebook.ranks, *(rank + 8 for rank in codebook.ranks)]
     return np.array([high << 4 | low for high in nibbles for low in nibbles], dtype=np.uint8)

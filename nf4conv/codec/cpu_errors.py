@@ -45,42 +45,38 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     Squares are added up in float32 within a block, and in float64 from there on.
     """
     scales, moved = reference.scales_and_shifts(decoding)
-    quant_type, blocksize = decoding.quant_type, decoding.blocksize
+    blocksize = decoding.blocksize
     step = max(_COMPARED, blocksize)
     parts = []
     for at in range(0, max(weight.numel(), 1), step):
         end = min(at + step, weight.numel())
         blocks = slice(at // blocksize, -(-end // blocksize))
         chunk = weight[at:end], packed[at // 2 : (end + 1) // 2], scales[blocks], moved[blocks]
-        parts.append(_chunk_errors(*chunk, quant_type, blocksize))
+        parts.append(_chunk_errors(*chunk, decoding))
     return merged(parts)
 
 
 def _chunk_errors(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    moved: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
+    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, moved: torch.Tensor, decoding: Decoding
 ) -> ErrorSums:
+    quant_type, blocksize = decoding.quant_type, decoding.blocksize
     if weight.numel() == 0 or weight.numel() % blocksize or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED):
-        return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
+        return reference.block_error_sums(weight, packed, scales, moved, decoding)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
     errors = _by_pairs(value_pairs(quant_type), indices, scales, blocksize)
     errors = torch.sub(original, errors, out=errors).abs_().view(-1, blocksize)
     peaks = errors.amax(dim=1)
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
-        return reference.block_error_sums(weight, packed, scales, moved, quant_type, blocksize)
+        return reference.block_error_sums(weight, packed, scales, moved, decoding)
     # the bound without its last terms; what is beyond it is seldom, and held against the whole bound
-    bounds = _by_pairs(_gap_table(quant_type), indices, scales + moved, blocksize)
+    bounds = _by_pairs(_gap_table(quant_type, decoding.scales), indices, scales.abs() + moved, blocksize)
     beyond = torch.from_numpy(np.flatnonzero(errors.view(-1).numpy() > bounds.numpy()))
     errors_beyond, allowed = errors.view(-1)[beyond], bounds[beyond]
     allowed = allowed + _rest_of_bound(packed, moved, beyond, quant_type, blocksize) + SMALLEST_NORMAL
     return ErrorSums(
         max_error=peaks.amax(),
-        max_relative_error=(peaks / scales).where(scales > 0, 0).amax(),
+        max_relative_error=(peaks / scales).abs_().where(scales != 0, 0).amax(),
         squared_error=errors.square_().sum(dim=1).sum(dtype=torch.float64),
         squared_weight=original.square_().view(-1, blocksize).sum(dim=1).sum(dtype=torch.float64),
         outside=(errors_beyond > allowed).sum(),
@@ -104,5 +100,5 @@ def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, 
 
 
 @cache
-def _gap_table(quant_type: str) -> torch.Tensor:
-    return _pairs(torch.tensor(half_gaps(quant_type), dtype=torch.float32))
+def _gap_table(quant_type: str, scales: str) -> torch.Tensor:
+    return _pairs(torch.tensor(half_gaps(quant_type, scales), dtype=torch.float32))

@@ -2,13 +2,14 @@
 
 Both backends return `ErrorSums`, and both judge a value by the same bound:
 
-    |w - value(code) · a|  ≤  half_gap(code) · (a + D)  +  |value(code)| · D  +  2^-126
+    |w - value(code) · a|  ≤  half_gap(code) · (|a| + D)  +  |value(code)| · D  +  2^-126
 
 with a the absmax of the block as it decodes, and D how far the nested quantization may have moved it: half the widest
 gap of the dynamic map (9/1280, between neighbours of the top decade; also the distance of its ends from ±1) times
 nested_absmax, and 0 without double quantization. half_gap(code) is half the wider of the two gaps between the code's
 value and its neighbours' values, plus a slack of 2^-20 for the roundings of a float32 product, of the reciprocal and of
-the cuts. 2^-126 is what flushing subnormal numbers to zero may cost.
+the cuts. 2^-126 is what flushing subnormal numbers to zero may cost. Searched scales may be as small as half of absmax,
+so values may be cut off at the first and the last code's, by as much as the scale itself: there half_gap is 1.
 
 A correct encoding has no value outside the bound, except where the format itself fails: blocks that hold NaN, infinity
 or magnitudes above 2^126 (docs/format.md).
@@ -55,12 +56,13 @@ class ErrorSums:
     outside: torch.Tensor
 
 
-def half_gaps(quant_type: str) -> tuple[float, ...]:
-    """For each of the 16 codes half the wider gap to its neighbours in value, plus the slack."""
+def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
+    """For each of the 16 codes half the wider gap to its neighbours in value, plus the slack; `scales` as above."""
     values = CODEBOOKS[quant_type].values
     ascending = sorted(set(values))
     gaps = [right - left for left, right in pairwise(ascending)]
-    wider = [max(pair) for pair in zip([0.0, *gaps], [*gaps, 0.0], strict=True)]
+    end = 2.0 if scales == "search" else 0.0
+    wider = [max(pair) for pair in zip([end, *gaps], [*gaps, end], strict=True)]
     return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)
 
 

@@ -1,12 +1,13 @@
 """The codec's public functions: validate the arguments, allocate the results, choose the backend by device."""
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Final
 
 import torch
 
-from nf4conv.codec import cpu, reference
+from nf4conv.codec import cpu, cpu_search, reference
 from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.quant_state import (
     DTYPE_NAMES,
@@ -18,37 +19,49 @@ from nf4conv.codec.quant_state import (
     dynamic_table,
 )
 from nf4conv.errors import CodecError
-from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE, SCALES
 from nf4conv.format.layout import block_count
 
 OLDEST_CAPABILITY: Final = (8, 0)
 """Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80."""
 
 
+Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
+"""Of a weight, its packed codes and its scales, both written, its quant_type and its blocksize."""
+
+
 def quantize_4bit(
-    tensor: torch.Tensor, quant_type: str = "nf4", blocksize: int = 64, double_quant: bool = True
+    tensor: torch.Tensor,
+    quant_type: str = "nf4",
+    blocksize: int = 64,
+    double_quant: bool = True,
+    scales: str = "absmax",
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantize a weight to 4 bits, byte for byte as bitsandbytes' CUDA library does.
+    """Quantize a weight to 4 bits, byte for byte as bitsandbytes' CUDA library does; or better, in as many bytes.
 
     Args:
         tensor: any shape; float32, float16 or bfloat16; blocks run over its row-major order.
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax: 32, 64, … 4096.
         double_quant: whether to quantize the absmax too, to 8 bits in blocks of 256.
+        scales: "absmax"; or "search": of each block the scale that makes its squared error small, which may be
+            negative and stands in the place of absmax. The bytes are then the same on every device.
 
     Returns:
         packed: [ceil(n / 2), 1] uint8, the even element in the high nibble.
         state: what `dequantize_4bit` needs beside it.
 
     Raises:
-        CodecError: an unsupported dtype, quant_type or blocksize.
+        CodecError: an unsupported dtype, quant_type, blocksize or kind of scales.
     """
     check_options(quant_type, blocksize)
+    if scales not in SCALES:
+        raise CodecError(f"unknown scales {scales!r}; expected one of {', '.join(SCALES)}")
     _check_dtype(tensor)
     flat = tensor.contiguous().view(-1)
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device)
-    backend(flat.device).quantize_blocks(flat, packed.view(-1), absmax, quant_type, blocksize)
+    encoder(flat.device, scales)(flat, packed.view(-1), absmax, quant_type, blocksize)
     code = code_table(quant_type, tensor.device)
     state = QuantState(absmax, tensor.shape, tensor.dtype, blocksize, quant_type, code)
     if double_quant:
@@ -109,9 +122,9 @@ def dequantize_4bit(
         packed = packed.view(torch.uint8)
     decoding = decoding_of(quant_state)
     if torch.compiler.is_compiling():
-        absmax, state2, offset, *format = decoding
+        absmax, state2, offset, quant_type, blocksize, _ = decoding
         nested = (None, None) if state2 is None else (state2.absmax, state2.code)
-        _dequantize_op(packed, absmax, *nested, offset, out, *format)
+        _dequantize_op(packed, absmax, *nested, offset, out, quant_type, blocksize)
         return out
     functions = backend(out.device)
     if functions in (cpu, reference):
@@ -143,13 +156,16 @@ def _(*_: object) -> None:
     """Nothing but `out` is touched."""
 
 
-def error_sums(tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantState) -> ErrorSums:
+def error_sums(
+    tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantState, scales: str = "absmax"
+) -> ErrorSums:
     """How far a packed weight is from the weight it was made of, in one pass that materialises nothing.
 
     Args:
         tensor: the original, contiguous; float32, float16 or bfloat16.
         packed: its packed codes, uint8, contiguous.
         quant_state: from `quantize_4bit`, or bitsandbytes' own.
+        scales: what it was packed with: "absmax", or "search", whose values may be farther off at the first and last.
 
     Raises:
         CodecError: as `dequantize_4bit`.
@@ -159,7 +175,8 @@ def error_sums(tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantSta
         raise CodecError(f"the weight has the shape {list(tensor.shape)}, its state {list(quant_state.shape)}")
     _check_decodable(packed, quant_state, tensor)
     flat = packed.view(torch.uint8).view(-1)
-    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, decoding_of(quant_state))
+    decoding = decoding_of(quant_state)._replace(scales=scales)
+    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, decoding)
     return sums
 
 
@@ -228,6 +245,15 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
     from nf4conv.codec import kernels  # importing Triton takes a second
 
     return kernels
+
+
+def encoder(device: torch.device, scales: str) -> Encoder:
+    """What encodes blocks on this device, see reference.py: `quantize_blocks`, or for "search" `search_blocks`."""
+    functions = backend(device)
+    if functions is cpu and scales == "search":
+        return cpu_search.search_blocks
+    found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
+    return found
 
 
 def has_kernels(device: torch.device) -> bool:

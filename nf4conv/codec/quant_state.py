@@ -64,6 +64,7 @@ class Decoding(NamedTuple):
         offset: 0-d float32, added to the decoded absmax; None without `state2`.
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax, a power of two from 32 to 4096.
+        scales: what absmax is; "search" widens the bound of errors, and nothing else.
     """
 
     absmax: torch.Tensor
@@ -71,6 +72,7 @@ class Decoding(NamedTuple):
     offset: torch.Tensor | None
     quant_type: str
     blocksize: int
+    scales: str = "absmax"
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """What kernels read: absmax; and the code, nested absmax and offset that decode it, or absmax instead."""

@@ -20,6 +20,16 @@ from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, h
 from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.codec.search import (
+    COST_UNITS,
+    LARGEST_ABSMAX,
+    LARGEST_FACTOR,
+    LEAST_ABSMAX,
+    LEAST_FACTOR,
+    UNIT,
+    candidates,
+    nearest_levels,
+)
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 
 _TINIEST: Final = torch.finfo(torch.float32).tiny
@@ -48,11 +58,73 @@ def quantize_blocks(
     for start in range(0, weight.numel(), CHUNK):
         blocks = padded_blocks(weight[start : start + CHUNK], blocksize)
         scaled, maxima = scale_blocks(blocks)
-        codes = _nearest_codes(scaled, codebook).view(-1, 2)
-        pairs = (codes[:, 0] << 4) | codes[:, 1]
-        target = packed[start // 2 : (start + CHUNK) // 2]
-        target.copy_(pairs[: target.numel()])
+        _store(_nearest_codes(scaled, codebook), packed[start // 2 : (start + CHUNK) // 2])
         absmax[start // blocksize :][: maxima.numel()].copy_(maxima)
+
+
+def search_blocks(
+    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
+    """Quantize a weight in blocks, each with the scale that codec/search.py finds for it.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous.
+        packed: [ceil(n / 2)] uint8, written.
+        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale.
+    """
+    for start in range(0, weight.numel(), CHUNK):
+        found, codes = _search(padded_blocks(weight[start : start + CHUNK], blocksize), quant_type)
+        _store(codes, packed[start // 2 : (start + CHUNK) // 2])
+        scales[start // blocksize :][: found.numel()].copy_(found)
+
+
+def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales, [rows] float32, and codes, [rows, blocksize] uint8, of flushed blocks."""
+    absmax = _absmax(blocks)
+    searched = (absmax >= LEAST_ABSMAX) & (absmax <= LARGEST_ABSMAX)
+    power = (absmax.view(torch.int32) & 0x7F800000).view(torch.float32).where(searched, 1)
+    scaled, top = _flushed(blocks / power[:, None]), absmax / power
+    known = scaled.where(searched[:, None] & ~scaled.isnan(), 0)
+    found = _least_squares(known, top.where(searched, 1), quant_type)
+    codes, codes_of_absmax = _searched_codes(scaled, found, quant_type), _searched_codes(scaled, top, quant_type)
+    cost, cost_of_absmax = _cost(known, found, codes, quant_type), _cost(known, top, codes_of_absmax, quant_type)
+    better = searched & (cost + 2 * blocks.shape[1] <= cost_of_absmax)
+    return found.where(better, top) * power, codes.where(better[:, None], codes_of_absmax)
+
+
+def _least_squares(known: torch.Tensor, top: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """[rows] float32: the scale that the search and its one step come to, of blocks whose absmax is `top`."""
+    positions = (known * (UNIT / top)[:, None]).round().to(torch.int64)
+    costs, shifts, squares = [], [], []
+    for nearest in torch.from_numpy(nearest_levels(quant_type)).to(known.device, torch.int64):
+        level = nearest.index_select(0, (positions + UNIT).view(-1)).view(positions.shape)
+        costs.append((positions - level).square().sum(dim=1))
+        shifts.append(((positions - level) * level).sum(dim=1))
+        squares.append((level.square() // 16).sum(dim=1))
+    best = torch.stack(costs).argmin(dim=0)  # the first of equals
+    shift, square = (torch.stack(sums).gather(0, best[None])[0].float() for sums in (shifts, squares))
+    factor = torch.from_numpy(candidates(quant_type)).to(known.device).index_select(0, best)
+    stepped = factor.abs() * (1 + shift / square / 16)
+    return top * stepped.clamp(LEAST_FACTOR, LARGEST_FACTOR).copysign(factor)
+
+
+def _searched_codes(scaled: torch.Tensor, scale: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """[rows, blocksize] uint8: codes of values by their scale."""
+    return _nearest_codes(_flushed(scaled * reciprocal(scale)[:, None]), CODEBOOKS[quant_type])
+
+
+def _cost(known: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """[rows] int64: the squared errors, each rounded to units of 1 / COST_UNITS."""
+    values = decoded_values(quant_type, known.device).index_select(0, codes.view(-1).int()).view(codes.shape)
+    return ((known - values * scale[:, None]).square() * COST_UNITS).round().to(torch.int64).sum(dim=1)
+
+
+def _store(codes: torch.Tensor, packed: torch.Tensor) -> None:
+    """Pack codes in their order; a code behind an odd end fills the last byte, others behind the end are dropped."""
+    pairs = codes.view(-1, 2)
+    packed.copy_(((pairs[:, 0] << 4) | pairs[:, 1])[: packed.numel()])
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
@@ -100,7 +172,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
         decoding: of the codes.
     """
     scales, moved = scales_and_shifts(decoding)
-    return block_error_sums(weight, packed, scales, moved, decoding.quant_type, decoding.blocksize)
+    return block_error_sums(weight, packed, scales, moved, decoding)
 
 
 def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,16 +184,11 @@ def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def block_error_sums(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    moved: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
+    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, moved: torch.Tensor, decoding: Decoding
 ) -> ErrorSums:
     """Compare a weight with its packed form by what `scales_and_shifts` gives; otherwise as `error_sums`."""
-    values = decoded_values(quant_type, weight.device)
-    gaps = torch.tensor(half_gaps(quant_type), dtype=torch.float32, device=weight.device)
+    blocksize, values = decoding.blocksize, decoded_values(decoding.quant_type, weight.device)
+    gaps = torch.tensor(half_gaps(decoding.quant_type, decoding.scales), dtype=torch.float32, device=weight.device)
     count = -(-weight.numel() // CHUNK)
     peaks = torch.zeros((2, count), dtype=torch.float32, device=weight.device)
     squares = torch.zeros((2, count), dtype=torch.float64, device=weight.device)
@@ -133,9 +200,9 @@ def block_error_sums(
         shift = _spread(moved, blocksize, start, original.numel())
         value = values.index_select(0, codes)
         error = (original - _flushed(value * _flushed(scale))).abs()
-        bound = gaps.index_select(0, codes) * (scale + shift) + value.abs() * shift + SMALLEST_NORMAL
+        bound = gaps.index_select(0, codes) * (scale.abs() + shift) + value.abs() * shift + SMALLEST_NORMAL
         peaks[0, chunk] = _largest(error)
-        peaks[1, chunk] = _largest((error / scale).where(scale > 0, 0))
+        peaks[1, chunk] = _largest((error / scale).abs().where(scale != 0, 0))
         squares[0, chunk] = error.double().square().sum()
         squares[1, chunk] = original.double().square().sum()
         outside[chunk] = (~((error <= bound) & error.isfinite())).sum()
@@ -166,9 +233,14 @@ def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scaled: as `blocks`.
         absmax: [rows] float32.
     """
-    magnitudes = blocks.abs()
-    absmax = magnitudes.where(~magnitudes.isnan(), -_FLT_MAX).amax(dim=1)
+    absmax = _absmax(blocks)
     return _flushed(blocks * reciprocal(absmax)[:, None]), absmax
+
+
+def _absmax(blocks: torch.Tensor) -> torch.Tensor:
+    """[rows] float32: the largest magnitude of each row, NaN ignored."""
+    magnitudes = blocks.abs()
+    return magnitudes.where(~magnitudes.isnan(), -_FLT_MAX).amax(dim=1)
 
 
 def _nearest_codes(scaled: torch.Tensor, codebook: Codebook) -> torch.Tensor:

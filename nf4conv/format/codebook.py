@@ -76,6 +76,9 @@ CODEBOOKS: Final = {"nf4": NF4, "fp4": FP4}
 BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
 
+SCALES: Final = ("absmax", "search")
+"""What the values of a block are multiplied by: its absmax, or what codec/search.py finds."""
+
 NESTED_BLOCKSIZE: Final = 256
 """Block size of the second quantization, of absmax itself; fixed in bitsandbytes."""
 

@@ -63,6 +63,7 @@ class Format:
         dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
             float tensors are stored in.
         quant_storage: what packed codes are stored as, of STORAGE_DTYPES.
+        scales: "absmax", or "search" for those that make the error small.
     """
 
     quant_type: str
@@ -70,6 +71,7 @@ class Format:
     double_quant: bool
     dtype: str
     quant_storage: str = "uint8"
+    scales: str = "absmax"
 
     @property
     def storage_tag(self) -> str:

@@ -6,6 +6,7 @@
     launch.py       compile once, then launch for the price of the driver call
     quantize.py     weight → packed codes, absmax
     dequantize.py   packed codes, absmax (plain or nested) → weight
+    search.py       weight → packed codes, searched scales
     nested.py       absmax → 8-bit codes
     batch.py        quantize.py and nested.py for many tensors in a fixed number of launches
     mean.py         the mean that the nested step subtracts, in torch's order
@@ -25,3 +26,4 @@ from nf4conv.codec.kernels.dequantize import dequantize_blocks as dequantize_blo
 from nf4conv.codec.kernels.error import error_sums as error_sums
 from nf4conv.codec.kernels.nested import compress_absmax as compress_absmax
 from nf4conv.codec.kernels.quantize import quantize_blocks as quantize_blocks
+from nf4conv.codec.kernels.search import search_blocks as search_blocks

@@ -15,8 +15,10 @@ from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
 from nf4conv.codec.kernels.mean import mean_kernel, partial_kernel, repeats_torch, resident_blocks, total_kernel
 from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
 from nf4conv.codec.kernels.nested import ROWS
+from nf4conv.codec.kernels.quantize import CONFIGURATIONS as PACKING
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
-from nf4conv.codec.kernels.tables import bucket_table, middle_table, value_table
+from nf4conv.codec.kernels.search import CONFIGURATIONS as SEARCHING
+from nf4conv.codec.kernels.tables import bucket_table, middle_table, search_table, value_table
 from nf4conv.codec.mean_order import TORCH_BLOCK
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
@@ -53,12 +55,14 @@ class CompiledCodec:
     numbers: dict[str, int]
 
 
-def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec | None:
-    """Compile what packs weights.
+def compile_encoder(
+    device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str
+) -> CompiledCodec | None:
+    """Compile what packs weights, with "absmax" or "search" for scales.
 
     Returns:
         kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
-        tables: "buckets", "middles".
+        tables: "codes", "middles".
         numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile", absmax values that
             one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "finite_tile", words
             that one of "finite" looks at; "resident_blocks", see mean_order.thread_blocks.
@@ -66,17 +70,18 @@ def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
     """
     if not repeats_torch(device):
         return None
-    tile, num_warps = configuration(dtype, blocksize)
+    search = scales == "search"
+    tile, num_warps = configuration(dtype, blocksize, SEARCHING if search else PACKING)
     integers = torch.empty(1, dtype=torch.int64, device=device)
     floats = torch.empty(1, dtype=torch.float32, device=device)
     words = torch.empty(1, dtype=torch.int32, device=device)
-    buckets, middles = bucket_table(quant_type, device), middle_table(device)
+    codes, middles = (search_table if search else bucket_table)(quant_type, device), middle_table(device)
     example = torch.empty(0, dtype=dtype, device=device)
     fp4 = quant_type == "fp4"
-    quantize = (integers, example, buckets, 1, blocksize, tile, fp4)
+    quantize = (integers, example, codes, 1, blocksize, tile, fp4)
     kernels = {
-        "quantize_aligned": _compile(quantize_batch_kernel, (*quantize, SLOTWISE, True), num_warps),
-        "quantize_any": _compile(quantize_batch_kernel, (*quantize, ELEMENTWISE, True), num_warps),
+        "quantize_aligned": _compile(quantize_batch_kernel, (*quantize, SLOTWISE, True, search), num_warps),
+        "quantize_any": _compile(quantize_batch_kernel, (*quantize, ELEMENTWISE, True, search), num_warps),
         "compress": _compile(compress_batch_kernel, (integers, floats, middles, 1, ROWS, True), NESTED_NUM_WARPS),
         "mean": _compile(mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
         "mean_part": _compile(partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
@@ -87,7 +92,7 @@ def compile_encoder(device: torch.device, dtype: torch.dtype, quant_type: str, b
             FINITE_NUM_WARPS,
         ),
     }
-    tables = {"buckets": _bytes(buckets), "middles": _bytes(middles)}
+    tables = {"codes": _bytes(codes), "middles": _bytes(middles)}
     numbers = {
         "tile": tile,
         "nested_tile": ROWS * NESTED_BLOCKSIZE,

@@ -108,3 +108,26 @@ def lookup(table_ptr, index, PTX: tl.constexpr):
         )
     else:
         return tl.load(table_ptr + (index & 15))
+
+
+@triton.jit
+def gather(table_ptr, index, PTX: tl.constexpr):
+    """table[index] of a table of int32 words, of any shape.
+
+    A tl.load would be free to give its result, and so all that is computed with it, another layout in the threads.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b64 entry;
+            mad.wide.s32 entry, $1, 4, $2;
+            ld.global.nc.b32 $0, [entry];
+            }""",
+            "=r,r,l",
+            [index, tl.zeros(index.shape, tl.int64) + table_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.load(table_ptr + index)

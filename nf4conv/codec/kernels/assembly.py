@@ -105,6 +105,18 @@ def bisect_assembly() -> str:
 
 
 @triton.constexpr_function
+def nearest_assembly() -> str:
+    """The least distance of two positions, float16 side by side in a word, from 0 or from any of eight levels.
+
+    Operands: $0 the distances; $1 the positions, not negative; $2…$9 the levels, each twice in a word.
+    """
+    lines = [".reg .b32 d, n;", "mov.b32 n, $1;"]
+    for level in range(2, 10):
+        lines += [f"sub.rn.f16x2 d, $1, ${level};", "abs.f16x2 d, d;", "min.f16x2 n, n, d;"]
+    return "{\n" + "\n".join([*lines, "mov.b32 $0, n;"]) + "\n}"
+
+
+@triton.constexpr_function
 def decode_assembly(dtype: tl.dtype) -> str:
     """Dequantize one slot.
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.nested import compress_tile
 from nf4conv.codec.kernels.quantize import quantize_tile
+from nf4conv.codec.kernels.search import search_tile
 
 
 @triton.jit
@@ -25,17 +26,18 @@ def _find_tensor(first_tile_ptr, tensors, tile):
     return low
 
 
-@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "example_ptr", "bucket_ptr"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "example_ptr", "code_ptr"])
 def quantize_batch_kernel(
     table_ptr,
     example_ptr,
-    bucket_ptr,
+    code_ptr,
     tensors: tl.int64,
     BLOCKSIZE: tl.constexpr,
     TILE: tl.constexpr,
     IS_FP4: tl.constexpr,
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """Encode a tile of one of many weights.
 
@@ -43,10 +45,11 @@ def quantize_batch_kernel(
         table_ptr: [5, tensors] int64: addresses of the weight, of its packed codes (uint8, written) and of its absmax
             (float32, written); its size; its first tile.
         example_ptr: any pointer of the weights' dtype.
-        bucket_ptr: [448] int32, tables.bucket_table.
+        code_ptr: int32, tables.bucket_table, or search_table with SEARCH.
 
     Constexprs:
         BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX: as of quantize_tile; ACCESS is 1 or 2.
+        SEARCH: whether scales are searched, by search_tile.
     """
     tile = tl.program_id(0).to(tl.int64)
     tensor = _find_tensor(table_ptr + 4 * tensors, tensors, tile)
@@ -55,18 +58,13 @@ def quantize_batch_kernel(
     weight_ptr = tl.load(table_ptr + tensor).to(example_ptr.dtype)
     packed_ptr = tl.load(table_ptr + tensors + tensor).to(tl.pointer_type(tl.uint8))
     absmax_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(tl.float32))
-    quantize_tile(
-        weight_ptr + first,
-        packed_ptr + first // 2,
-        absmax_ptr + first // BLOCKSIZE,
-        bucket_ptr,
-        count,
-        BLOCKSIZE,
-        TILE,
-        IS_FP4,
-        ACCESS,
-        PTX,
-    )
+    weight_ptr += first
+    packed_ptr += first // 2
+    absmax_ptr += first // BLOCKSIZE
+    if SEARCH:
+        search_tile(weight_ptr, packed_ptr, absmax_ptr, code_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+    else:
+        quantize_tile(weight_ptr, packed_ptr, absmax_ptr, code_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
 
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr", "middle_ptr"])

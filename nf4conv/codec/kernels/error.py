@@ -32,7 +32,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
-    tables = (value_table(quant_type, device), bound_table(quant_type, device))
+    tables = (value_table(quant_type, device), bound_table(quant_type, decoding.scales, device))
     if n:
         _launch(
             programs,
@@ -130,7 +130,7 @@ def _error_kernel(
                 decoded = multiply(value, tl.broadcast_to(scale[:, None], value.shape), PTX)
                 # masked elements are zeros already
                 error = tl.abs(tl.where(index < count, weight - decoded, 0.0))
-                bound = half_gap * (scale + moved)[:, None] + tl.abs(value) * moved[:, None]
+                bound = half_gap * (tl.abs(scale) + moved)[:, None] + tl.abs(value) * moved[:, None]
                 inside = (error <= bound + _SMALLEST_NORMAL) & (error < float("inf"))
                 outside += tl.sum(tl.where(inside, 0, 1), axis=1)
                 peak = tl.maximum(peak, tl.max(tl.where(error != error, 0.0, error), axis=1))
@@ -140,7 +140,7 @@ def _error_kernel(
                 squared_weight = tl.fma(wide_weight, wide_weight, squared_weight)
             peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
             largest = tl.maximum(largest, peak)
-            relative = tl.maximum(relative, tl.where(absmax > 0.0, tl.div_rn(peak, absmax), 0.0))
+            relative = tl.maximum(relative, tl.where(absmax != 0.0, tl.abs(tl.div_rn(peak, absmax)), 0.0))
     tl.store(peaks_ptr + program, tl.max(largest, axis=0))
     tl.store(peaks_ptr + programs + program, tl.max(relative, axis=0))
     tl.store(squares_ptr + program, tl.sum(tl.sum(squared_error, axis=1), axis=0))

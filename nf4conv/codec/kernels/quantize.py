@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.arithmetic import gather, lane_entry, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import encode_assembly, peak_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import bucket_table
@@ -212,20 +212,21 @@ def halves(words, DTYPE: tl.constexpr):
 @triton.jit
 def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
     """[SLOTS] int32: the packed codes of a slot in its low 32 (or 16) bits."""
-    high = _plain_code(even, scale[:, None], table_ptr, IS_FP4)
-    low = _plain_code(odd, scale[:, None], table_ptr, IS_FP4)
+    scale = tl.broadcast_to(scale[:, None], even.shape)
+    high = plain_code(multiply(even, scale, False), table_ptr, IS_FP4, False)
+    low = plain_code(multiply(odd, scale, False), table_ptr, IS_FP4, False)
     shift = tl.arange(0, even.shape[1])[None, :] * 8
     return tl.sum(((high << 4) | low) << shift, axis=1)
 
 
 @triton.jit
-def _plain_code(x, scale, table_ptr, IS_FP4: tl.constexpr):
-    quotient = multiply(x, tl.broadcast_to(scale, x.shape), False)
+def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
+    """int32 codes of quotients from -1 to 1, or NaN."""
     m = tl.abs(quotient) if IS_FP4 else quotient
     position = m * 16.0 if IS_FP4 else m * 15.25 + 15.0
     bucket = tl.where(m == m, position + 0.5, 31.0).to(tl.int32)
-    cut = tl.load(table_ptr + bucket).to(tl.float32, bitcast=True)
-    rank = tl.load(table_ptr + 32 + bucket) + (m > cut).to(tl.int32)
+    cut = gather(table_ptr, bucket, PTX).to(tl.float32, bitcast=True)
+    rank = gather(table_ptr, bucket + 32, PTX) + (m > cut).to(tl.int32)
     if IS_FP4:
         # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
         return rank ^ ((rank & 2) << 1) | tl.where(quotient < 0.0, 8, 0)

@@ -4,10 +4,12 @@ import functools
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from nf4conv.codec.error_sums import half_gaps
 from nf4conv.codec.reciprocal import coefficients
+from nf4conv.codec.search import candidates, levels, nearest_levels
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 _NO_CUT = 2.0  # above every quotient, so never passed
@@ -42,6 +44,25 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
+def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
+    """What kernels/search.py reads, one part behind the other.
+
+    [448] bucket_table; [32] value_table; [16 factors, 2, 8] float16, distances of the levels below 0 and above it;
+    [32] the bits of the factors with their signs, of which FP4 has 16; [candidates, positions] int32 the nearest
+    levels.
+    """
+    signed = candidates(quant_type)
+    sides = np.abs(np.sort(levels(quant_type), axis=1)).astype("f2")
+    parts = [
+        sides.view("i4").ravel(),
+        np.pad(signed, (0, 32 - signed.size)).view("i4"),
+        nearest_levels(quant_type).ravel(),
+    ]
+    ours = torch.from_numpy(np.concatenate(parts)).to(device)
+    return torch.cat([bucket_table(quant_type, device), value_table(quant_type, device), ours])
+
+
+@functools.cache
 def middle_table(device: torch.device) -> torch.Tensor:
     """[20, 32] float32: the middles between neighbours of the dynamic map, the i-th at [i % 8, i // 8]; from row 8 on
     the bits of what plain Triton needs for a reciprocal.
@@ -55,9 +76,9 @@ def middle_table(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def bound_table(quant_type: str, device: torch.device) -> torch.Tensor:
+def bound_table(quant_type: str, scales: str, device: torch.device) -> torch.Tensor:
     """[32] int32: the bits of half_gaps, for the error bound, twice over."""
-    return _tensor([_bits(gap) for gap in half_gaps(quant_type) * 2], device)
+    return _tensor([_bits(gap) for gap in half_gaps(quant_type, scales) * 2], device)
 
 
 def _bits(value: float) -> int:

@@ -13,7 +13,7 @@ import torch
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
-from nf4conv.codec.ops import backend, compress_absmax
+from nf4conv.codec.ops import compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline.loop import Activity
@@ -202,7 +202,7 @@ def _read_weights(
 
 def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
-    backend(weight.device).quantize_blocks(weight, packed, absmax, format.quant_type, format.blocksize)
+    encoder(weight.device, format.scales)(weight, packed, absmax, format.quant_type, format.blocksize)
     return packed
 
 

@@ -43,12 +43,14 @@ class Purpose(NamedTuple):
         dtype: of the weights that are not packed: "float32", "float16" or "bfloat16".
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax.
+        scales: of what is packed: "absmax" or "search".
     """
 
     action: Action
     dtype: str
     quant_type: str
     blocksize: int
+    scales: str = "absmax"
 
 
 def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
@@ -120,8 +122,9 @@ def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
     from nf4conv.codec.quant_state import DTYPES  # which importing torch comes with
 
     with torch.cuda.device(device):
-        compiling = compile_encoder if purpose.action is Action.PACK else compile_decoder
-        compiled = compiling(device, DTYPES[purpose.dtype], purpose.quant_type, purpose.blocksize)
+        weights = device, DTYPES[purpose.dtype], purpose.quant_type, purpose.blocksize
+        is_packing = purpose.action is Action.PACK
+        compiled = compile_encoder(*weights, purpose.scales) if is_packing else compile_decoder(*weights)
     if compiled is None:
         return None
     return {

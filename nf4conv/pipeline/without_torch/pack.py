@@ -55,7 +55,9 @@ def purpose_of(plan: Plan) -> Purpose | None:
         else job.dtype == job.source.dtype and job.source.encoding is None
         for job in plan.jobs
     )
-    return Purpose(Action.PACK, format.dtype, format.quant_type, format.blocksize) if is_plain else None
+    if not is_plain:
+        return None
+    return Purpose(Action.PACK, format.dtype, format.quant_type, format.blocksize, format.scales)
 
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
@@ -243,7 +245,7 @@ def _quantize(
     for name, chosen in rows.items():
         if chosen:
             table, tiles = tables.add_tiled(chosen, bundle.numbers["tile"])
-            launches.append((name, tiles, (table, 0, worker.engine.tables["buckets"], len(chosen))))
+            launches.append((name, tiles, (table, 0, worker.engine.tables["codes"], len(chosen))))
     return launches
 
 

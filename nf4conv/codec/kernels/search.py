@@ -1,0 +1,241 @@
+"""Weight → packed 4-bit codes and searched scales: the definition of codec/search.py, every element read once.
+
+A *group* is up to 64 elements of a block, whose sums of integers float32 holds exactly, so a reduction may add them in
+any order; the sums of a block's groups are added as 32-bit integers. A program takes whole blocks, [groups, group].
+
+    search   for each factor the distance of a position's magnitude from the nearest level above 0, and below it: two
+             positions a word, a subtraction and a minimum for each level. Both signs of the factor need just these
+    step     the level nearest to each position, from a table that the first-level cache holds
+    encode   twice, for the scale found and for absmax, each with its cost
+
+Arithmetic is what limits it (docs/kernels.md).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.assembly import nearest_assembly
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.quantize import access, configuration, plain_code
+from nf4conv.codec.kernels.tables import search_table
+from nf4conv.codec.search import (
+    COST_UNITS,
+    FACTORS,
+    GROUP,
+    LARGEST_ABSMAX,
+    LARGEST_FACTOR,
+    LEAST_ABSMAX,
+    LEAST_FACTOR,
+    ROUND,
+    UNIT,
+)
+
+CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}
+"""As of quantize.py."""
+
+_FACTORS = tl.constexpr(len(FACTORS))
+_GROUP = tl.constexpr(GROUP)
+_UNIT = tl.constexpr(UNIT)
+_ROUND = tl.constexpr(ROUND)
+_COST_UNITS = tl.constexpr(COST_UNITS)
+_LEAST_ABSMAX = tl.constexpr(LEAST_ABSMAX)
+_LARGEST_ABSMAX = tl.constexpr(LARGEST_ABSMAX)
+_LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
+_LARGEST_FACTOR = tl.constexpr(LARGEST_FACTOR)
+# where the parts of tables.search_table begin
+_VALUES = tl.constexpr(448)
+_LEVELS = tl.constexpr(480)
+_CANDIDATES = tl.constexpr(480 + 8 * len(FACTORS))
+_NEAREST = tl.constexpr(480 + 8 * len(FACTORS) + 32)
+
+
+def search_blocks(
+    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
+    """Encode blocks of a weight; arguments as `reference.search_blocks`."""
+    n = weight.numel()
+    if n == 0:
+        return
+    tile, num_warps = configuration(weight.dtype, blocksize, CONFIGURATIONS)
+    constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
+    arguments = (weight, packed, scales, search_table(quant_type, weight.device), n)
+    _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
+
+
+@triton.jit(
+    do_not_specialize=["n"], do_not_specialize_on_alignment=["weight_ptr", "packed_ptr", "scales_ptr", "table_ptr"]
+)
+def _search_kernel(
+    weight_ptr,
+    packed_ptr,
+    scales_ptr,
+    table_ptr,
+    n: tl.int64,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Search a tile of TILE elements; parameters as of quantize_tile, but table_ptr: tables.search_table."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    count = tl.minimum(n - first, TILE).to(tl.int32)
+    weight_ptr += first
+    packed_ptr += first // 2
+    scales_ptr += first // BLOCKSIZE
+    search_tile(weight_ptr, packed_ptr, scales_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+
+
+_launch = Launcher(_search_kernel)
+
+
+@triton.jit
+def search_tile(
+    weight_ptr,
+    packed_ptr,
+    scales_ptr,
+    table_ptr,
+    count,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Search `count` ≤ TILE elements; TILE is a multiple of BLOCKSIZE."""
+    GROUP: tl.constexpr = min(_GROUP, BLOCKSIZE)
+    BLOCKS: tl.constexpr = TILE // BLOCKSIZE
+    index = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    weight = _load(weight_ptr, index, count, ACCESS).to(tl.float32)
+    peak = tl.max(magnitude(flush(weight)), axis=1)
+    absmax = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // GROUP)), axis=1)
+    searched = (absmax >= _LEAST_ABSMAX) & (absmax <= _LARGEST_ABSMAX)
+    exponent = tl.where(searched, absmax.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    power = exponent.to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    top = absmax * inverse
+    scaled = multiply(weight, _by_element(inverse, weight), PTX)
+    known = tl.where((scaled == scaled) & (_by_element(searched.to(tl.int32), weight) != 0), scaled, 0.0)
+    found = _least_squares(known, tl.where(searched, top, 1.0), table_ptr, IS_FP4, PTX)
+    codes, cost = _encode(scaled, known, found, table_ptr, IS_FP4, PTX)
+    codes_of_absmax, cost_of_absmax = _encode(scaled, known, top, table_ptr, IS_FP4, PTX)
+    better = searched & (cost + 2 * BLOCKSIZE <= cost_of_absmax)
+    block = tl.arange(0, BLOCKS)
+    tl.store(scales_ptr + block, tl.where(better, found, top) * power, mask=block * BLOCKSIZE < count)
+    codes = tl.where(_by_element(better.to(tl.int32), weight) != 0, codes, codes_of_absmax)
+    even, odd = tl.split(tl.reshape(codes, (TILE // GROUP, GROUP // 2, 2)))
+    index = tl.arange(0, TILE // GROUP)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+    tl.store(packed_ptr + index, ((even << 4) | odd).to(tl.uint8), mask=index * 2 < count)
+
+
+@triton.jit
+def _load(weight_ptr, index, count, ACCESS: tl.constexpr):
+    """The weight's elements, zeros behind its end."""
+    DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int32 if DTYPE == tl.float32 else tl.int16
+    SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+    bits_ptr = weight_ptr.to(tl.pointer_type(BITS))
+    if ACCESS == 0:
+        bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, eviction_policy="evict_first")
+    elif ACCESS == 1:
+        # a slot is there as a whole or not at all
+        bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, mask=index // SLOT * SLOT < count, other=0)
+    else:
+        bits = tl.load(bits_ptr + index, mask=index < count, other=0)
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _by_element(of_block, elements):
+    """[blocks] → the shape of `elements`, [groups, group]: what elements have of their blocks."""
+    BLOCKS: tl.constexpr = of_block.shape[0]
+    of_groups = tl.broadcast_to(of_block[:, None], (BLOCKS, elements.shape[0] // BLOCKS))
+    return tl.broadcast_to(tl.reshape(of_groups, (elements.shape[0],))[:, None], elements.shape)
+
+
+@triton.jit
+def _block_sums(integers, BLOCKS: tl.constexpr):
+    """[groups, group] float32 integers → [BLOCKS] int32."""
+    sums = tl.sum(integers, axis=1).to(tl.int32)
+    return tl.sum(tl.reshape(sums, (BLOCKS, integers.shape[0] // BLOCKS)), axis=1)
+
+
+@triton.jit
+def _rounded(x):
+    """To an integer, ties to even; of magnitudes below 2^22."""
+    return (x + _ROUND) - _ROUND
+
+
+@triton.jit
+def _least_squares(known, top, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
+    """[blocks] float32: the scale that the search and its one step come to, of blocks whose absmax is `top`."""
+    BLOCKS: tl.constexpr = top.shape[0]
+    position = _rounded(known * _by_element(tl.div_rn(tl.zeros_like(top) + _UNIT, top), known))
+    distance = tl.abs(position).to(tl.float16)  # which holds the integers up to 2048
+    least = tl.full((BLOCKS,), 0x7FFFFFFF, tl.int32)
+    best = tl.zeros((BLOCKS,), tl.int32)
+    for factor in range(_FACTORS):
+        level_ptr = (table_ptr + _LEVELS + factor * 8).to(tl.pointer_type(tl.float16))
+        above = _nearest(distance, level_ptr + 8, PTX)
+        if IS_FP4:
+            cost = _block_sums(above * above, BLOCKS)
+            best = tl.where(cost < least, factor, best)
+            least = tl.minimum(least, cost)
+        else:
+            below = _nearest(distance, level_ptr, PTX)
+            for negative in tl.static_range(2):
+                nearest = tl.where((position < 0.0) == (negative == 1), above, below)
+                cost = _block_sums(nearest * nearest, BLOCKS)
+                best = tl.where(cost < least, 2 * factor + negative, best)
+                least = tl.minimum(least, cost)
+    row = _by_element(best * (2 * _UNIT + 1), known)
+    level = gather(table_ptr, _NEAREST + _UNIT + row + position.to(tl.int32), PTX).to(tl.float32)
+    shift = _block_sums((position - level) * level, BLOCKS).to(tl.float32)
+    square = _block_sums(tl.floor(level * level * 0.0625), BLOCKS).to(tl.float32)
+    candidate = gather(table_ptr, _CANDIDATES + best, PTX).to(tl.float32, bitcast=True)
+    # a block that is not searched has no squares
+    stepped = tl.abs(candidate) * (1.0 + tl.div_rn(shift, tl.maximum(square, 1.0)) * 0.0625)
+    stepped = tl.minimum(tl.maximum(stepped, _LEAST_FACTOR), _LARGEST_FACTOR)
+    return top * tl.where(candidate < 0.0, -stepped, stepped)
+
+
+@triton.jit
+def _nearest(distance, level_ptr, PTX: tl.constexpr):
+    """float32: how far positions that are not negative are from the nearest of 0 and 8 levels; float16 till then."""
+    if PTX:
+        nearest = tl.inline_asm_elementwise(
+            nearest_assembly(),
+            "=r,r,r,r,r,r,r,r,r,r",
+            [
+                distance,
+                tl.load(level_ptr),
+                tl.load(level_ptr + 1),
+                tl.load(level_ptr + 2),
+                tl.load(level_ptr + 3),
+                tl.load(level_ptr + 4),
+                tl.load(level_ptr + 5),
+                tl.load(level_ptr + 6),
+                tl.load(level_ptr + 7),
+            ],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        nearest = distance
+        for level in tl.static_range(8):
+            nearest = tl.minimum(nearest, tl.abs(distance - tl.load(level_ptr + level)))
+    return nearest.to(tl.float32)
+
+
+@triton.jit
+def _encode(scaled, known, scale, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
+    """[groups, group] int32 codes of values by their scale, and [blocks] their cost."""
+    quotient = multiply(scaled, _by_element(reciprocal(scale, table_ptr + 64, PTX), scaled), PTX)
+    quotient = tl.where(quotient > 1.0, 1.0, tl.where(quotient < -1.0, -1.0, quotient))  # NaN stays
+    code = plain_code(quotient, table_ptr, IS_FP4, PTX)
+    value = gather(table_ptr, _VALUES + code, PTX).to(tl.float32, bitcast=True)
+    error = known - value * _by_element(scale, known)
+    return code, _block_sums(_rounded(error * error * _COST_UNITS), scale.shape[0])
