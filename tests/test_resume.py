@@ -87,7 +87,10 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
     options, message = OPTIONS, "source files"
     shard = source / "model-00001-of-00002.safetensors"
     if change == "option":
-        options, message = dataclasses.replace(OPTIONS, blocksize=128), r"--blocksize \(--blocksize was not given, is 128\)"
+        options, message = (
+            dataclasses.replace(OPTIONS, blocksize=128),
+            r"--blocksize \(--blocksize was not given, is 128\)",
+        )
     elif change == "touched source":
         os.utime(shard, ns=(0, 0))
     elif change == "other weights":

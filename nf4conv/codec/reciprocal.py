@@ -102,7 +102,7 @@ def reciprocal(values: torch.Tensor) -> torch.Tensor:
     signed_shift = shift.view(np.int32)
     signed_shift >>= 15
     magnitudes = np.abs(numbers)
-    if magnitudes.size and _SMALLEST <= magnitudes.min() and magnitudes.max() <= _LARGEST:
+    if magnitudes.size and magnitudes.min() >= _SMALLEST and magnitudes.max() <= _LARGEST:
         found.view(np.int32)[...] += signed_shift
     else:
         is_ordinary = (magnitudes >= _SMALLEST) & (magnitudes <= _LARGEST)
