@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
+.PHONY: help demo test check format fuzz gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -31,6 +31,9 @@ check: $(VENV)/.installed ## lint, format and types
 format: $(VENV)/.installed ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+fuzz: $(VENV)/.installed ## mutated checkpoints of many kinds for ten minutes; FUZZ="--seed N --cases N --seconds N"
+	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
 
 gpu: $(VENV)/.installed ## the kernel tests compiled, against bitsandbytes CUDA
 	$(BIN)/python -m pytest -m gpu

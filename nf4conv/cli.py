@@ -71,7 +71,7 @@ class _Place(click.ParamType[str]):
 
 
 class _Commands(click.Group):
-    """Turns every error that is meant for the user into one line and an exit code."""
+    """Turns every error into one line and an exit code, whether it is meant for the user or a fault."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -88,8 +88,22 @@ class _Commands(click.Group):
             # the reader of our output has left; nothing is left to be told, not even by the interpreter's exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
-        except OSError as error:
-            _fail(f"{error.filename or ctx.command_path}: {error.strerror or error}", 2)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("NF4CONV_DEBUG"):
+                raise
+            _fail(_explained(error, ctx.command_path), 2)
+
+
+def _explained(error: Exception, command: str) -> str:
+    """What to tell of an error that nobody expected."""
+    if isinstance(error, OSError):
+        return f"{error.filename or command}: {error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "out of memory; try fewer --workers, or a smaller --buffer-size"
+    found = f"{type(error).__name__}: {error}"
+    return f"{found[:300]}: this is a bug of nf4conv, please report it; NF4CONV_DEBUG=1 shows where it is"
 
 
 class _Terminated(BaseException):
@@ -114,7 +128,8 @@ def _color() -> bool | None:
 @click.version_option(nf4conv.__version__, message="%(version)s")
 def main() -> None:
     """Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4: streamed, bit-exact with bitsandbytes CUDA."""
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # called by another program than __main__.py
+        signal.signal(signal.SIGTERM, _raise_terminated)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
 

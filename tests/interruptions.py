@@ -17,6 +17,7 @@ from typing import Any
 import nf4conv.pipeline.with_torch.pack
 import nf4conv.pipeline.with_torch.worker  # noqa: F401 - imported before the forks, so that each of them need not
 from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.errors import OutputError
 from nf4conv.options import QuantizeOptions, RunOptions
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -114,9 +115,18 @@ def main() -> None:
             report = quantize_checkpoint(source, out, OPTIONS, RUN)
             os.write(sending, str(report.shards_resumed).encode())
 
-        # the last kill may have come after the checkpoint was complete: then there is nothing to resume
+        # the last kill may have come after the checkpoint was complete: then there is nothing to resume, and the same
+        # command says so, and removes what may be left of the work folder
         complete = looks_finished(out) and not (out / ".nf4conv/run.json").exists()
-        status = 0 if complete else in_fork(resumed)
+
+        def refused(out: Path = out) -> None:
+            try:
+                quantize_checkpoint(source, out, OPTIONS, RUN)
+            except OutputError:
+                return
+            raise RuntimeError("a complete checkpoint was written again")
+
+        status = in_fork(refused if complete else resumed)
         if not complete and status == 0:
             kept.append(int(os.read(receiving, 100)))
         os.close(receiving)

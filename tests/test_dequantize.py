@@ -306,7 +306,7 @@ def test_what_is_not_in_4_bits_is_refused(tmp_path):
         ("nested_absmax", rf"does not go with {NAME}.nested_absmax, F32 \[2\]"),
         ("nested_quant_map", rf"does not go with {NAME}.nested_quant_map, F32 \[255\]"),
         ("transposed", rf"does not go with {NAME}.absmax, BF16 \[1, 64\]"),
-        ("blocksize", "63 is not a blocksize"),
+        ("blocksize", "quant_state: blocksize 63, expected one of"),
         ("quant_type", "__nf4: its quant_type is 'fp4'"),
     ],
 )

@@ -5,7 +5,9 @@ import collections
 import datetime
 import io
 import pickle
+import signal
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,4 +291,116 @@ def test_a_plain_pickle_is_no_file_of_torch(tmp_path: Path):
     path = tmp_path / "x.bin"
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(SourceError, match="neither a zip archive nor a legacy file of torch"):
+        read_pickle_header(path)
+
+
+# --- small programs that want much ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _in_no_time() -> Iterator[None]:
+    """What hangs fails; signals get through to whatever Python does."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise AssertionError("still running after 20 seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def program(path: Path, code: bytes) -> Path:
+    """An archive whose data.pkl is this code after the opcode that says which protocol."""
+    return rezip(save(path, {"a": torch.ones(4)}), {"data.pkl": b"\x80\x02" + code})
+
+
+DOUBLED = b")" + b"q\x00h\x00\x86" * 40
+"""A tuple of two that are one and the same, forty times over: 2^40 to hash, to compare or to print, in 160 bytes."""
+
+ORDERED = b"ccollections\nOrderedDict\n"
+COPIES = (b"ccollections\nOrderedDict\nh\x00\x85R") * 3000
+VIEW = b"ctorch._utils\n_rebuild_tensor_v2\n"
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+
+
+@pytest.mark.usefixtures("_in_no_time")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (b"}" + DOUBLED + b"Ns.", "a tuple is a key"),
+        (b"}(" + DOUBLED + b"Nu.", "a tuple is a key"),
+        (b"(" + DOUBLED + b"Nd.", "a tuple is a key"),
+        (ORDERED + b"](" + DOUBLED + b"N\x86e\x85R.", "a tuple is a key"),
+        (DOUBLED + DOUBLED + b"\x93.", r"needs \?\.\?"),
+        (DOUBLED + b")R.", "calls a tuple"),
+        (DOUBLED + b"Q.", "needs the object a tuple"),
+        (b"(" + DOUBLED + b"NNNNtQ.", "of the kind a tuple"),
+        (b"(X\x07\x00\x00\x00storage" + DOUBLED + b"X\x01\x00\x00\x000NK\x04tQ.", "a tuple is no storage"),
+        (
+            b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000N" + DOUBLED + b"tQ.",
+            "a tuple is no size",
+        ),
+        (VIEW + b"(" + STORAGE + b"K\x00" + DOUBLED + b"K\x01\x85tR.", "is no size"),
+        (VIEW + b"(" + DOUBLED + b"K\x00K\x04\x85K\x01\x85tR.", "without a storage"),
+        (b"}X\x01\x00\x00\x00a" + VIEW + b"(K\x07K\x00K\x04\x85K\x01\x85tRs.", "without a storage"),
+        (b"}X\x01\x00\x00\x00aK\x07s.", "a: a int, not a tensor"),
+        (b"}X\x01\x00\x00\x00a" + b")" + b"\x85" * 300_000 + b"s.", "a: a tuple, not a tensor"),
+        (b"}" + b")" + b"\x85" * 300_000 + b"Ns.", "a tuple is a key"),
+        (b"(" * 300_000, "containers in containers, more than 100"),
+        (b"]" * 3_000_000 + b".", "more than 2,097,152 steps"),
+        (b"](" + b"K\x01N\x86" * 1000 + b"eq\x00" + COPIES + b".", "more than 2,097,152 steps"),
+        (VIEW + b"(" + STORAGE + b"K\x00(" + b"K\x01" * 200_000 + b"t(" + b"K\x01" * 200_000 + b"ttR.", "is no shape"),
+        (b"\x8b\x00\x00\x10\x00" + b"\x7f" * 2**20 + b".", "more than 128 bits"),
+        (b"}X\x04\x00\x00\x00\xed\xa0\x80aK\x01s.", "not a tensor"),
+    ],
+    ids=[
+        *("key", "keys", "dict", "pairs", "name", "function", "identity", "kind", "storage", "elements", "shape"),
+        *("no storage", "a number for one", "number", "deep value", "deep key", "deep marks", "long", "copies"),
+        *("dimensions", "number of bytes", "half a character"),
+    ],
+)
+def test_a_program_that_would_take_for_ever_is_refused_at_once(tmp_path: Path, code: bytes, reason: str):
+    with pytest.raises(SourceError, match=reason) as caught:
+        read_pickle_header(program(tmp_path / "x.bin", code))
+    assert len(str(caught.value)) < 1000
+
+
+def test_names_that_no_header_can_hold_are_refused_before_the_work(tmp_path: Path):
+    with pytest.raises(SourceError, match="half a character"):
+        read_pickle_header(save(tmp_path / "x.bin", {"a\ud800b": torch.ones(2)}))
+
+
+@FORMATS
+def test_a_few_bytes_do_not_become_gigabytes(tmp_path: Path, is_zip: bool):
+    path = save(tmp_path / "x.bin", {"a": torch.ones(1).expand(2**15, 2**15)}, is_zip)
+    assert path.stat().st_size < 4000
+    with pytest.raises(SourceError, match=r"a: .* of 1 values, more than the file holds"):
+        read_pickle_header(path)
+
+
+@pytest.mark.parametrize("damage", ["offset", "compressed byteorder"])
+def test_archives_that_lead_zipfile_astray(tmp_path: Path, damage: str):
+    path = save(tmp_path / "x.bin", {"a": torch.ones(8)})
+    raw = bytearray(path.read_bytes())
+    name = b"x/data/0" if damage == "offset" else b"x/byteorder"
+    entry = raw.index(name, raw.index(b"PK\x01\x02")) - 46
+    if damage == "offset":
+        raw[entry + 42 : entry + 46] = b"\xf0\xff\xff\xfe"
+    else:
+        raw[entry + 10 : entry + 12] = b"\x08\x00"
+    path.write_bytes(raw)
+    with pytest.raises(SourceError, match=r"x\.bin: "):
+        read_pickle_header(path)
+
+
+def test_a_directory_larger_than_any_is_not_read(tmp_path: Path):
+    path = tmp_path / "x.bin"
+    size = 2**31 - 1
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(b"PK\x05\x06" + bytes(4) + b"\x01\x00\x01\x00" + size.to_bytes(4, "little") + bytes(6))
+    with pytest.raises(SourceError, match="a directory of 2,147,483,647 bytes"):
         read_pickle_header(path)

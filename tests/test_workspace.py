@@ -4,6 +4,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
+import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -100,8 +103,9 @@ def test_another_job_is_refused_and_told_why(tmp_path, change, message):
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"{}", b"null", b'{"fingerprint": 1, "shards": {}}', b'{"fingerprint": {}, "shards": {"a": 1}}',
-     b'{"fingerprint": {}, "shards": [1]}', b"\xff"],
-    ids=repr,
+     b'{"fingerprint": {}, "shards": [1]}', b"\xff",
+     b"[" * 100_000],
+    ids=lambda content: repr(content[:40]),
 )  # fmt: skip
 def test_a_damaged_record_is_one_clear_line(tmp_path, content):
     interrupted(tmp_path / "out", "a.safetensors")
@@ -191,6 +195,7 @@ def test_everything_is_durable_before_the_folder_can_pass_for_a_checkpoint(tmp_p
     with workspace(out) as space:
         write_shard(space, "a.safetensors")
         space.complete({"config.json": b"{}"})
+    events = [re.sub(r"\.[0-9a-f]{16}\.", ".", event) for event in events]
     assert [event for event in events if not event.endswith(("run.json", "run.json.partial"))] == [
         "sync a.safetensors.partial", "name a.safetensors", "sync out",
         "sync .config.json.partial", "name config.json", "sync out",
@@ -247,7 +252,155 @@ def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
 
 def test_the_record_is_readable_by_people(tmp_path):
     interrupted(tmp_path / "out", "a.safetensors", checksum=True)
-    record = json.loads((tmp_path / "out" / WORK_FOLDER / "run.json").read_text())
+    run, shard = map(json.loads, (tmp_path / "out" / WORK_FOLDER / "run.json").read_text().splitlines())
     raw = (tmp_path / "out/a.safetensors").read_bytes()
-    assert record["fingerprint"] == json.loads(json.dumps(RUN))
-    assert record["shards"] == {"a.safetensors": [len(raw), hashlib.sha256(raw).hexdigest()]}
+    assert run == {"fingerprint": json.loads(json.dumps(RUN)), "stamps": None}
+    digest = hashlib.sha256(raw).hexdigest()
+    assert shard == {"name": "a.safetensors", "size": len(raw), "crc32": zlib.crc32(raw), "sha256": digest}
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b"{", b'{"name": "b.safetensors", "si', b"\xff\x00", b"[" * 100_000, b"7"],
+    ids=["begun", "half", "no text", "deep", "a number"],
+)
+def test_what_a_kill_left_of_the_last_line_is_no_line(tmp_path, tail):
+    interrupted(tmp_path / "out", "a.safetensors", "b.safetensors")
+    record = tmp_path / "out" / WORK_FOLDER / "run.json"
+    run, first, _ = record.read_bytes().splitlines()
+    record.write_bytes(b"\n".join([run, first, tail]))
+    with workspace(tmp_path / "out") as space:
+        assert set(space.finished) == {"a.safetensors"}
+        write_shard(space, "b.safetensors")
+    with workspace(tmp_path / "out") as space:
+        assert set(space.finished) == {"a.safetensors", "b.safetensors"}
+
+
+def written_bytes() -> int:
+    """By this process, so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def test_a_record_of_thousands_grows_by_a_line_each(tmp_path):
+    with workspace(tmp_path / "out") as space:
+        (tmp_path / "out/a").write_bytes(b"")
+        written = []
+        for start in (0, 1000):
+            before = written_bytes()
+            for number in range(start, start + 1000):
+                space.record(f"model-{number:05d}-of-02000.safetensors", 0, 0)
+            written.append(written_bytes() - before)
+    assert written[1] < 1.2 * written[0]
+    assert written[0] < 200_000
+
+
+@pytest.mark.parametrize("place", [0, 100, -1], ids=["header", "space", "data"])
+def test_a_bit_that_has_flipped_in_a_finished_shard_is_seen(tmp_path, place):
+    interrupted(tmp_path / "out", "a.safetensors", "b.safetensors")
+    shard = tmp_path / "out/a.safetensors"
+    raw, status = bytearray(shard.read_bytes()), shard.stat()
+    raw[place] ^= 16
+    shard.write_bytes(raw)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with workspace(tmp_path / "out") as space:
+        assert set(space.finished) == {"b.safetensors"}
+
+
+def test_shards_of_a_source_that_may_have_changed_are_made_again(tmp_path):
+    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False, checksum=False) as space:
+        write_shard(space, "a.safetensors")
+    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False, checksum=False) as space:
+        assert set(space.finished) == {"a.safetensors"}
+    with Workspace(tmp_path / "out", RUN, {"a": 2}, overwrite=False, checksum=False) as space:
+        assert not space.finished
+
+
+def test_the_link_of_a_stranger_is_not_written_through(tmp_path):
+    """In a folder that others can write to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "out" / WORK_FOLDER).mkdir(parents=True)
+    (tmp_path / "out" / WORK_FOLDER / "a.safetensors.partial").symlink_to(victim)
+    with workspace(tmp_path / "out") as space:
+        (tmp_path / "out/config.json").symlink_to(victim)
+        write_shard(space, "a.safetensors")
+        space.complete({"config.json": b"{}"})
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "out/config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_work_folder_that_is_a_link_is_left_alone(tmp_path, overwrite):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/thesis.txt").write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WORK_FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match=r"out/\.nf4conv: is a link"):
+        workspace(tmp_path / "out", overwrite=overwrite)
+    assert contents(tmp_path / "elsewhere") == {"thesis.txt": b"precious"}
+
+
+def test_a_name_that_is_no_text_is_in_the_manifest_as_it_is(tmp_path):
+    name = os.fsdecode(b"not\xff.txt")
+    (tmp_path / name).write_bytes(b"x")
+    with workspace(tmp_path / "out", checksum=True) as space:
+        space.copy(name, tmp_path / name)
+        space.complete({"config.json": b"{}"})
+    assert b"  not\xff.txt\n" in (tmp_path / "out/SHA256SUMS").read_bytes()
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
+
+
+def race(out: Path, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[str]") -> None:
+    """Ends a run, while the other process begins one, many times."""
+    for number in range(60):
+        place = out / str(number)
+        barrier.wait(60)
+        try:
+            if multiprocessing.current_process().name == "finisher":
+                with workspace(place) as space:
+                    write_shard(space, "a.safetensors")
+                    barrier.wait(60)
+                    space.complete({"config.json": b"{}"})
+                results.put("")
+            else:
+                barrier.wait(60)
+                for _ in range(40):
+                    with pytest.raises(OutputError, match=rf"{OCCUPIED}|another nf4conv is writing here"):
+                        workspace(place)
+                results.put("")
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            results.put(repr(error))
+
+
+def test_a_run_that_comes_while_another_ends_takes_nothing_from_it(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    for name in ("finisher", "other"):
+        context.Process(target=race, args=(tmp_path, barrier, results), name=name, daemon=True).start()
+    assert [results.get(timeout=120) for _ in range(120)] == [""] * 120
+    for place in tmp_path.iterdir():
+        assert set(contents(place)) == {"a.safetensors", "config.json"}
+        assert not (place / WORK_FOLDER).exists()
+
+
+def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch):
+    """Killed at any deletion, --overwrite leaves nothing that a loader would take for whole."""
+    out = tmp_path / "out"
+    names = ["a.txt", "config.json", "model.safetensors.index.json", "part/config.json", "z.safetensors", "part/z.bin"]
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("")
+    seen: list[set[str]] = []
+    unlink = os.unlink
+
+    def watched(path: object, **options: object) -> None:
+        seen.append(set(contents(out)) & {*names})
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", watched)
+    workspace(out, overwrite=True).__exit__(None, None, None)
+    assert len(seen) >= len(names)
+    for left in seen:
+        assert not left & {"config.json", "model.safetensors.index.json"} or left >= {"z.safetensors", "a.txt"}
+        assert "part/config.json" not in left or "part/z.bin" in left

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo, read_header
 from nf4conv.checkpoint.module_names import TIED_HEADS
+from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.source import AdapterFiles, is_repo_id, read_json
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -143,11 +144,12 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
         folder, origin = fetch_adapter(repo, where)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise SourceError(f"{place}: no {ADAPTER_CONFIG} in it, so this is no adapter of PEFT")
-    config = read_json(folder / ADAPTER_CONFIG)
+    config = read_json(require_own(folder / ADAPTER_CONFIG, folder))
     _check_kind(place, config)
     file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise SourceError(f"{place}: neither {' nor '.join(ADAPTER_WEIGHTS)} in it")
+    require_own(file, folder)
     tensors = read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
     return _sorted(Adapter(place, file, config, origin=origin), tensors)
 

@@ -10,6 +10,7 @@ from nf4conv.checkpoint.reader import read_chunks
 from nf4conv.checkpoint.structure import Structure
 from nf4conv.errors import SourceError
 
+_LONGEST = 2**24
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
@@ -19,6 +20,10 @@ def check_checksums(structure: Structure, workers: int) -> bool:
     if not manifest.is_file():
         return False
     listed = list(_entries(structure, manifest))
+    names = {name for name, _ in listed}
+    for file in sorted({tensor.file for tensor in structure.tensors.values()}):
+        if file.name not in names:
+            structure.note("checksums", file, "", f"is not in {manifest.name}")
     with ThreadPoolExecutor(workers) as pool:
         sums = pool.map(_sha256, [manifest.parent / name for name, _ in listed])
         for (name, expected), found in zip(listed, sums, strict=True):
@@ -28,10 +33,12 @@ def check_checksums(structure: Structure, workers: int) -> bool:
 
 
 def _entries(structure: Structure, manifest: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(manifest.read_text(errors="replace").splitlines(), start=1):
+    with manifest.open(errors="surrogateescape") as file:
+        lines = file.read(_LONGEST).splitlines()
+    for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
         path = PurePosixPath(match[2]) if match else None
-        if match is None or path is None or path.is_absolute() or ".." in path.parts:
+        if match is None or path is None or path.is_absolute() or ".." in path.parts or "\0" in line:
             structure.note("checksums", manifest, "", f"line {number} is not a checksum and a name in this folder")
         else:
             yield match[2], match[1].lower()
@@ -39,6 +46,8 @@ def _entries(structure: Structure, manifest: Path) -> Iterator[tuple[str, str]]:
 
 def _sha256(path: Path) -> str:
     """The checksum of a file, or why it has none."""
+    if path.exists() and not path.is_file():
+        return "is no file"
     digest = hashlib.sha256()
     try:
         for chunk in read_chunks(path):

@@ -1,12 +1,13 @@
 """What a loader would make of config.json, held against what is stored: the quantization named, and the skip list."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
-from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype
+from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
@@ -61,6 +62,28 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     _check_dtypes(structure, config)
     _check_skip_list(structure, config, quantization)
     return config
+
+
+def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
+    """Note every key of quantization_config that is not what `quantize` writes, but for the skip list."""
+    weight = next(iter(structure.weights.values()), None)
+    found = config.get("quantization_config")
+    if weight is None or not isinstance(found, Mapping):
+        return
+    expected = quantized_config(
+        {},
+        quant_type=weight.state.quant_type,
+        double_quant=weight.is_nested,
+        compute_dtype=found.get("bnb_4bit_compute_dtype", "bfloat16"),  # a choice, which another check looks at
+        skip_modules=(),
+        dtype=None,
+        quant_storage=STORAGE_DTYPES.get(weight.values.dtype, "uint8"),
+    )["quantization_config"]
+    for key in sorted({*expected, *found} - {"llm_int8_skip_modules"}):
+        values = [json.dumps(place[key]) if key in place else "missing" for place in (found, expected)]
+        if values[0] != values[1]:
+            text = f"quantization_config: {key} is {values[0]:.100}, not {values[1]}"
+            structure.note("exact", "config.json", "", text)
 
 
 def _leftovers(config: Mapping[str, Any], path: str = "") -> Iterator[str]:

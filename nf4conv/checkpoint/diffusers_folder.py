@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
+from nf4conv.checkpoint.own_files import own_files, require_own
 from nf4conv.checkpoint.source import is_repo_id, read_json
 from nf4conv.checkpoint.weight_files import MODEL_INDEX, find_weights
 from nf4conv.errors import NoDiffusersFolderError, SourceError
@@ -32,12 +33,14 @@ class DiffusersFolder:
         place: the folder, or the repository on the Hub, that its submodels are opened from.
         submodels: how to open each part that has weights, by name, in the order of model_index.json.
         files: what else belongs to it, relative to the folder, without model_index.json.
+        strays: what would, but is a link that leads out of it.
     """
 
     folder: Path
     place: str
     submodels: Mapping[str, SourceOptions]
     files: tuple[PurePosixPath, ...]
+    strays: tuple[str, ...] = ()
 
     @property
     def index(self) -> Path:
@@ -69,8 +72,9 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
         folder = Path(source) / prefix
         if not (folder / MODEL_INDEX).is_file():
             raise NoDiffusersFolderError(f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline")
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        return _describe(folder, str(source), where, prefix, names)
+        require_own(folder / MODEL_INDEX, Path(source))
+        names, strays = own_files(folder, Path(source))
+        return replace(_describe(folder, str(source), where, prefix, names), strays=tuple(strays))
     if not is_repo_id(str(source)):
         raise SourceError(f"{source}: no such file or folder")
     from nf4conv.checkpoint.hub import list_diffusers  # importing huggingface_hub takes a while

@@ -17,7 +17,6 @@ config only says who made them and, where shapes do not tell, how large the bloc
 W is P.weight, or any other name. What is left over and belongs to activations is dropped.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,18 @@ from nf4conv.checkpoint.config import LEFTOVERS
 from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import module_of
-from nf4conv.errors import SourceError
-from nf4conv.format.codebook import BLOCKSIZES
+from nf4conv.errors import CodecError, SourceError
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX, TAGS, Format, components
+from nf4conv.format.layout import (
+    COMPONENT_SUFFIXES,
+    LARGEST_QUANT_STATE,
+    QUANT_STATE_PREFIX,
+    TAGS,
+    Format,
+    components,
+    nested_offset_of,
+    parse_quant_state,
+)
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
@@ -46,6 +53,10 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
 _PLAIN: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
+_PARTS: Final = (*_PLAIN, *_FLOAT8, "U8", "I8", "F8_E8M0")
+"""Of what is decoded, and of what it is decoded with."""
+_STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")
+"""Of the codes of bitsandbytes' 4 bits, see its quant_storage."""
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 _ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
@@ -178,7 +189,11 @@ def _block(value: Any) -> Iterator[tuple[int, int]]:
 
 def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
     rules = () if siblings.is_scale(tensor) else _RULES
-    return next((decoded for rule in rules if (decoded := rule(tensor, siblings)) is not None), None)
+    decoded = next((decoded for rule in rules if (decoded := rule(tensor, siblings)) is not None), None)
+    for _, part in () if decoded is None or decoded.encoding is None else decoded.encoding.parts:
+        if part.dtype not in _PARTS:
+            raise _misfit(tensor, part)
+    return decoded
 
 
 def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -237,36 +252,40 @@ def _fp4(
 
 def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
     parts = {suffix: part for suffix in COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
-    blob = next((part for suffix, part in parts.items() if suffix.startswith(QUANT_STATE_PREFIX)), None)
-    if blob is None:
+    blobs = [part for suffix, part in parts.items() if suffix.startswith(QUANT_STATE_PREFIX)]
+    if not blobs:
         return None
-    shape, dtype, blocksize = _quant_state(blob, siblings.read(blob))
+    blob, is_nested = blobs[-1], "nested_absmax" in parts
+    if len(blobs) > 1 or tensor.dtype not in _STORAGE or ("nested_quant_map" in parts) is not is_nested:
+        raise _misfit(tensor, blob)
+    shape, dtype, blocksize = _quant_state(blob, siblings, is_nested)
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes or "absmax" not in parts:
         raise _misfit(tensor, parts.get("absmax", blob))
-    for expected in components(Format("nf4", blocksize, "nested_absmax" in parts, "float32"), shape):
+    for expected in components(Format("nf4", blocksize, is_nested, "float32"), shape):
         part = parts.get(expected.suffix, blob)
-        if expected.suffix in _SCALES and (part.dtype, part.nbytes) != (expected.dtype, expected.nbytes):
+        if expected.suffix in _SCALES and (part.dtype, part.shape) != (expected.dtype, expected.shape):
             raise _misfit(tensor, part)
+    if "quant_map" in parts and parts["quant_map"].elements != 16:  # it is read, but not needed
+        raise _misfit(tensor, parts["quant_map"])
     transposed = len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families)
     method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
     encoding = Encoding(method, (("values", tensor), *parts.items()), (blocksize,))
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
 
 
-def _quant_state(tensor: TensorInfo, blob: bytes) -> tuple[tuple[int, ...], str, int]:
+def _quant_state(tensor: TensorInfo, siblings: _Siblings, is_nested: bool) -> tuple[tuple[int, ...], str, int]:
+    if tensor.dtype != "U8" or tensor.nbytes > LARGEST_QUANT_STATE:
+        raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes of {tensor.dtype} are no quant state")
     try:
-        fields = json.loads(blob)
-        shape, dtype, blocksize = tuple(fields["shape"]), TAGS[fields["dtype"]], fields["blocksize"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        fields = parse_quant_state(siblings.read(tensor), may_say_more=True)
+        if is_nested:
+            nested_offset_of(fields)
+    except CodecError as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise SourceError(f"{tensor.file}: {tensor.name}: {fields['shape']!r} is not a shape")
-    if type(blocksize) is not int or blocksize not in BLOCKSIZES:
-        raise SourceError(f"{tensor.file}: {tensor.name}: {blocksize!r} is not a blocksize of bitsandbytes")
-    if not tensor.name.endswith(f".{QUANT_STATE_PREFIX}{fields.get('quant_type')}"):
-        raise SourceError(f"{tensor.file}: {tensor.name}: its quant_type is {fields.get('quant_type')!r}")
-    return shape, dtype, blocksize
+    if not tensor.name.endswith(f".{QUANT_STATE_PREFIX}{fields['quant_type']}"):
+        raise SourceError(f"{tensor.file}: {tensor.name}: its quant_type is {fields['quant_type']!r}")
+    return tuple(fields["shape"]), TAGS[fields["dtype"]], fields["blocksize"]
 
 
 def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -274,7 +293,7 @@ def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     scale = siblings.find(f"{stem}SCB")
     if stem == tensor.name or tensor.dtype != "I8" or scale is None:
         return None
-    if len(tensor.shape) != 2 or scale.elements != tensor.shape[0]:
+    if len(tensor.shape) != 2 or scale.shape not in ((tensor.shape[0],), (tensor.shape[0], 1)):
         raise _misfit(tensor, scale)
     layout = siblings.find(f"{stem}weight_format")
     if layout is not None and any(siblings.read(layout)):
@@ -312,7 +331,7 @@ def _shared_by(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int
     of_bytes = ((1, 32),) if scale.dtype in ("U8", "F8_E8M0") else ()  # MXFP8
     for height, width in (*blocks, *of_bytes):
         if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
-            return height, width
+            return min(height, max(rows, 1)), min(width, max(columns, 1))
     if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
         return ()
     raise _misfit(tensor, scale)

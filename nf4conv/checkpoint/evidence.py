@@ -79,7 +79,7 @@ class Evidence:
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
-        numbers = list(_numbers(config))
+        numbers = list(numbers_of(config))
         float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
         families = families_of(config)
         only_blocks = any(family.only_blocks for family in families)
@@ -119,6 +119,8 @@ class Evidence:
             towers: whether vision and audio parts are packed.
             experts: whether experts stored one by one are packed.
         """
+        if 0 in shape:
+            return "empty"
         for family in self.families:
             for pattern, reason in family.keep:
                 if re.search(pattern, module):
@@ -250,9 +252,10 @@ def _in_tower(module: str) -> bool:
     return any(_TOWER.match(part) for part in outside)
 
 
-def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def numbers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(key, value) of every integer in a config."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value)
+            yield from numbers_of(value)
         elif isinstance(value, int):
             yield key, value

@@ -32,7 +32,11 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 
 METADATA_KEY: Final = "__metadata__"
 
-_MOST_DIMENSIONS: Final = 64  # as torch
+MOST_TENSORS: Final = 1_000_000
+"""Of a checkpoint: some times what the largest has, and what memory can bear."""
+_SHORT_HEADER: Final = 2**23
+"""Bytes; a longer one describes at least as much data."""
+MOST_DIMENSIONS: Final = 64  # as torch
 _LONGEST_NAME: Final = 1000
 _MOST_DOTS: Final = 64
 """Names are taken apart at their dots: several times what models have, and no more than memory can bear."""
@@ -178,6 +182,8 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
         raise SourceError(
             f"{path}: claims a header of {length:,} bytes but the file has only {size:,}; the download is incomplete"
         )
+    if length > max(_SHORT_HEADER, size - length):
+        raise SourceError(f"{path}: a header of {length:,} bytes for {size - length:,} bytes of data, as no model has")
     return LENGTH_BYTES + length
 
 
@@ -201,17 +207,19 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are both ValueErrors
         raise SourceError(f"{path}: the safetensors header is malformed: {error}") from error
     table.pop(METADATA_KEY, None)
+    if len(table) > MOST_TENSORS:
+        raise SourceError(f"{path}: {len(table):,} tensors; expected at most {MOST_TENSORS:,}")
     data_start = LENGTH_BYTES + len(raw)
-    tensors = sorted(
-        (_parse_entry(path, name, entry, data_start) for name, entry in table.items()),
-        key=attrgetter("start", "stop"),
-    )
+    tensors = [_parse_entry(path, name, table.pop(name), data_start) for name in list(table)]
+    tensors.sort(key=attrgetter("start", "stop"))
     _check_coverage(path, tensors, data_start, size)
     return tuple(tensors)
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse by a SourceError a tensor whose name no model can have, too long or too deep."""
+    """Refuse by a SourceError a tensor whose name no model can have: too long, too deep, or not to be written."""
+    if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+        raise SourceError(f"{path}: {name[:50]}: a name with half a character, which no header can hold")
     dots = name.count(".")
     if len(name) > _LONGEST_NAME or dots > _MOST_DOTS:
         raise SourceError(
@@ -242,7 +250,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _are_sizes(values: Any) -> bool:
-    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+    if not isinstance(values, list) or len(values) > MOST_DIMENSIONS:
         return False
     for value in values:  # noqa: SIM110 - twice as fast as all(), and a checkpoint may have 100 000 short lists
         # bool is a subclass of int, and a shape of [true] would pass for [1]

@@ -10,10 +10,10 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import huggingface_hub
 from huggingface_hub import errors
@@ -21,6 +21,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, b
     build_hf_headers,
     hf_raise_for_status,
     http_stream_backoff,
+    tqdm,
 )
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
@@ -42,6 +43,9 @@ HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
 
 _WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds between tries, after those of huggingface_hub itself."""
+
+PATIENCE: Final = 5.0
+"""Seconds that a transfer gets to notice that it is not wanted; one that stalls is left alone with its own files."""
 
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
@@ -140,12 +144,13 @@ class Repository:
                 )
             )
 
-    def download(self, file: RemoteFile, folder: Path, *, again: bool) -> Path:
+    def download(self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool) -> Path:
         """Fetch a file into a folder of ours, where an earlier, interrupted try is continued.
 
         Args:
             file: of this repository.
             folder: in which it gets its name.
+            go_on: asked now and then, from the calling thread; it raises what is to end the download.
             again: whether to fetch it although it is there.
 
         Raises:
@@ -161,6 +166,7 @@ class Repository:
                 token=self._where.token,
                 force_download=again,
                 library_name=LIBRARY,
+                tqdm_class=_bar(go_on),
             )
         )
 
@@ -362,3 +368,24 @@ def _may_pass(error: Exception) -> bool:
             return status in _PASSING_STATUSES
         cause = cause.__cause__
     return not isinstance(error, OSError) or error.errno is None
+
+
+def _bar(go_on: Callable[[], None]) -> type[Any]:
+    """A progress bar that asks whether to go on: huggingface_hub knows no other way to be stopped."""
+    caller = threading.get_ident()
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if threading.get_ident() == caller:
+                go_on()
+            return super().update(n)  # type: ignore[no-any-return]
+
+    return Bar
+
+
+def abort_transfers() -> None:
+    """End what goes on by way of hf_xet, which asks nobody; huggingface_hub does so itself on Ctrl-C."""
+    with suppress(Exception):
+        from huggingface_hub.utils._xet import abort_xet_session  # not in all releases
+
+        abort_xet_session()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from nf4conv.checkpoint.evidence import is_embedding
 from nf4conv.checkpoint.families import is_transposed
 from nf4conv.checkpoint.header import Delta, Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import TEXT_CONFIGS, TIED_HEADS, ModuleNames, module_of
-from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.source import Source, stamp_of
 from nf4conv.errors import SourceError
 from nf4conv.format.encodings import Method
 
@@ -308,6 +308,7 @@ class _Merging:
             base = self._tensors[name]
             encoding = Encoding(Method.MERGED, (("values", base),), (0,), tuple(deltas))
             self._tensors[name] = base._replace(encoding=encoding)
+        local = [adapter.file for adapter in adapters if adapter.origin is None]
         return replace(
             self._source,
             files=(*self._source.files, *(adapter.file for adapter in adapters)),
@@ -315,6 +316,7 @@ class _Merging:
             config=None if self._source.config is None else self._config,
             notes=(*self._source.notes, *self._notes),
             adapters=tuple(adapters),
+            stamps=dict(self._source.stamps) | {file: stamp_of(file) for file in local},
         )
 
 

@@ -6,9 +6,11 @@ writing machine, the description, the keys of the storages — and then for each
 (torch/serialization.py: _save, _legacy_save).
 """
 
+import io
 import math
 import mmap
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +21,9 @@ from nf4conv.checkpoint.pickle_program import PickleError, Storage, StoredTensor
 from nf4conv.errors import SourceError, named
 from nf4conv.format.encodings import Method
 
-_LARGEST_PICKLE: Final = 2**28
+_LARGEST_PICKLE: Final = 2**26
+_LARGEST_READ: Final = 2**26
+"""Bytes that zipfile reads at once: a directory of half a million storages."""
 _LOCAL_HEADER: Final = 30
 _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -44,15 +48,24 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
             has been executed.
     """
     try:
-        with named(path, SourceError), path.open("rb") as file:
+        with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:
             state, storages = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
             tensors = [_describe(path, name, tensor, storages) for name, tensor in _tensors(state)]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, UnicodeDecodeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError, OverflowError, LookupError) as error:
         # all of them from zipfile, about damaged archives
         raise SourceError(f"{path}: a damaged zip archive: {error}; download it again") from error
     except PickleError as error:
         raise SourceError(f"{path}: {error}; only pickles of tensors are read, convert it to safetensors") from error
     return tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop, tensor.name)))
+
+
+class _BoundedFile(io.BufferedReader):
+    """A file of which nothing absurd is read at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _LARGEST_READ:
+            raise PickleError(f"a zip archive with a directory of {size:,} bytes")
+        return super().read(_LARGEST_READ if size is None or size < 0 else size)
 
 
 def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
@@ -65,6 +78,8 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
         _check_plain(entries[pickles[0]])
         state = run_pickle(BytesIO(archive.read(pickles[0])))
         order = entries.get(f"{folder}byteorder")
+        if order is not None:
+            _check_plain(order)
         if order is not None and (order.file_size > 8 or archive.read(order) != b"little"):
             raise PickleError("big-endian data")
     prefix = f"{folder}data/"
@@ -111,9 +126,12 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
 
 
 def _legacy_storages(
-    file: IO[bytes], keys: list[str], known: Mapping[str, Storage], position: int
+    file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
 ) -> Iterator[tuple[str, _Span]]:
+    size = file.seek(0, 2)
     for key in keys:
+        if not isinstance(key, str) or position > size:
+            raise PickleError("a storage without a name, or beyond the end of the file; the download may be incomplete")
         file.seek(position)
         elements = int.from_bytes(file.read(8), "little")
         if key not in known or known[key].elements != elements:
@@ -131,7 +149,7 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
         raise PickleError(f"holds a {type(state).__name__}, not a state dict")
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, StoredTensor):
-            raise PickleError(f"{name}: a {type(value).__name__}, not a tensor")
+            raise PickleError(f"{str(name)[:100]}: a {type(value).__name__}, not a tensor")
         yield name, value
 
 
@@ -142,14 +160,16 @@ def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str
     storage = storages.get(tensor.storage.key)
     if storage is None or storage.stop - storage.start < tensor.storage.nbytes:
         raise PickleError(f"{name}: the bytes of its storage are missing")
-    length = _reach(tensor)
+    length, size = _reach(tensor), path.stat().st_size
     start = storage.start + tensor.offset * itemsize
     stop = start + length * itemsize
-    if tensor.offset * itemsize + length * itemsize > tensor.storage.nbytes or stop > path.stat().st_size:
+    if tensor.offset * itemsize + length * itemsize > tensor.storage.nbytes or stop > size:
         raise SourceError(f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete")
     info = TensorInfo(name, tensor.dtype, tensor.shape, path, start, stop)
     if _is_contiguous(tensor):
         return info
+    if math.prod(tensor.shape) * itemsize > size:
+        raise PickleError(f"{name}: {list(tensor.shape)} {tensor.dtype} of {length:,} values, more than the file holds")
     if tensor.dtype not in _STRIDED_DTYPES:
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
     stored = info._replace(shape=(length,))
@@ -157,11 +177,8 @@ def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str
 
 
 def _check_view(name: str, tensor: StoredTensor) -> None:
-    sizes = (tensor.offset, *tensor.shape, *tensor.stride)
-    if any(type(size) is not int or size < 0 for size in sizes) or len(tensor.shape) != len(tensor.stride):
-        raise PickleError(f"{name}: offset, shape and strides {sizes} make no tensor")
-    if not isinstance(tensor.storage, Storage):
-        raise PickleError(f"{name}: is not a view of a storage")
+    if len(tensor.shape) != len(tensor.stride):
+        raise PickleError(f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor")
 
 
 def _reach(tensor: StoredTensor) -> int:

@@ -4,13 +4,23 @@ A pickle is a program whose GLOBAL and REDUCE name and call any function of Pyth
 table, and REDUCE only combines what the table says: dicts, tuples and descriptions of tensors. Whatever else a program
 asks for is refused by name, so nothing that stands in a file is ever executed (the opcodes are those of pickletools;
 what torch writes is in torch/_utils.py and torch/_tensor.py, `_rebuild_*` and `__reduce_ex__`).
+
+Nor does a short program take long or much: its steps are counted, its containers copied only into what is counted too,
+and none of its values hashed, compared or printed but names and numbers, since a tuple may hold itself a billion times.
 """
 
 import pickletools
 from collections.abc import Callable
 from typing import IO, Any, Final, NamedTuple
 
-from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.header import DTYPE_BITS, MOST_DIMENSIONS
+
+_MOST_STEPS: Final = 2**21
+"""Opcodes, and values copied by them; a tensor takes about thirty."""
+_DEEPEST: Final = 100
+"""Containers that are open at a time."""
+_MOST_ARGUMENTS: Final = 16
+_LARGEST_SIZE: Final = 2**63
 
 
 class PickleError(Exception):
@@ -85,35 +95,71 @@ _CLASSES: Final = frozenset(
 )
 
 
-def _view(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> StoredTensor:
-    if storage.dtype is None:
-        raise PickleError("a tensor without a dtype")
-    return StoredTensor(storage, storage.dtype, offset, shape, stride)
+def _shown(value: object) -> str:
+    """A value in an error: of a container only what it is."""
+    if isinstance(value, _Name):
+        return str(value)
+    text = value[:100] if isinstance(value, str) else value
+    return repr(text) if isinstance(text, (str, int, float)) else f"a {type(value).__name__}"
 
 
-def _view_as(
-    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *others: Any
-) -> StoredTensor:
+def _key(key: object) -> str | int:
+    if type(key) not in (str, int):
+        raise TypeError(f"{_shown(key)} is a key, where names are expected")
+    return key  # type: ignore[return-value]
+
+
+def _dict(pairs: Any = ()) -> dict[str | int, Any]:
+    return {_key(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """A shape, or strides."""
+    if type(values) not in (tuple, list) or len(values) > MOST_DIMENSIONS:
+        raise PickleError(f"{_shown(values)} is no shape, nor are they strides")
+    return tuple(map(_size, values))
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
+        raise PickleError(f"{_shown(value)} is no size; such numbers make no tensor")
+    return value
+
+
+def _view(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    if not isinstance(storage, Storage) or storage.dtype is None:
+        raise PickleError("a tensor without a dtype, or without a storage")
+    return StoredTensor(storage, storage.dtype, _size(offset), _sizes(shape), _sizes(stride))
+
+
+def _view_as(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any) -> StoredTensor:
     _requires_grad, _hooks, dtype = others[:3]
-    return StoredTensor(storage, _DTYPES[dtype], offset, shape, stride)
+    if not isinstance(storage, Storage) or not isinstance(dtype, _Name):
+        raise PickleError("a tensor without a dtype, or without a storage")
+    return StoredTensor(storage, _DTYPES[dtype], _size(offset), _sizes(shape), _sizes(stride))
 
 
-def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
+def _parameter(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
-def _of_class(rebuild: _Name, kind: _Name, arguments: tuple[Any, ...], _state: Any) -> Any:
-    if kind not in _CLASSES:
-        raise PickleError(f"needs {kind}")
-    return _FUNCTIONS[rebuild](*arguments)
+def _of_class(rebuild: Any, kind: Any, arguments: Any, _state: Any) -> Any:
+    if not isinstance(kind, _Name) or kind not in _CLASSES:
+        raise PickleError(f"needs {_shown(kind)}")
+    if not isinstance(rebuild, _Name) or rebuild not in _VIEWS or len(arguments) > _MOST_ARGUMENTS:
+        raise PickleError(f"calls {_shown(rebuild)}")
+    return _VIEWS[rebuild](*arguments)
 
 
-_FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
-    _Name("collections", "OrderedDict"): dict,
-    _Name("torch", "Size"): tuple,
+_VIEWS: Final[dict[_Name, Callable[..., Any]]] = {
     _Name("torch._utils", "_rebuild_tensor"): _view,
     _Name("torch._utils", "_rebuild_tensor_v2"): _view,
     _Name("torch._utils", "_rebuild_tensor_v3"): _view_as,
+}
+_FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
+    **_VIEWS,
+    _Name("collections", "OrderedDict"): _dict,
+    _Name("torch", "Size"): _sizes,
     _Name("torch._utils", "_rebuild_parameter"): _parameter,
     _Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     _Name("torch._tensor", "_rebuild_from_type_v2"): _of_class,
@@ -152,8 +198,8 @@ def run_pickle(file: IO[bytes]) -> Any:
         for opcode, argument, _ in pickletools.genops(file):
             machine.step(opcode.name, argument)
         return machine.pop()
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
-        raise PickleError(f"not a pickle of a state dict ({type(error).__name__}: {error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, AssertionError, RecursionError) as error:
+        raise PickleError(f"not a pickle of a state dict ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 class _Machine:
@@ -163,8 +209,12 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._steps = 0
 
     def step(self, opcode: str, argument: Any) -> None:
+        self._count(1)
+        if type(argument) is int and argument.bit_length() > 128:
+            raise PickleError("a number of more than 128 bits")
         if opcode in _CONSTANTS or opcode in _MADE:
             self._stack.append(argument if opcode in _CONSTANTS else _MADE[opcode]())
             return
@@ -172,6 +222,11 @@ class _Machine:
         if method is None:
             raise PickleError(f"needs the opcode {opcode}")
         method(argument)
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_STEPS:
+            raise PickleError(f"a program of more than {_MOST_STEPS:,} steps, which no state dict takes")
 
     def pop(self) -> Any:
         return self._stack.pop()
@@ -186,6 +241,8 @@ class _Machine:
     _frame = _stop = _proto
 
     def _mark(self, _: None) -> None:
+        if len(self._marks) == _DEEPEST:
+            raise PickleError(f"containers in containers, more than {_DEEPEST} times")
         self._marks.append(self._stack)
         self._stack = []
 
@@ -216,16 +273,16 @@ class _Machine:
 
     def _dict(self, _: None) -> None:
         items = self._pop_to_mark()
-        self._stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+        self._stack.append(_dict(zip(items[::2], items[1::2], strict=True)))
 
     def _setitem(self, _: None) -> None:
         value = self.pop()
         key = self.pop()
-        self._target(dict)[key] = value
+        self._target(dict)[_key(key)] = value
 
     def _setitems(self, _: None) -> None:
         items = self._pop_to_mark()
-        self._target(dict).update(zip(items[::2], items[1::2], strict=True))
+        self._target(dict).update(_dict(zip(items[::2], items[1::2], strict=True)))
 
     def _target(self, kind: type) -> Any:
         if type(self._stack[-1]) is not kind:
@@ -254,24 +311,30 @@ class _Machine:
         self._push_name(_Name(self.pop(), name))
 
     def _push_name(self, name: _Name) -> None:
-        if name not in _KNOWN:
-            raise PickleError(f"needs {name}")
+        if not all(isinstance(part, str) for part in name) or name not in _KNOWN:
+            raise PickleError(f"needs {'.'.join(str(part)[:100] if isinstance(part, str) else '?' for part in name)}")
         self._stack.append(name)
 
     def _binpersid(self, _: None) -> None:
         """A storage, the only kind of object that torch refers to by an identity of its own."""
-        kind, storage, key, _location, elements, *view = self.pop()
-        if kind != "storage" or not isinstance(key, str) or any(part is not None for part in view):
-            raise PickleError(f"needs an object of the kind {kind!r}, not of a plain storage")
-        if type(elements) is not int or elements < 0:
-            raise PickleError(f"a storage of {elements!r} elements")
-        self._stack.append(Storage(None if storage == _UNTYPED else _STORAGES[storage], key, elements))
+        identity = self.pop()
+        if type(identity) is not tuple or not 5 <= len(identity) <= 6:
+            raise PickleError(f"needs the object {_shown(identity)}, not a plain storage")
+        kind, storage, key, _location, elements, *view = identity
+        if type(kind) is not str or kind != "storage" or type(key) is not str or any(part is not None for part in view):
+            raise PickleError(f"needs an object of the kind {_shown(kind)}, not of a plain storage")
+        if type(storage) is not _Name or (storage != _UNTYPED and storage not in _STORAGES):
+            raise PickleError(f"{_shown(storage)} is no storage")
+        self._stack.append(Storage(_STORAGES.get(storage), key, _size(elements)))
 
     def _reduce(self, _: None) -> None:
         arguments = self.pop()
         function = self.pop()
-        if function not in _FUNCTIONS:
-            raise PickleError(f"calls {function}")
+        if type(function) is not _Name or function not in _FUNCTIONS:
+            raise PickleError(f"calls {_shown(function)}")
+        if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
+            raise PickleError(f"calls {function} with other arguments than it takes")
+        self._count(sum(len(argument) for argument in arguments if isinstance(argument, (tuple, list, dict))))
         self._stack.append(_FUNCTIONS[function](*arguments))
 
     def _build(self, _: None) -> None:

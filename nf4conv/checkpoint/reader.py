@@ -2,18 +2,33 @@
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.errors import SourceError, named
 
+_MOST_OPEN: Final = 64
+"""Files; macOS allows a process 256 by default."""
+_LARGEST_READ: Final = 2**22
+
+
+class _Open:
+    """An open file, and how many threads are reading it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.readers = 0
+
 
 class Reader:
-    """Reads byte ranges of source files into the caller's buffers. Thread-safe; files stay open until it is closed."""
+    """Reads byte ranges of source files into the caller's buffers. Thread-safe; the last files read stay open."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
+        self._files: OrderedDict[Path, _Open] = OrderedDict()  # those read last are last
         self._lock = threading.Lock()
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
@@ -22,9 +37,8 @@ class Reader:
         Raises:
             SourceError: the file cannot be read, or ends early.
         """
-        descriptor = self._descriptor(path)
         position = 0
-        with named(path, SourceError):
+        with named(path, SourceError), self._opened(path) as descriptor:
             while position < len(buffer):
                 count = os.preadv(descriptor, [buffer[position:]], start + position)
                 if count == 0:
@@ -34,27 +48,41 @@ class Reader:
     def forget(self, path: Path) -> None:
         """Close a file that is not read any more."""
         with self._lock:
-            descriptor = self._descriptors.pop(path, None)
-        if descriptor is not None:
-            os.close(descriptor)
+            file = self._files.pop(path, None)
+        if file is not None:
+            os.close(file.descriptor)
 
     def interrupt(self) -> None:
         """Let whoever waits for data give up; local files keep nobody waiting."""
 
-    def _descriptor(self, path: Path) -> int:
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
+        """The descriptor of a file, which is not closed meanwhile."""
         with self._lock:
-            if path not in self._descriptors:
-                with named(path, SourceError):
-                    self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
+            file = self._files.get(path) or self._open(path)
+            self._files[path] = file
+            self._files.move_to_end(path)
+            file.readers += 1
+        try:
+            yield file.descriptor
+        finally:
+            with self._lock:
+                file.readers -= 1
+
+    def _open(self, path: Path) -> _Open:
+        """Open a file, and close one that nobody reads where that makes too many."""
+        idle = [other for other, file in self._files.items() if not file.readers]
+        if len(self._files) >= _MOST_OPEN and idle:
+            os.close(self._files.pop(idle[0]).descriptor)
+        return _Open(path)
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files.clear()
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -65,7 +93,9 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:
-    """The bytes of a small tensor; a SourceError if they cannot be read."""
+    """The bytes of a small tensor; a SourceError if it is not small, or they cannot be read."""
+    if tensor.nbytes > _LARGEST_READ:
+        raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes, too many for what it is")
     with named(tensor.file, SourceError), tensor.file.open("rb") as file:
         file.seek(tensor.start)
         return file.read(tensor.nbytes)

@@ -195,7 +195,7 @@ def _decide(
         return Keep(f"{tensor.dtype} is not a float dtype")
     module = module_of(tensor.name)
     splits_experts = any(family.splits_experts for family in evidence.families)
-    if splits_experts and (matrices := split_experts(tensor)):
+    if splits_experts and tensor.elements and (matrices := split_experts(tensor)):
         unwanted = why_unwanted(tensor.name)
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")

@@ -5,17 +5,28 @@ float tensors that it stands for (encoded.py).
 """
 
 import json
+import os
 import re
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.checkpoint.config import checkpoint_dtype
 from nf4conv.checkpoint.encoded import decoded_tensors
-from nf4conv.checkpoint.header import LENGTH_BYTES, TensorInfo, header_stop, parse_header, read_header
+from nf4conv.checkpoint.header import (
+    LENGTH_BYTES,
+    LONGEST_HEADER,
+    MOST_TENSORS,
+    TensorInfo,
+    header_stop,
+    parse_header,
+    read_header,
+)
+from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLE_SUFFIXES, STEMS, find_weights
@@ -31,6 +42,10 @@ _HEAD: Final = 2**17
 _FARTHEST: Final = 2**16
 """Bytes between two small tensors that are still read together: a request to the Hub costs more."""
 _LONGEST_READ: Final = 2**22
+_LARGEST_JSON: Final = 2**24
+LARGEST_INDEX: Final = 2**26
+"""Bytes: of config.json and the like; of the index of a million tensors."""
+_DEEPEST_JSON: Final = 64
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -60,26 +75,69 @@ class Source:
 
     Attributes:
         folder: where its files are.
+        root: the folder that the user named, which holds it, and which links may not lead out of.
         files: the weight files, in order of name.
         tensors: every tensor, in the order of files and of bytes within a file.
         config: the content of config.json; None when there is none.
         stem: base name of the weight files: "model", or what the source calls them.
         notes: what the user should know about it.
+        stamps: by which a file is seen to have changed since its header was read; none of a commit, which cannot.
         fetched: where it came from on the Hub, and which weight files are still there; None for one that is local.
         adapters: what has been merged into it.
     """
 
     folder: Path
+    root: Path
     files: tuple[Path, ...]
     tensors: tuple[TensorInfo, ...]
     config: Mapping[str, Any] | None
     stem: str
     notes: tuple[str, ...] = ()
+    stamps: "Mapping[Path, Stamp]" = field(default_factory=dict)
     fetched: "Fetched | None" = None
     adapters: "tuple[AdapterFiles, ...]" = ()
 
     def __str__(self) -> str:
         return str(self.folder if self.fetched is None else self.fetched.origin)
+
+
+class Stamp(NamedTuple):
+    """A file as it was at a time. Only on one host do times mean the same.
+
+    Attributes:
+        size: bytes.
+        modified: when its content changed, which can be set at will; ns.
+        changed: when the kernel last saw any change; ns.
+        ends: CRC-32 of its first and last bytes, between them the header.
+    """
+
+    size: int
+    modified: int
+    changed: int
+    ends: int
+
+
+def changed_files(source: Source) -> list[Path]:
+    """The weight files of a source that are not what they were when it was opened.
+
+    Raises:
+        SourceError: one cannot be read any more.
+    """
+    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
+        now = pool.map(stamp_of, source.stamps)
+        return [file for file, stamp in zip(source.stamps, now, strict=True) if stamp != source.stamps[file]]
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What a file is now; a SourceError if it cannot be read."""
+    with named(path, SourceError), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        head = file.read(LENGTH_BYTES)
+        length = max(min(int.from_bytes(head, "little"), LONGEST_HEADER), _HEAD)  # a pickle has other first bytes
+        ends = zlib.crc32(file.read(length), zlib.crc32(head))
+        file.seek(max(status.st_size - _HEAD, 0))
+        ends = zlib.crc32(file.read(_HEAD), ends)
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends)
 
 
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
@@ -95,7 +153,7 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
     opened = open_stored(source, where)
     folder, config = opened.folder, opened.config or {}
     exported = folder / "hf_quant_config.json"
-    modelopt = read_json(exported) if exported.is_file() else {}
+    modelopt = read_json(require_own(exported, opened.root)) if exported.is_file() else {}
     dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
     try:
         tensors, notes = decoded_tensors(opened.tensors, config, modelopt, dtype, partial(read_tensor, opened))
@@ -112,13 +170,13 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
         if path.is_file():
             return _open_file(path)
         if path.is_dir():
-            return _open_folder(path / (where.subfolder or ""), where.variant)
+            return _open_folder(path, where)
         if not is_repo_id(str(source)):
             raise SourceError(f"{path}: no such file or folder")
         from nf4conv.checkpoint.hub import fetch_source  # importing huggingface_hub takes a while
 
         fetched = fetch_source(str(source), where)
-        return replace(_open_folder(fetched.folder, where.variant, fetched), fetched=fetched)
+        return replace(_open_folder(fetched.folder, replace(where, subfolder=None), fetched), fetched=fetched)
     except AdapterError as error:
         raise AdapterError(_how_to_merge(str(source), where)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
@@ -143,16 +201,20 @@ def is_repo_id(text: str) -> bool:
     return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-def _open_folder(folder: Path, variant: str | None, fetched: "Fetched | None" = None) -> Source:
+def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = None) -> Source:
+    folder = root / (where.subfolder or "")
     absent = {} if fetched is None else fetched.absent
     names = {path.name for path in (*folder.iterdir(), *absent) if path in absent or path.is_file()}
-    weights = find_weights(names, variant, folder)
-    weight_map = _read_weight_map(folder / weights.name, absent) if weights.is_index else None
+    weights = find_weights(names, where.variant, folder)
+    weight_map = _read_weight_map(require_own(folder / weights.name, root), absent) if weights.is_index else None
     files = tuple(folder / name for name in sorted(set((weight_map or {"": weights.name}).values())))
-    stored = _read_headers(files, fetched)
+    for file in files:
+        if file not in absent:
+            require_own(file, root)
+    stamps, stored = _read_headers(files, fetched)
     if weight_map is not None:
         _check_index(folder, weight_map, stored)
-    return Source(folder, files, stored, _read_config(folder), weights.stem)
+    return Source(folder, root, files, stored, _read_config(folder, root), weights.stem, stamps=stamps)
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
@@ -193,13 +255,14 @@ def _open_file(path: Path) -> Source:
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{path}: an adapter, not a model")
     for index in sorted(folder.glob("*.index.json")):
-        if path.name in _read_weight_map(index, ()).values():
+        if path.name in _read_weight_map(require_own(index, folder), ()).values():
             raise SourceError(f"{path}: one shard of those that {index.name} lists; give the folder")
-    return Source(folder, (path,), _read_headers((path,)), _read_config(folder), STEMS[0])
+    stamps, stored = _read_headers((path,))
+    return Source(folder, folder, (path,), stored, _read_config(folder, folder), STEMS[0], stamps=stamps)
 
 
 def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]:
-    table = read_json(index)
+    table = read_json(index, LARGEST_INDEX)
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: has no weight_map")
@@ -215,18 +278,26 @@ def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]
     return weight_map
 
 
-def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> tuple[TensorInfo, ...]:
+def _read_headers(
+    files: tuple[Path, ...], fetched: "Fetched | None" = None
+) -> tuple[dict[Path, Stamp], tuple[TensorInfo, ...]]:
+    """What files were when their headers were read, and the tensors of all of them."""
     seen: dict[str, TensorInfo] = {}
+    stamps: dict[Path, Stamp] = {}
     with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
+        if fetched is None:
+            stamps = dict(zip(files, pool.map(stamp_of, files), strict=True))
         headers = list(pool.map(partial(_read_header, fetched), files))
     for file, header in zip(files, headers, strict=True):
+        if len(seen) + len(header) > MOST_TENSORS:
+            raise SourceError(f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model has")
         for tensor in header:
             if tensor.name in seen:
                 raise SourceError(f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}")
             seen[tensor.name] = tensor
     if not seen:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
-    return tuple(seen.values())
+    return stamps, tuple(seen.values())
 
 
 def _read_header(fetched: "Fetched | None", path: Path) -> tuple[TensorInfo, ...]:
@@ -250,18 +321,31 @@ def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: tuple[Ten
             raise SourceError(f"{folder / file}: {name}: the index places this tensor here, but the file lacks it")
 
 
-def _read_config(folder: Path) -> Mapping[str, Any] | None:
+def _read_config(folder: Path, root: Path) -> Mapping[str, Any] | None:
     path = folder / "config.json"
-    return read_json(path) if path.is_file() else None
+    return read_json(require_own(path, root)) if path.is_file() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a SourceError if it cannot be read, or is none."""
+def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
+    """A JSON object from a file of at most so many bytes; a SourceError if it cannot be read, or is none."""
     try:
         with named(path, SourceError):
+            size = path.stat().st_size
+            if size > most:
+                raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}")
             content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise SourceError(f"{path}: not a JSON object")
+    level: list[Any] = [content]
+    for _ in range(_DEEPEST_JSON):
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times")
     return content

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from nf4conv.checkpoint.hub import HUB_ERRORS, RemoteFile, Repository, one_line, patiently
+from nf4conv.checkpoint.background import Background, outlast
+from nf4conv.checkpoint.hub import HUB_ERRORS, PATIENCE, RemoteFile, Repository, abort_transfers, one_line, patiently
 from nf4conv.checkpoint.reader import Reader, read_chunks
 from nf4conv.errors import OutputError, SourceError
 
@@ -79,17 +80,23 @@ class ShardStream(RemoteReader):
         self._past: set[Path] = set()
         self._error: Exception | None = None
         self._stopped = threading.Event()
+        self._fetching = Background(self._fetch_all, "nf4conv-fetch")
 
     def __enter__(self) -> "ShardStream":
         _remove_others(self._folder, [self._absent[path] for path in self._needed[:FILES_ON_DISK]])
-        threading.Thread(target=self._fetch_all, name="nf4conv-fetch", daemon=True).start()
+        self._fetching.start()
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self.interrupt()
+        outlast([self._fetching], self._stop, PATIENCE)
         super().__exit__(*failure)
         if failure[0] is None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop(self) -> None:
+        self.interrupt()
+        if self._fetching.is_busy:
+            abort_transfers()
 
     def expect(self, path: Path | None) -> None:
         """Announce work that needs a file; files before it in the order get no more. None: neither does any other."""
@@ -107,8 +114,7 @@ class ShardStream(RemoteReader):
             while path in self._absent and path not in self._ready:
                 if self._error is not None:
                     raise self._error
-                if self._stopped.is_set():
-                    raise SourceError(f"{path.name}: no longer wanted")
+                self._go_on()
                 self._changed.wait()
 
     def done(self, path: Path) -> None:
@@ -168,9 +174,13 @@ class ShardStream(RemoteReader):
                 return local
         raise SourceError(f"{self._repository.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged")
 
+    def _go_on(self) -> None:
+        if self._stopped.is_set():
+            raise SourceError("no longer wanted")
+
     def _download(self, file: RemoteFile, *, again: bool) -> Path:
         where = f"{self._repository.repo}/{file.name}"
-        attempt = partial(self._repository.download, file, self._folder, again=again)
+        attempt = partial(self._repository.download, file, self._folder, self._go_on, again=again)
         try:
             local = patiently(attempt, self._stopped)
         except HUB_ERRORS as error:

@@ -16,11 +16,19 @@ from typing import Any, Final
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo, read_header
 from nf4conv.checkpoint.reader import read_bytes
+from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
 from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import COMPONENT_SUFFIXES, DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES, block_count
+from nf4conv.format.layout import (
+    COMPONENT_SUFFIXES,
+    DTYPE_NAMES,
+    LARGEST_QUANT_STATE,
+    QUANT_STATE_PREFIX,
+    STORAGE_DTYPES,
+    block_count,
+)
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
@@ -107,11 +115,11 @@ def _find_files(structure: Structure) -> tuple[tuple[Path, ...], Mapping[str, An
 
 def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
     try:
-        table = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        structure.note("index", index, "", f"not JSON: {error}")
+        table = read_json(index, LARGEST_INDEX)
+    except SourceError as error:
+        structure.note("index", index, "", str(error).removeprefix(f"{index}: "))
         return {}
-    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict):
         structure.note("index", index, "", "has no weight_map")
         return {}
@@ -225,6 +233,9 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
 
 
 def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> QuantStateFields | None:
+    if blob.dtype != "U8" or blob.nbytes > LARGEST_QUANT_STATE:
+        structure.note("quant state", blob.file, blob.name, f"{blob.nbytes:,} bytes of {blob.dtype} are none")
+        return None
     try:
         fields = json.loads(structure.read(blob))
     except (ValueError, RecursionError) as error:

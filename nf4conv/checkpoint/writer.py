@@ -1,9 +1,11 @@
 """One output shard: a temporary file, positional writes from many threads, then header, fsync and the final name."""
 
 import os
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from nf4conv.checkpoint.crc32 import crc32_of_pieces
 from nf4conv.checkpoint.header import build_header, read_header
 from nf4conv.errors import OutputError, named
 
@@ -19,6 +21,9 @@ class ShardWriter:
         final: path when it is complete.
         header_size: bytes to reserve for the header.
         data_size: bytes of data at fixed offsets; `finish` may append to them.
+
+    Attributes:
+        crc32: of the finished file, from the pieces that were written, not from what the disk made of them.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
@@ -26,8 +31,11 @@ class ShardWriter:
         self._final = final
         self._header_size = header_size
         self._data_size = data_size
+        self._pieces: list[tuple[int, int, int]] = []  # to which threads append
+        self.crc32 = 0
         with named(temporary, OutputError):
-            self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            temporary.unlink(missing_ok=True)
+            self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._descriptor, header_size + data_size)
 
     def place(self, offset: int) -> tuple[Path, int]:
@@ -37,6 +45,7 @@ class ShardWriter:
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at `offset`, counted from the end of the header; an OutputError if that fails."""
         position = self._header_size + offset
+        self._pieces.append((position, position + len(data), zlib.crc32(data)))
         with named(self._final, OutputError):
             while data:
                 count = os.pwrite(self._descriptor, data, position)
@@ -70,6 +79,7 @@ class ShardWriter:
             self.close()
             self._check(expected, size)
             self._temporary.replace(self._final)
+        self.crc32 = crc32_of_pieces(self._pieces, size)
         return size
 
     def _check(self, expected: dict[str, tuple[int, int]], size: int) -> None:
@@ -85,15 +95,37 @@ class ShardWriter:
             self._descriptor = -1
 
 
-def write_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file in one go so that it either exists whole or not at all; an OutputError if that fails."""
-    temporary = path.with_name(f".{path.name}.partial")
+def write_file(path: Path, chunks: Iterable[bytes], *, folder: Path | None = None, mode: int = 0o666) -> None:
+    """Write a file in one go so that it either exists whole or not at all; an OutputError if that fails.
+
+    Args:
+        path: of the file.
+        chunks: its content.
+        folder: on the same disk, for what is not whole yet; None for that of the file.
+        mode: permissions, from which the process's umask takes.
+    """
+    # a name that nobody can foresee, and that nobody has: not even as a link to another file
+    temporary = (folder or path.parent) / f".{path.name[:40]}.{os.urandom(8).hex()}.partial"
     with named(path, OutputError):
-        with temporary.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_result(path: Path, content: bytes) -> None:
+    """Write a file that the user has named: into what is there if it is a pipe, a device or a link, or else whole."""
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
+        write_file(path, [content])
+        return
+    with named(path, OutputError):
+        path.write_bytes(content)
 
 
 def sync_folder(path: Path) -> None:

@@ -12,6 +12,7 @@ from nf4conv.commands.single.compare import ComparisonPlan, execute, make_plan, 
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
 from nf4conv.report.results import ComparisonReport
+from nf4conv.report.tolerance import check_tolerance
 
 
 def compare_checkpoints(
@@ -48,8 +49,7 @@ def plan_comparison(
     and a slash.
     """
     options = options or CompareOptions()
-    if options.tolerance is not None and not options.tolerance >= 0:
-        raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
+    check_tolerance(options.tolerance)
     try:
         return plan_one(a, b, options, where)
     except DiffusersFolderError:

@@ -7,15 +7,15 @@ OUT/model_index.json    last of all: without it diffusers does not take the fold
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
-from nf4conv.checkpoint.workspace import CHECKSUMS, WORK_FOLDER, Workspace
-from nf4conv.commands.output import source_stamps, space_needed
+from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished
+from nf4conv.commands.output import source_changes, source_stamps, space_needed
 from nf4conv.commands.single.dequantize import DequantizationPlan
 from nf4conv.commands.single.quantize import QuantizationPlan
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
@@ -34,10 +34,14 @@ class DiffusersPlan(Generic[PlanT]):
     Attributes:
         folder: the pipeline.
         submodels: the plan of each, by name.
+        front: what its card says at its top.
+        complaints: what the user should know of what belongs to no submodel.
     """
 
     folder: DiffusersFolder
     submodels: Mapping[str, PlanT]
+    front: Mapping[str, Any] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()
 
     def rows(self) -> list[PlanRow]:
         """The rows of all submodels, names and files with the submodel in front."""
@@ -54,8 +58,13 @@ class DiffusersPlan(Generic[PlanT]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of all submodels."""
-        return tuple(f"{name}: {note}" for name, plan in self.submodels.items() for note in plan.notes)
+        """The notes of all submodels, and of the whole."""
+        strays: list[str] = [name for name in self.folder.strays if name.partition("/")[0] not in self.submodels]
+        return (
+            *(f"{name}: {note}" for name, plan in self.submodels.items() for note in plan.notes),
+            *(f"{name}: a link that leads out of {self.folder.folder}; it is not copied" for name in strays),
+            *self.complaints,
+        )
 
 
 def for_submodel(name: str, options: OptionsT) -> OptionsT:
@@ -96,7 +105,8 @@ def write_submodels(
     """
     reports: list[ReportT] = []
     kept, last = 0, list(plan.submodels)[-1]
-    with Workspace(out, _fingerprint(plan, run), overwrite=run.overwrite, checksum=False) as workspace:
+    stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
+    with Workspace(out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False) as workspace:
         if run.verify:
             workspace.forget()  # submodels of an earlier run, which nobody may have looked at
         (out / plan.folder.index.name).unlink(missing_ok=True)  # of a run that ended between its last two steps
@@ -104,16 +114,16 @@ def write_submodels(
         missing = [(name, part) for name, part in plan.submodels.items() if name not in finished]
         workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing))
         for name, part in plan.submodels.items():
-            marker = _marker(name, part)
             if name in finished:
                 kept += len(part.output.shards)
                 progress(part.totals().bytes_in)
                 continue
-            # without its work folder a submodel was finished, but not yet noted as such
-            again = not (out / name / WORK_FOLDER).is_dir()
-            reports.append(write(part, out / name, replace(run, overwrite=again), progress))
+            # what is there but not begun was finished and not yet noted as such, or is to be overwritten
+            again = replace(run, overwrite=not is_unfinished(out / name))
+            reports.append(write(part, out / name, again, progress))
             if name != last:  # which is never skipped, so that a run has something to report
-                workspace.record(marker, (out / marker).stat().st_size)
+                for shard in _files(name, part):
+                    workspace.record(shard, (out / shard).stat().st_size)
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
         report = _joined(plan, out, reports, kept)
@@ -124,14 +134,14 @@ def write_submodels(
     return report
 
 
-def _marker(name: str, plan: QuantizationPlan | DequantizationPlan) -> str:
-    """The file by which a finished submodel is noted."""
-    return f"{name}/{plan.output.shards[0].name}"
+def _files(name: str, plan: QuantizationPlan | DequantizationPlan) -> set[str]:
+    """The files by which a finished submodel is noted."""
+    return {f"{name}/{shard.name}" for shard in plan.output.shards}
 
 
 def _is_finished(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan, run: RunOptions) -> bool:
     has_checksums = (workspace.out / name / CHECKSUMS).is_file()
-    return _marker(name, plan) in workspace.finished and has_checksums == run.checksum
+    return _files(name, plan) <= workspace.finished.keys() and has_checksums == run.checksum
 
 
 def _space_needed(folder: Path, plan: QuantizationPlan | DequantizationPlan) -> int:

@@ -8,18 +8,19 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
-from nf4conv.checkpoint.auxiliary import auxiliary_files
+from nf4conv.checkpoint.auxiliary import auxiliary_files, auxiliary_strays
 from nf4conv.checkpoint.plan import CopyJob, Job, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
-from nf4conv.checkpoint.source import Source
+from nf4conv.checkpoint.source import Source, changed_files
 from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
@@ -46,6 +47,7 @@ class WritingPlan:
         output: the output files.
         config: the content of the output's config.json; None when the source has none.
         notes: what the user should know.
+        front: what the source's card says at its top, for one that gets a card.
     """
 
     command: ClassVar[str]
@@ -56,11 +58,13 @@ class WritingPlan:
     output: Plan
     config: Mapping[str, Any] | None
     notes: tuple[str, ...]
+    front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
         """Files that are copied beside the weights, relative to the source's folder."""
-        return () if self.source.config is None else auxiliary_files(self.source.folder)
+        source = self.source
+        return () if source.config is None else auxiliary_files(source.folder, source.root)
 
     def rows(self) -> list[PlanRow]:
         """One for each weight that is packed or decoded, and each tensor that is kept."""
@@ -83,6 +87,14 @@ def kept_as_stored(submodel: Source, format: Format, max_shard_size: int) -> Pla
     """The output files of a submodel of a diffusers pipeline in which nothing changes."""
     groups = [[CopyJob(tensor, tensor.dtype, "the submodel stays as it is")] for tensor in submodel.tensors]
     return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
+
+
+def notes_on_links(source: Source) -> tuple[str, ...]:
+    """A line for each file that is not copied, because it is not the source's own."""
+    if source.config is None:
+        return ()
+    strays = auxiliary_strays(source.folder, source.root)
+    return tuple(f"{name}: a link that leads out of {source.root}; it is not copied" for name in strays)
 
 
 def ignore(count: int) -> None:
@@ -131,16 +143,29 @@ def _kind(job: Job) -> str:
 
 def source_stamps(source: Source) -> dict[str, list[int]]:
     """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
-    local = {adapter.file: adapter.origin is None for adapter in source.adapters}
-    files = [file for file in source.files if local.get(file, source.fetched is None)]
     stamps: dict[str, list[int]] = {} if source.fetched is None else {str(source): []}
-    try:
-        for file in files:
-            name = file.relative_to(source.folder) if file.is_relative_to(source.folder) else file
-            stamps[str(name)] = [(status := file.stat()).st_size, status.st_mtime_ns]
-        return stamps
-    except OSError as error:
-        raise SourceError(f"{error.filename}: {error.strerror}") from error
+    return stamps | {_relative(source, file): [stamp.size, stamp.modified] for file, stamp in source.stamps.items()}
+
+
+def source_changes(source: Source) -> dict[str, int]:
+    """When the kernel last saw each weight file change: what came of another is not kept, for bytes may have."""
+    return {_relative(source, file): stamp.changed for file, stamp in source.stamps.items()}
+
+
+def _relative(source: Source, file: Path) -> str:
+    return str(file.relative_to(source.folder) if file.is_relative_to(source.folder) else file)
+
+
+def _require_unchanged(source: Source, what: str) -> None:
+    for file in changed_files(source):
+        raise SourceError(f"{file}: changed {what}")
+
+
+def read_front(source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """What the source's card says at its top, and a line for the user if that cannot be read."""
+    from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
+
+    return read_front_matter(source.folder / "README.md", source.root)
 
 
 def write_checkpoint(
@@ -177,8 +202,9 @@ def write_checkpoint(
     engine, shard_tasks = computed_by
     pipeline = make_pipeline(engine, run, progress)
     before = pipeline.memory()
-    fingerprint = _fingerprint(plan, engine.device)
-    with Workspace(out, fingerprint, overwrite=run.overwrite, checksum=run.checksum) as workspace:
+    _require_unchanged(plan.source, "since it was planned; run again")
+    fingerprint, stamps = _fingerprint(plan, engine.device), source_changes(plan.source)
+    with Workspace(out, fingerprint, stamps, overwrite=run.overwrite, checksum=run.checksum) as workspace:
         audit = make_audit(pipeline.piece, run.tolerance) if is_audited else None
         if audit is not None:
             workspace.forget()  # shards of an earlier run, which nobody has looked at
@@ -211,12 +237,9 @@ def _write(
 ) -> None:
     """Fill a workspace, which is a finished checkpoint afterwards."""
     workspace.check_space(space_needed(plan, workspace.finished))
-    before = source_stamps(plan.source)
     with _open_reader(plan, workspace) as reader, ExitStack() as writers:
         pipeline.run(_tasks(plan, workspace, pipeline, shard_tasks, writers, reader, announce, audit), reader)
-    changed = [name for name, stamp in source_stamps(plan.source).items() if stamp != before[name]]
-    if changed:
-        raise SourceError(f"{plan.source.folder / changed[0]}: changed while it was read; start anew with --overwrite")
+    _require_unchanged(plan.source, "while it was read; start anew with --overwrite")
     faults = [] if audit is None else list(audit.faults())
     if faults:
         workspace.forget()
@@ -271,23 +294,24 @@ def _tasks(
 ) -> Iterator[Task[Any]]:
     """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
 
-    def finish(name: str, size: int) -> None:
-        workspace.record(name, size)
+    def finish(writer: ShardWriter, name: str, size: int) -> None:
+        workspace.record(name, size, writer.crc32)
         if announce is not None:
             announce(name, workspace.out / name)
 
     def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
         writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
-        progress = ShardProgress(shard, plan.output.format, writer, partial(finish, shard.name), audit)
+        progress = ShardProgress(shard, plan.output.format, writer, partial(finish, writer, shard.name), audit)
         return shard_tasks(progress, pipeline.piece)
 
-    kept = [shard for shard in plan.output.shards if shard.name in workspace.finished]
+    names = set(workspace.finished)
+    kept = [shard for shard in plan.output.shards if shard.name in names]
     pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
     if announce is not None:
         for shard in kept:
             announce(shard.name, workspace.out / shard.name)
-    shards = (of_shard(shard) for shard in plan.output.shards if shard not in kept)
+    shards = (of_shard(shard) for shard in plan.output.shards if shard.name not in names)
     if plan.source.fetched is None or not plan.source.fetched.absent:
         return interleave(shards, _SHARDS_AT_A_TIME)
     from nf4conv.pipeline.streaming import streamed  # importing huggingface_hub takes a while

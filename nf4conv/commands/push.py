@@ -13,7 +13,8 @@ from typing import Final
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported, but by name only
 
-from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, one_line, patiently
+from nf4conv.checkpoint.background import Background, outlast
+from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, PATIENCE, abort_transfers, one_line, patiently
 from nf4conv.errors import Nf4convError, OutputError
 
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -42,7 +43,7 @@ class Push:
         self._uploaded: dict[str, CommitOperationAdd] = {}
         self._error: Exception | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._upload_all, name="nf4conv-push", daemon=True)
+        self._uploading = Background(self._upload_all, "nf4conv-push")
         try:
             self._api.create_repo(repo, private=not public, exist_ok=True)
             info = self._api.model_info(repo)
@@ -58,12 +59,17 @@ class Push:
             )
 
     def __enter__(self) -> "Push":
-        self._thread.start()
+        self._uploading.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        outlast([self._uploading], self._stop, PATIENCE)
+
+    def _stop(self) -> None:
         self._stopped.set()
         self._queue.put(None)
+        if self._uploading.is_busy:
+            abort_transfers()
 
     def offer(self, name: str, path: Path) -> None:
         """Say that a file is finished; it is uploaded in the background. May be called from any thread."""
@@ -83,8 +89,7 @@ class Push:
             Nf4convError: the hub did not take them.
         """
         self._queue.put(None)
-        while self._thread.is_alive():
-            self._thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
+        self._uploading.wait()
         files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         try:
             if self._error is not None:
@@ -103,7 +108,7 @@ class Push:
         try:
             while (entry := self._queue.get()) is not None and not self._stopped.is_set():
                 self._upload(*entry)
-        except HUB_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 - raised again by `commit`
             self._error = error
 
     def _upload(self, name: str, path: Path) -> None:

@@ -84,7 +84,10 @@ def plan_quantization(
         )
         for name, place in folder.submodels.items()
     }
-    return _checked(DiffusersPlan(folder, submodels))
+    from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
+
+    front, complaint = read_front_matter(folder.folder / "README.md", folder.folder)
+    return _checked(DiffusersPlan(folder, submodels, front, complaint))
 
 
 def _checked(plan: DiffusersPlan[QuantizationPlan]) -> DiffusersPlan[QuantizationPlan]:
@@ -164,7 +167,7 @@ def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
         for name, part in plan.submodels.items()
     }
     return diffusers_card(
-        plan.folder.folder,
+        plan.front,
         class_name if isinstance(class_name, str) and class_name.isidentifier() else "DiffusionPipeline",
         {name: (part.source, part.output) for name, part in plan.submodels.items()},
         figures,

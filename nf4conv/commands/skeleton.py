@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.checkpoint.config import architecture_of, without_quantization
-from nf4conv.checkpoint.evidence import Why
+from nf4conv.checkpoint.evidence import Why, numbers_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import ModuleNames, module_of
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, Selection, select, with_skip_list
@@ -22,6 +22,10 @@ from nf4conv.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_MOST_PARTS: Final = 10_000
+"""Layers or experts: their modules are made, if without weights."""
 
 
 @dataclass(frozen=True)
@@ -116,51 +120,46 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
         raise PlanError(
             f"--plan-with transformers needs transformers 5: pip install 'nf4conv[transformers]' ({error})"
         ) from error
-    model = _build(config)
-    conversions = get_model_conversion_mapping(model)
-    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, WeightConverter)]
-    meta_state = model.state_dict()
-    modules = {}
-    for name in names:
-        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, meta_state)
-        if converter is None and renamed.endswith(".weight") and renamed in meta_state:
-            modules[name] = module_of(renamed)
-    linear, transposed = _linear_modules(model)
-    protected = list(model._keep_in_fp32_modules or ())
-    linear = {path for path in linear if should_convert_module(path, protected)}
+    try:
+        model = _build(config)
+        conversions = get_model_conversion_mapping(model)
+        renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+        converters = [step for step in conversions if isinstance(step, WeightConverter)]
+        meta_state = model.state_dict()
+        modules = {}
+        for name in names:
+            renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, meta_state)
+            if converter is None and renamed.endswith(".weight") and renamed in meta_state:
+                modules[name] = module_of(renamed)
+        linear, transposed = _linear_modules(model)
+        protected = list(model._keep_in_fp32_modules or ())
+        linear = {path for path in linear if should_convert_module(path, protected)}
+    except PlanError:
+        raise
+    except Exception as error:
+        version = f"--plan-with transformers: transformers {transformers.__version__}"
+        raise PlanError(f"{version} cannot build {architecture_of(config) or 'a model'}: {str(error)[:300]}") from error
     return Skeleton(modules, frozenset(linear), frozenset(transposed & linear), transformers.__version__)
 
 
 def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
     import torch
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
 
+    for key, value in numbers_of(config):
+        if value > _MOST_PARTS and any(word in key for word in ("layer", "depth", "expert")):
+            raise ValueError(f"{key} is {value:,}")
     architecture = architecture_of(config)
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise PlanError(
             f"--plan-with transformers: transformers {transformers.__version__} has no {architecture or 'architecture'}"
         )
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # only a file goes through all that transformers reads it with
-            Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
-            parsed = model_class.config_class.from_pretrained(folder)
-        with torch.device("meta"):
-            return model_class(parsed)  # type: ignore[no-any-return]
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        LookupError,
-        ImportError,
-        RuntimeError,
-        StrictDataclassError,
-    ) as error:
-        raise PlanError(
-            f"--plan-with transformers: transformers {transformers.__version__} cannot build {architecture}: {error}"
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:  # only a file goes through all that transformers reads it with
+        Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
+        parsed = model_class.config_class.from_pretrained(folder)
+    with torch.device("meta"):
+        return model_class(parsed)  # type: ignore[no-any-return]
 
 
 def _linear_modules(model: "PreTrainedModel") -> tuple[set[str], set[str]]:

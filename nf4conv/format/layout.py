@@ -35,6 +35,10 @@ COMPONENT_SUFFIXES: Final = (
 )
 """Every suffix a component of a 4-bit weight can have after `W.`."""
 
+_MOST_DIMENSIONS: Final = 64  # as torch
+LARGEST_QUANT_STATE: Final = 2**16
+"""Bytes of a JSON blob: some hundred are usual."""
+
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
 
@@ -144,17 +148,24 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
     return (packed, absmax, quant_map, *nested, blob)
 
 
-def parse_quant_state(blob: bytes) -> dict[str, Any]:
-    """The content of a JSON blob; a CodecError if it is none that bitsandbytes reads."""
+def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
+    """The content of a JSON blob; a CodecError if it is none that bitsandbytes reads.
+
+    Args:
+        blob: UTF-8.
+        may_say_more: whether there may be keys that bitsandbytes does not know, at which it fails.
+    """
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"quant_state: not JSON ({error})") from error
-    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= _JSON_KEYS | _NESTED_JSON_KEYS:
-        raise CodecError(f"quant_state: expected the keys {sorted(_JSON_KEYS | _NESTED_JSON_KEYS)}, found {fields}")
+    known = _JSON_KEYS | _NESTED_JSON_KEYS
+    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= (known if not may_say_more else {*fields}):
+        raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
     shape = fields["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise CodecError(f"quant_state: shape {shape!r} is not a list of sizes")
+    is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise CodecError(f"quant_state: shape {shape!r:.100} is not a list of sizes")
     for key, allowed in (
         ("quant_type", tuple(CODEBOOKS)),
         ("blocksize", BLOCKSIZES),
@@ -173,9 +184,9 @@ def nested_offset_of(fields: Mapping[str, Any]) -> float:
         raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
     offset = fields["nested_offset"]
     if type(offset) not in (float, int):
-        raise CodecError(f"quant_state: nested_offset {offset!r} is not a number")
+        raise CodecError(f"quant_state: nested_offset {offset!r:.100} is not a number")
     try:
         struct.pack("<f", offset)
-    except OverflowError:
-        raise CodecError(f"quant_state: nested_offset {offset!r} is too large for float32") from None
+    except (OverflowError, struct.error):  # of a float, of an integer
+        raise CodecError(f"quant_state: nested_offset {offset!r:.100} is too large for float32") from None
     return float(offset)

@@ -17,15 +17,18 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from nf4conv.checkpoint.background import Background, outlast
 from nf4conv.checkpoint.header import FileRange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
+from nf4conv.report.tolerance import check_tolerance
 
 
 class Activity(Enum):
@@ -142,7 +145,7 @@ class Pipeline(Generic[W]):
     def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.
 
-        An interrupt stops the workers after the piece in hand.
+        An interrupt stops the workers after the piece in hand. However the call ends, no worker is left.
 
         Args:
             tasks: taken one by one, in this order.
@@ -150,21 +153,14 @@ class Pipeline(Generic[W]):
         """
         with nullcontext(reader) if reader is not None else Reader() as reader:
             crew = _Crew(tasks, reader)
-            threads = [
-                threading.Thread(target=self._work, args=(crew, reader), name=f"nf4conv-{number}", daemon=True)
-                for number in range(self.workers)
-            ]
+            threads = [Background(partial(self._work, crew, reader), f"nf4conv-{n}") for n in range(self.workers)]
             try:
                 for thread in threads:
                     thread.start()
                 for thread in threads:
-                    while thread.is_alive():
-                        thread.join(0.2)  # with a timeout, so that signals are handled meanwhile
+                    thread.wait()
             except BaseException:
-                crew.stop(None)
-                for thread in threads:
-                    if thread.ident is not None:  # an interrupt may come before all have been started
-                        thread.join()
+                outlast(threads, partial(crew.stop, None))
                 raise
         if crew.error is not None:
             raise crew.error
@@ -219,6 +215,7 @@ def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], N
     """A pipeline with as many workers and as much memory as the user asked for; a PlanError if that makes no sense."""
     if run.workers < 0 or run.buffer_size <= 0:
         raise PlanError("--workers and --buffer-size must be positive")
+    check_tolerance(run.tolerance)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = run.workers or (cores if engine.device == "cpu" else min(cores, _CUDA_WORKERS))
     return Pipeline(engine, workers=workers, buffer_size=run.buffer_size, advance=advance)

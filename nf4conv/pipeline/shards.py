@@ -4,6 +4,7 @@ How a weight is packed differs by engine (with_torch/pack.py, without_torch/pack
 piece by piece does not.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Audit(Protocol):
 
 
 class NonFiniteError(SourceError):
-    """A weight that was to be packed holds NaN or infinity."""
+    """A weight that was to be packed holds NaN or infinity, or values so large that its scales become infinite."""
 
     def __init__(self, job: PackJob) -> None:
         super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
@@ -189,7 +190,14 @@ def fill(
 
 
 def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float | None]) -> dict[str, bytes]:
-    """The JSON blobs of packed weights, by name; `offsets` are nested_offsets, None without double quantization."""
+    """The JSON blobs of packed weights, by name; `offsets` are nested_offsets, None without double quantization.
+
+    Raises:
+        NonFiniteError: the scales of a weight are so large that their mean is not finite.
+    """
+    for job, offset in zip(jobs, offsets, strict=True):
+        if offset is not None and not math.isfinite(offset):
+            raise NonFiniteError(job)
     return {
         job.name: quant_state_json(format, job.matrix.shape, offset) for job, offset in zip(jobs, offsets, strict=True)
     }

@@ -10,10 +10,13 @@ import yaml
 
 from nf4conv import __version__
 from nf4conv.checkpoint.config import architecture_of
+from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
 from nf4conv.checkpoint.source import AdapterFiles, Source
+from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.text import printable
 
 if TYPE_CHECKING:
     from nf4conv.checkpoint.hub import Origin
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 _INHERITED: Final = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets")
 """What holds for the quantized model as for the original."""
 
-_FRONT_MATTER: Final = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_LONGEST_FRONT_MATTER: Final = 2**17
+_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
+"""What Markdown takes for more than a character, HTML in it included."""
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
 _LOADERS: Final = {
@@ -54,7 +60,7 @@ class _Subject:
 
     Attributes:
         origin: where the original came from; None for one on this disk.
-        readme: the original's own card, if there is one.
+        front: what the original's own card says at its top.
         library: that loads it.
         format: of the packed weights.
         jobs: what was written.
@@ -63,7 +69,7 @@ class _Subject:
     """
 
     origin: "Origin | None"
-    readme: Path
+    front: Mapping[str, Any]
     library: str
     format: Format
     jobs: Sequence[Job]
@@ -71,27 +77,29 @@ class _Subject:
     adapters: tuple[AdapterFiles, ...] = ()
 
 
-def model_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, figures: Figures) -> str:
+def model_card(
+    source: Source, plan: Plan, config: Mapping[str, Any] | None, front: Mapping[str, Any], figures: Figures
+) -> str:
     """The card: front matter by which the Hub files the model under its original, and what was done to it.
 
     Args:
-        source: the original; what its own card says of license and language is taken over.
+        source: the original.
         plan: what was written.
         config: the content of the output's config.json.
+        front: from `read_front_matter`; what it says of license and language is taken over.
         figures: sizes.
     """
     origin = None if source.fetched is None else source.fetched.origin
     library = "transformers" if source.stem == "model" else "diffusers"
-    readme = source.folder / "README.md"
-    subject = _Subject(origin, readme, library, plan.format, list(plan.jobs), figures, source.adapters)
+    subject = _Subject(origin, front, library, plan.format, list(plan.jobs), figures, source.adapters)
     compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
     return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(config)])
 
 
-def merged_card(source: Source, plan: Plan, config: Mapping[str, Any] | None) -> str:
+def merged_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, original: Mapping[str, Any]) -> str:
     """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as `model_card`."""
-    origin, readme = None if source.fetched is None else source.fetched.origin, source.folder / "README.md"
-    subject = _Subject(origin, readme, "transformers", plan.format, [], Figures(0, 0), source.adapters)
+    origin = None if source.fetched is None else source.fetched.origin
+    subject = _Subject(origin, original, "transformers", plan.format, [], Figures(0, 0), source.adapters)
     front = _front_matter(subject)
     front |= {"tags": [tag for tag in front["tags"] if tag not in _OWN_TAGS] + ["nf4conv"]}
     base = source.folder.name if origin is None else f"[{origin.repo}]({_HUB}/{origin.repo})"
@@ -100,7 +108,7 @@ def merged_card(source: Source, plan: Plan, config: Mapping[str, Any] | None) ->
 
 
 def diffusers_card(
-    folder: Path,
+    front: Mapping[str, Any],
     class_name: str,
     submodels: Mapping[str, tuple[Source, Plan]],
     figures: Mapping[str, Figures],
@@ -109,7 +117,7 @@ def diffusers_card(
     """The card of a diffusers pipeline, as `model_card`.
 
     Args:
-        folder: of the original.
+        front: of the original's card.
         class_name: of the diffusers pipeline.
         submodels: (original, what was written) of each, by name.
         figures: of each.
@@ -124,7 +132,7 @@ def diffusers_card(
     jobs = [job for _, plan in submodels.values() for job in plan.jobs]
     before = sum(part.bytes_before for part in figures.values())
     whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
-    subject = _Subject(origin, folder / "README.md", "diffusers", plan.format, jobs, whole)
+    subject = _Subject(origin, front, "diffusers", plan.format, jobs, whole)
     loading = (
         f"## Use\n\n```python\nimport torch\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
         f'pipeline = {class_name}.from_pretrained("path or name of this model", '
@@ -142,7 +150,7 @@ def _yaml(front: Mapping[str, Any]) -> str:
 
 
 def _front_matter(subject: _Subject) -> dict[str, Any]:
-    before = _card_of(subject.readme)
+    before = subject.front
     front: dict[str, Any] = {}
     if subject.origin is not None:
         front |= {"base_model": subject.origin.repo, "base_model_relation": "quantized"}
@@ -157,18 +165,42 @@ def _front_matter(subject: _Subject) -> dict[str, Any]:
     return front
 
 
-def _card_of(path: Path) -> dict[str, Any]:
-    """The front matter of a card; nothing where there is none that can be read."""
+def read_front_matter(path: Path, root: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a card says at its top, and a line for the user about why it cannot be read.
+
+    Args:
+        path: of the card.
+        root: the folder that links may not lead out of.
+    """
+    if not path.is_file():
+        return {}, ()
     try:
-        block = _FRONT_MATTER.match(path.read_text(encoding="utf-8"))
-        front = yaml.safe_load(block[1]) if block is not None else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}
+        require_own(path, root)
+        with path.open("rb") as file:
+            raw = file.read(_LONGEST_FRONT_MATTER)
+        block = _FRONT_MATTER.match(raw)
+        if block is None and len(raw) == _LONGEST_FRONT_MATTER and raw.startswith(b"---"):
+            raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
+        front = yaml.load(block[1].decode(), _PlainLoader) if block is not None else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, SourceError) as error:
+        reason = " ".join(str(error).removeprefix(f"{path}: ").split())
+        return {}, (f"README.md: the new card takes over nothing of it, for its front matter cannot be read: {reason}",)
+    return {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}, ()
+
+
+class _PlainLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
+    """Strings, lists and mappings, and no aliases, by which a few lines stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    if isinstance(value, str):
+        return value not in ("", "null", "~")
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _introduction(subject: _Subject) -> str:
@@ -218,7 +250,7 @@ def _settings(subject: _Subject, compute: str | None) -> str:
 
 def _submodels(submodels: Mapping[str, tuple[Source, Plan]], figures: Mapping[str, Figures]) -> str:
     rows = (
-        f"| {name} | {sum(isinstance(job, PackJob) for job in plan.jobs):,} "
+        f"| {_cell(name)} | {sum(isinstance(job, PackJob) for job in plan.jobs):,} "
         f"| {_bytes(figures[name].bytes_before)} → {_bytes(figures[name].bytes_after)} |\n"
         for name, (_, plan) in submodels.items()
     )
@@ -232,9 +264,13 @@ def _kept(jobs: Sequence[Job]) -> str:
             count, size = sizes.get(job.reason, (0, 0))
             sizes[job.reason] = (count + 1, size + job.nbytes)
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1][1], entry[0]))
-    cells = ((reason.replace("|", "\\|"), f"{count:,}", _bytes(size)) for reason, (count, size) in rows)
+    cells = ((_cell(reason), f"{count:,}", _bytes(size)) for reason, (count, size) in rows)
     table = "".join(f"| {' | '.join(row)} |\n" for row in cells)
     return f"## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n{table}" if table else ""
+
+
+def _cell(text: str) -> str:
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", printable(text))
 
 
 def _loading(config: Mapping[str, Any] | None) -> str:

@@ -68,12 +68,14 @@ class ScaleErrors(NamedTuple):
         first: index of the first of them.
         wrong_nested: nested absmax that are not the largest of what they scale.
         differing: bytes of scales that quantizing the source would make otherwise, the offset counting as one.
+        described: bytes of the code maps and of the JSON blob that it would.
     """
 
     wrong: int = 0
     first: int = 0
     wrong_nested: int = 0
     differing: int = 0
+    described: int = 0
 
 
 @dataclass
@@ -124,9 +126,9 @@ class WeightResult:
 
     @property
     def bytes_differing(self) -> int | None:
-        """Of codes and scales, from those that quantizing the source gives; None without a source."""
-        errors = self.errors
-        return None if errors is None or self.scales is None else errors.differing + self.scales.differing
+        """Of all components, from those that quantizing the source gives; None without a source."""
+        errors, scales = self.errors, self.scales
+        return None if errors is None or scales is None else errors.differing + scales.differing + scales.described
 
 
 @dataclass

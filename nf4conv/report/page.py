@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from nf4conv.checkpoint.writer import write_file
+from nf4conv.checkpoint.writer import write_result
 from nf4conv.report.results import ComparisonReport, VerifyReport
 from nf4conv.report.rows import WeightRow, format_name
 from nf4conv.report.text import kind_cells, printable, size, weight_cells
@@ -34,7 +34,7 @@ def write_json(report: VerifyReport | ComparisonReport, path: Path) -> None:
         OutputError: the disk is full or failing.
     """
     content = _spelled({**dataclasses.asdict(report), "verdict": report.verdict})
-    write_file(path, [(json.dumps(content, indent=1, allow_nan=False) + "\n").encode()])
+    write_result(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _spelled(value: Any) -> Any:
@@ -51,7 +51,7 @@ def write_page(report: VerifyReport, path: Path) -> None:
     Raises:
         OutputError: the disk is full or failing.
     """
-    write_file(path, [page(report).encode()])
+    write_result(path, page(report).encode())
 
 
 def page(report: VerifyReport) -> str:

@@ -28,8 +28,12 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
     error, tolerance = result.relative_error, _tolerance(result, options)
     if error is None or not error <= tolerance:
         yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
-    if options.exact and errors.differing + scales.differing:
-        yield "exact", f"{errors.differing:,} bytes of codes and {scales.differing:,} of scales differ"
+    if options.exact and result.bytes_differing:
+        counts = f"{errors.differing:,} bytes of codes, {scales.differing:,} of scales"
+        yield "exact", f"{counts} and {scales.described:,} of code maps and quant state differ"
+    values = result.weight.values
+    if options.exact and values.shape != (values.elements, 1):
+        yield "exact", f"the codes are {list(values.shape)}, expected {[values.elements, 1]}"
 
 
 def _tolerance(result: WeightResult, options: VerifyOptions) -> float:

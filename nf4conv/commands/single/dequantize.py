@@ -18,7 +18,7 @@ from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
 from nf4conv.commands.adapters import open_merged
-from nf4conv.commands.output import WritingPlan, kept_as_stored, write_checkpoint
+from nf4conv.commands.output import WritingPlan, kept_as_stored, notes_on_links, read_front, write_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
@@ -54,7 +54,7 @@ class DequantizationPlan(WritingPlan):
             return None
         from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
 
-        return merged_card(self.source, self.output, self.config)
+        return merged_card(self.source, self.output, self.config, self.front)
 
     def totals(self) -> DequantizationTotals:
         jobs = list(self.output.jobs)
@@ -91,7 +91,9 @@ def plan_one(source: str | Path, options: DequantizeOptions, where: SourceOption
     output = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
     if config is not None and not still_packed:
         config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
-    return DequantizationPlan(options, opened, output, config, opened.notes if options.lora else ())
+    front, complaint = read_front(opened) if options.lora else ({}, ())
+    notes = (*(opened.notes if options.lora else ()), *notes_on_links(opened), *complaint)
+    return DequantizationPlan(options, opened, output, config, notes, front=front)
 
 
 def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool) -> DequantizationPlan:
@@ -110,7 +112,7 @@ def plan_submodel(source: str, options: DequantizeOptions, where: SourceOptions,
     stored = open_stored(source, where)
     format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
     output = kept_as_stored(stored, format, options.max_shard_size)
-    return DequantizationPlan(options, stored, output, stored.config, stored.notes)
+    return DequantizationPlan(options, stored, output, stored.config, notes_on_links(stored))
 
 
 def _new_config(

@@ -17,7 +17,7 @@ from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.structure import MOST_ELEMENTS, Structure, look_at, split_component
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES
+from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.measured import place_of
 from nf4conv.report.results import Inspection
@@ -27,7 +27,11 @@ from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, S
 def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
     """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     source = open_stored(path, replace(where or SourceOptions(), stream=True))
-    described = [tensor for tensor in source.tensors if _is_description(split_component(tensor.name)[1])]
+    described = [
+        tensor
+        for tensor in source.tensors
+        if tensor.nbytes <= LARGEST_QUANT_STATE and _is_description(split_component(tensor.name)[1])
+    ]
     small = read_together(source, described)
     rows = tuple(_rows(source, small))
     config = source.config or {}
@@ -77,7 +81,7 @@ def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mappi
     shape, quantization = tensor.shape, None
     dtype = format = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
     blob = next((part for suffix, part in components.items() if _is_state(suffix)), None)
-    fields = {} if blob is None else _fields(states[blob.name])
+    fields = {} if blob is None else _fields(states.get(blob.name, b""))
     if fields:
         shape, dtype = tuple(fields["shape"]), fields["dtype"]
         quantization = StoredQuantization(

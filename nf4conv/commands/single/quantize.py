@@ -20,7 +20,14 @@ from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
 from nf4conv.commands.adapters import open_merged
-from nf4conv.commands.output import WritingPlan, kept_as_stored, plan_fingerprint, write_checkpoint
+from nf4conv.commands.output import (
+    WritingPlan,
+    kept_as_stored,
+    notes_on_links,
+    plan_fingerprint,
+    read_front,
+    write_checkpoint,
+)
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
@@ -36,7 +43,7 @@ class QuantizationPlan(WritingPlan):
     """What becomes of a checkpoint that is quantized.
 
     Attributes:
-        non_finite: source tensors that are kept because they hold NaN or infinity.
+        non_finite: source tensors that are kept because they hold NaN, infinity, or too much.
         is_submodel: of a diffusers pipeline, whose submodels get no card, and in some of which nothing is packed.
     """
 
@@ -56,7 +63,8 @@ class QuantizationPlan(WritingPlan):
         from nf4conv.report.card import Figures, model_card  # importing a reader of YAML takes a moment
 
         before = sum(tensor.nbytes for tensor in self.source.tensors)
-        return model_card(self.source, self.output, self.config, Figures(before, bytes_after, verified))
+        figures = Figures(before, bytes_after, verified)
+        return model_card(self.source, self.output, self.config, self.front, figures)
 
     def row(self, job: Job, file: str) -> PlanRow:
         """A weight that is packed, or a tensor that is kept; dtypes are those of the source."""
@@ -110,8 +118,9 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
         unchanged=unchanged,
     )
     config = _new_config(opened, selection, format, options)
-    notes = (*opened.notes, *selection.lines, *_remarks(unchanged))
-    return QuantizationPlan(options, opened, output, config, notes, non_finite)
+    front, complaint = read_front(opened)
+    notes = (*opened.notes, *selection.lines, *_remarks(unchanged), *notes_on_links(opened), *complaint)
+    return QuantizationPlan(options, opened, output, config, notes, non_finite, front=front)
 
 
 def _format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
@@ -180,7 +189,7 @@ def plan_submodel(source: str, options: QuantizeOptions, where: SourceOptions, *
     stored = open_stored(source, where)
     format = _format(None, "float32", options)
     output = kept_as_stored(stored, format, options.max_shard_size)
-    return QuantizationPlan(options, stored, output, stored.config, stored.notes, is_submodel=True)
+    return QuantizationPlan(options, stored, output, stored.config, notes_on_links(stored), is_submodel=True)
 
 
 def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
@@ -282,24 +291,24 @@ def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
 
 def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
     """The plan with every weight that holds NaN or infinity kept; takes a pass over the weights to find them."""
-    from nf4conv.pipeline.with_torch.scan import count_non_finite  # importing torch takes seconds
+    from nf4conv.pipeline.with_torch.scan import find_unpackable  # importing torch takes seconds
 
-    found = count_non_finite([job for job in plan.output.jobs if isinstance(job, PackJob)], run, plan.source)
+    jobs = [job for job in plan.output.jobs if isinstance(job, PackJob)]
+    found = find_unpackable(jobs, plan.output.format, run, plan.source)
     if not found:
         return plan
     kept = _plan(plan.source, plan.options, frozenset(found))
-    notes = tuple(f"{name}: kept unquantized, {count:,} values are NaN or infinite" for name, count in found.items())
+    notes = tuple(f"{name}: kept unquantized, {count:,} values are {what}" for name, (count, what) in found.items())
     return replace(kept, notes=kept.notes + notes, is_submodel=plan.is_submodel)
 
 
 def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) -> SourceError:
-    from nf4conv.pipeline.with_torch.scan import count_non_finite  # importing torch takes seconds
+    from nf4conv.pipeline.with_torch.scan import find_unpackable  # importing torch takes seconds
 
-    place = f"{job.source.file}: {job.source.name}"
-    count = count_non_finite([job], run, plan.source).get(job.source.name, 0)
-    if not count:
+    found = find_unpackable([job], plan.output.format, run, plan.source).get(job.source.name)
+    if found is None:
         return CastError(job.source, TAGS[plan.output.format.dtype])
     return SourceError(
-        f"{place}: {count:,} of {job.source.elements:,} values are NaN or infinite; repair the checkpoint, or leave "
-        "such tensors unquantized: --non-finite keep"
+        f"{job.source.file}: {job.source.name}: {found[0]:,} of {job.source.elements:,} values are {found[1]}; "
+        "repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from nf4conv import __version__
 from nf4conv.checkpoint.checksums import check_checksums
-from nf4conv.checkpoint.config_check import check_config
+from nf4conv.checkpoint.config_check import check_config, check_exact_config
 from nf4conv.checkpoint.findings import CHECKS, Finding
 from nf4conv.checkpoint.pairing import Pairs, pair
 from nf4conv.checkpoint.source import Source
@@ -28,6 +28,7 @@ from nf4conv.pipeline.loop import make_pipeline
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.rows import CheckResult
+from nf4conv.report.tolerance import check_tolerance
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 
 _STRUCTURAL = (
@@ -74,8 +75,7 @@ def plan_one(
     is_submodel: bool = False,
 ) -> VerificationPlan:
     """As `plan_verification` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
-    if options.tolerance is not None and not options.tolerance >= 0:
-        raise PlanError(f"--tolerance {options.tolerance}: expected a relative error such as 0.1")
+    check_tolerance(options.tolerance)
     if source is None and (options.exact or options.lora or options.tolerance is not None):
         raise PlanError("--exact, --lora and --tolerance compare with the source: give --source")
     structure = read_structure(Path(path))
@@ -84,6 +84,8 @@ def plan_one(
         structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
     opened = None if source is None else open_merged(source, where, options.lora)
     pairs = Pairs() if opened is None else pair(structure, opened)
+    if options.exact:
+        check_exact_config(structure, config)
     return VerificationPlan(Path(path), options, structure, config, opened, pairs)
 
 

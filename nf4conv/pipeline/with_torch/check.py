@@ -6,6 +6,8 @@ quantizing the source gives; and, where a code differs, whether it is as near to
 
 import json
 import math
+import operator
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
@@ -22,8 +24,8 @@ from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import backend, compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference import decoded_absmax, decoded_values
-from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.pack import part_of
@@ -248,17 +250,35 @@ def _compare_scales(worker: TorchWorker, weight: StoredWeight, absmax: torch.Ten
     """Compare the scales of a weight as it is stored with the absmax of its source, [blocks] float32."""
     parts = weight.parts()
     parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
-    _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
+    raws = worker.read(_ranges(parts))
+    _, state = _stored_piece(weight, parts, raws)
     with worker.timed(Activity.COMPUTE):
         if state.state2 is None or state.offset is None:
             differing = int((state.absmax.view(torch.int32) != absmax.view(torch.int32)).sum())
             wrong = (state.absmax != absmax) & ~((state.absmax - absmax).abs() < SMALLEST_NORMAL)
-            return ScaleErrors(*_count(wrong), 0, differing)
+            return ScaleErrors(*_count(wrong), 0, differing, _count_described(weight, parts, raws, None))
         wrong, wrong_nested = _wrong_nested(absmax, state)
         codes, offset, state2 = compress_absmax(absmax)
         differing = int((codes != state.absmax).sum()) + int((state2.absmax != state.state2.absmax).sum())
         differing += int(offset.view(torch.int32) != state.offset.view(torch.int32))
-        return ScaleErrors(*_count(wrong), int(wrong_nested.sum()), differing)
+        described = _count_described(weight, parts, raws, float(offset.item()))
+        return ScaleErrors(*_count(wrong), int(wrong_nested.sum()), differing, described)
+
+
+def _count_described(
+    weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor], offset: float | None
+) -> int:
+    """How many bytes of a weight's code maps and JSON blob, as far as they are on disk, are not those that we write."""
+    state = weight.state
+    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype)
+    expected = {
+        "quant_map": struct.pack("<16f", *CODEBOOKS[state.quant_type].values),
+        "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
+        f"{QUANT_STATE_PREFIX}{state.quant_type}": quant_state_json(format, state.shape, offset),
+    }
+    found = {role: raw.cpu().numpy().tobytes() for role, raw in zip(parts, raws, strict=True) if role in expected}
+    pairs = ((stored, expected[role]) for role, stored in found.items())
+    return sum(sum(map(operator.ne, stored, right)) + abs(len(stored) - len(right)) for stored, right in pairs)
 
 
 def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,11 @@
-"""A pass over weights that only counts: which of them hold NaN or infinity."""
+"""A pass over weights that only counts: which of them hold values that cannot be packed."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -12,37 +14,57 @@ from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source
+from nf4conv.format.layout import Format, block_count
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import Activity, make_pipeline
 from nf4conv.pipeline.with_torch.reading import cut_elements, read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
+_LARGEST_SUM: Final = 3e38
+"""Of the scales of a weight, whose mean double quantization takes in float32."""
+
 
 @dataclass(frozen=True)
 class _CountPiece:
-    """A piece of a tensor, whose NaN and infinities are added to a count that the lock guards."""
+    """A piece of a tensor, whose values that cannot be packed are added to counts that the lock guards."""
 
     tensor: TensorInfo
-    counts: Counter[str]
+    limit: float
+    counts: Counter[tuple[str, str]]
     lock: threading.Lock
 
     def run(self, worker: TorchWorker) -> None:
         values = read_values(worker, self.tensor)
         with worker.timed(Activity.COMPUTE):
-            found = int((~torch.isfinite(values)).sum())
-        if found:
-            with self.lock:
-                self.counts[self.tensor.name] += found
+            finite = torch.isfinite(values)
+            found = {"NaN or infinite": values.numel() - int(finite.sum())}
+            if self.limit < torch.finfo(values.dtype).max:
+                found["too large for double quantization"] = int((finite & (values.abs() > self.limit)).sum())
+        with self.lock:
+            for what, count in found.items():
+                self.counts[self.tensor.name, what] += count
 
 
-def count_non_finite(jobs: Sequence[PackJob], run: RunOptions, source: Source) -> Mapping[str, int]:
-    """How many values of each source tensor are NaN or infinite; tensors without any are left out."""
-    counts, lock = Counter[str](), threading.Lock()
+def find_unpackable(
+    jobs: Sequence[PackJob], format: Format, run: RunOptions, source: Source
+) -> Mapping[str, tuple[int, str]]:
+    """How many values of each source tensor cannot be packed, and why; tensors without any are left out.
+
+    They are NaN or infinite, or so large that the mean of the scales may become so.
+    """
+    counts, lock = Counter[tuple[str, str]](), threading.Lock()
+    limits = {
+        job.source.name: _LARGEST_SUM / max(block_count(job.source.elements, format.blocksize), 1) for job in jobs
+    }
     pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
     pieces = _pieces({job.source.name: job.source for job in jobs}, pipeline.piece)
     with _open_reader(source) as reader:
-        pipeline.run((_CountPiece(piece, counts, lock) for piece in pieces), reader)
-    return dict(sorted(counts.items()))
+        tasks = (
+            _CountPiece(piece, limits[piece.name] if format.double_quant else math.inf, counts, lock)
+            for piece in pieces
+        )
+        pipeline.run(tasks, reader)
+    return {name: (count, what) for (name, what), count in sorted(counts.items(), reverse=True) if count}
 
 
 def _open_reader(source: Source) -> Reader:

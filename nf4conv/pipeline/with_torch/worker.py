@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -12,6 +13,8 @@ from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.pipeline.loop import Activity, Worker, aligned
+
+_OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")
 
 
 class TorchEngine:
@@ -43,7 +46,10 @@ class TorchEngine:
                     stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(stream):
                         yield TorchWorker(self._device, stream, self._kept, reader, piece, advance)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            # on a CPU torch says so in words only
+            if type(error) is RuntimeError and not any(words in str(error) for words in _OUT_OF_MEMORY):
+                raise
             message = f"{self._device}: out of memory; try a smaller --buffer-size, or --device cpu"
             raise Nf4convError(message) from error
 

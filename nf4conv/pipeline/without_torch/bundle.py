@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import version
@@ -64,20 +65,29 @@ def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
         None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
         old for them.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "nf4conv" / f"{_key(device.capability(), purpose)}.json"
-    content = _read(path)
+    path = _cache(f"{_key(device.capability(), purpose)}.json")
+    content = None if path is None else _read(path)
     if content is None:
         content = _compile(device.ordinal, purpose)
         if content is None:
             return None
-        _keep(path, content)
+        if path is not None:
+            _keep(path, content)
     functions = {
         name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
         for name, kernel in content["kernels"].items()
     }
     tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
     return Bundle(functions, tables, content["numbers"])
+
+
+def _cache(name: str) -> Path | None:
+    """Where a bundle is kept; None for a user who has no home."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "")  # relative ones are to be ignored, by its specification
+    try:
+        return (folder if folder.is_absolute() else Path.home() / ".cache") / "nf4conv" / name
+    except RuntimeError:
+        return None
 
 
 def deciding_sources() -> list[Path]:
@@ -95,17 +105,28 @@ def _key(capability: tuple[int, int], purpose: Purpose) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """A bundle that this user has written, and nobody else could; None in any doubt: it runs on the GPU."""
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+            kept = json.loads(file.read())
+        content: dict[str, Any] = kept["bundle"]
+        return content if kept["sha256"] == _checksum(content) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, [json.dumps(content).encode()])
+        kept = {"sha256": _checksum(content), "bundle": content}
+        write_file(path, [json.dumps(kept).encode()], mode=0o600)
     except (OSError, OutputError):
         return  # a home that cannot be written to costs time at the next run, not this result
 

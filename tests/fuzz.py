@@ -1,0 +1,271 @@
+"""Commands on mutated checkpoints of many kinds, many thousands of them: none may fail but by one line, in time.
+
+    python tests/fuzz.py [--cases N] [--seconds N] [--seed N] [--jobs N]
+
+A case is a number: it decides the kind, the mutations and the command, so `--seed NUMBER --cases 1` repeats one. Cases
+run some hundred at a time in child processes, with a limit for memory and, for each case, for time. NF4CONV_DEBUG is
+set, so that no error which is not meant for the user can pass for one. What counts as a failure:
+
+    a traceback, or an error of more than one line      an exit code but 0, 1, 2        memory, or time, above the limit
+    a folder that looks finished after a failure        a result that our own verify does not pass
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import write_source
+from click.testing import CliRunner
+from four_bit import pack
+from four_bit import write as write_packed
+from mutations import mutate_checkpoint
+from test_encoded import ENCODINGS, PLAIN, Q
+from test_encoded import random as random_weight
+from test_encoded import write as write_encoded
+
+from nf4conv.cli import main as command_line
+
+SECONDS = 20
+"""That a case may take; most take a hundredth of one."""
+MEMORY = 1_500_000_000
+"""Bytes that a case may take beside what the interpreter and torch do."""
+BATCH = 250
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\n---\n# A model\n"
+
+
+def plain(folder: Path) -> None:
+    write_source(folder, layers=2)
+    (folder / "README.md").write_text(CARD)
+
+
+def pickled(folder: Path, *, is_zip: bool, shards: int = 1) -> None:
+    state = PLAIN | {f"{Q}.weight": random_weight(64, 64).bfloat16().t(), UP: random_weight(128, 64)[32:96]}
+    write_encoded(folder, {"a": torch.ones(1)})
+    (folder / "model.safetensors").unlink()
+    files = {name: f"pytorch_model-{number % shards:05d}.bin" for number, name in enumerate(state)}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in state.items() if files[name] == file}
+        torch.save(part, folder / file, _use_new_zipfile_serialization=is_zip)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def four_bit(folder: Path, **options: Any) -> None:
+    weights = {UP: torch.randn(64, 128).bfloat16(), DOWN: torch.randn(128, 64).bfloat16()}
+    tensors = [pack(name, weight, **options) for name, weight in weights.items()]
+    write_packed(folder, tensors[0] | {"lm_head.weight": torch.ones(256, 64).bfloat16()}, tensors[1])
+
+
+def own(folder: Path) -> None:
+    """With checksums, and the source that it was made from as its sub-folder `original`."""
+    plain(folder.with_name("own source"))
+    run("quantize", folder.with_name("own source"), folder, "--checksum")
+    folder.with_name("own source").rename(folder / "original")
+
+
+def diffusers(folder: Path) -> None:
+    folder.mkdir()
+    parts = {"text_encoder": ["transformers", "LlamaModel"], "tokenizer": ["transformers", "LlamaTokenizer"]}
+    write_source(folder / "text_encoder", layers=2)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer/vocab.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+    (folder / "README.md").write_text(CARD)
+
+
+def encoded(encode: Callable[[], Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        made = encode()
+        write_encoded(folder, PLAIN | made.stored, made.description)
+        if made.description and made.description.get("quant_method") == "modelopt":
+            (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": made.description}))
+
+    return write
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "safetensors": plain,
+    "zip pickle": lambda folder: pickled(folder, is_zip=True),
+    "legacy pickle": lambda folder: pickled(folder, is_zip=False),
+    "sharded pickles": lambda folder: pickled(folder, is_zip=True, shards=2),
+    "nf4": lambda folder: four_bit(folder, double_quant=False),
+    "nf4 with double quantization": four_bit,
+    "fp4": lambda folder: four_bit(folder, quant_type="fp4"),
+    "our own result": own,
+    "diffusers pipeline": diffusers,
+    **{encode.__name__: encoded(encode) for encode in ENCODINGS},
+}
+
+
+def run(*arguments: object) -> Any:
+    words = [str(argument) for argument in arguments]
+    device = [] if words[0] == "inspect" else ["--device", "cpu", "--workers", "1", "--buffer-size", "1MB"]
+    return CliRunner().invoke(command_line, [*words, *device], catch_exceptions=False)
+
+
+def arguments_of(chosen: random.Random, source: Path, whole: Path, out: Path) -> list[object]:
+    """A command on a mutated source; `whole` is what it was before."""
+    options = ["--no-double-quant", "--non-finite=keep", "--checksum", "--dtype=float16", "--verify", "--dry-run"]
+    writing = [option for option in options if chosen.random() < 0.15]
+    return chosen.choice(
+        [
+            ["quantize", source, out, "--plan-with=rules", *writing],
+            ["quantize", source, out, "--plan-with=rules", *writing],
+            ["quantize", source, out, "--plan-with=rules", *writing],
+            ["dequantize", source, out, *(option for option in writing if option in ("--checksum", "--dry-run"))],
+            ["verify", source],
+            ["verify", source, "--source", whole, "--exact"],
+            ["inspect", source],
+            ["compare", source, whole],
+        ]
+    )
+
+
+def case(number: int, templates: Path, work: Path) -> str | None:
+    """Run one; what is wrong with it, or None."""
+    chosen = random.Random(number)
+    kind = list(KINDS)[number % len(KINDS)]
+    source, out, whole = work / "source", work / "out", templates / kind
+    for folder in (source, out):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, source)
+    mutate_checkpoint(chosen, source)
+    arguments = arguments_of(chosen, source, whole, out)
+    print(json.dumps({"number": number, "kind": kind, "arguments": [str(word) for word in arguments]}), flush=True)
+    signal.alarm(SECONDS)
+    try:
+        done = run(*arguments)
+        print(json.dumps({"exit": done.exit_code}), flush=True)
+        found = fault_of(done, arguments, out)
+    except BaseException:  # noqa: BLE001 - to be reported, whatever it is
+        found = traceback.format_exc()
+    signal.alarm(0)
+    return found
+
+
+def fault_of(done: Any, arguments: list[object], out: Path) -> str | None:
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("Note: ", "Warning: "))]
+    is_finished = any((out / name).exists() for name in ("config.json", "model_index.json"))
+    if done.exit_code not in (0, 1, 2):
+        return f"exit code {done.exit_code}"
+    if done.exit_code == 2 and (len(lines) != 1 or not lines[0].startswith("Error: ") or len(lines[0]) > 3000):
+        return f"not one line, but {done.stderr[:2000]!r}"
+    if "out of memory" in done.stderr:
+        return done.stderr
+    if done.exit_code and is_finished:
+        return "looks finished"
+    if not done.exit_code and arguments[0] == "quantize" and is_finished:
+        checked = run("verify", out)
+        if checked.exit_code:
+            return f"verify: {checked.stdout}"
+    return None
+
+
+def child(first: int, count: int, templates: Path) -> None:
+    """Run some cases; their failures are printed as JSON."""
+    torch.set_num_threads(1)
+    run("quantize", templates / "safetensors", templates.with_name(f"warm {os.getpid()}"))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**33, 2**33))
+    with tempfile.TemporaryDirectory(dir=templates.parent) as work:
+        for number in range(first, first + count):
+            found = case(number, templates, Path(work))
+            if found is not None:
+                print(json.dumps({"number": number, "fault": found}), flush=True)
+    print(json.dumps({"finished": first}), flush=True)
+
+
+def batch(first: int, count: int, templates: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, __file__, "--child", str(templates), "--seed", str(first), "--cases", str(count)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def failures_of(
+    process: subprocess.Popen[str], kinds: Counter[str], exits: Counter[int]
+) -> tuple[list[str], int | None]:
+    """What went wrong in a batch, and the case by which the process has died, if it has."""
+    output, errors = process.communicate()
+    described: dict[int, str] = {}
+    faults, last = [], None
+    for record in map(json.loads, output.splitlines()):
+        if "kind" in record:
+            last = record["number"]
+            described[last] = f"{record['kind']}: {' '.join(record['arguments'])}"
+            kinds[record["kind"]] += 1
+        elif "exit" in record:
+            exits[record["exit"]] += 1
+        elif "fault" in record:
+            faults.append(f"case {record['number']}: {described[record['number']]}\n{record['fault']}")
+    if process.returncode == 0:
+        return faults, None
+    reason = f"no end in {SECONDS} s" if process.returncode == -signal.SIGALRM else f"status {process.returncode}"
+    faults.append(f"case {last}: {described.get(last or -1, 'before the first')}\n{reason}: {errors[-2000:]}")
+    return faults, last
+
+
+def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str], Counter[int], list[str]]:
+    """Run cases from a number on; how many of each kind have run, and ended with which exit code; what went wrong."""
+    kinds, exits = Counter[str](), Counter[int]()
+    faults: list[str] = []
+    room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(dir=room, prefix="nf4conv-fuzz-") as folder:
+        templates = Path(folder, "templates")
+        templates.mkdir()
+        for kind, write in KINDS.items():
+            write(templates / kind)
+        waiting = [(start, min(BATCH, first + cases - start)) for start in range(first, first + cases, BATCH)][::-1]
+        running: list[tuple[int, int, subprocess.Popen[str]]] = []
+        while running or (waiting and time.monotonic() < deadline):
+            while waiting and len(running) < jobs and time.monotonic() < deadline:
+                start, count = waiting.pop()
+                running.append((start, count, batch(start, count, templates)))
+            start, count, process = running.pop(0)
+            found, died_at = failures_of(process, kinds, exits)
+            faults += found
+            if died_at is not None and died_at + 1 < start + count:
+                waiting.append((died_at + 1, start + count - died_at - 1))
+    return kinds, exits, faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--child", type=Path)
+    options = parser.parse_args()
+    os.environ["NF4CONV_DEBUG"] = "1"
+    if options.child:
+        child(options.seed, options.cases, options.child)
+        return
+    seed = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    started = time.monotonic()
+    kinds, exits, faults = fuzz(seed, options.cases, options.seconds, options.jobs)
+    for fault in faults:
+        print(f"{fault}\n    repeat: python tests/fuzz.py --cases 1 --seed {fault.split()[1].rstrip(':')}\n")
+    took = time.monotonic() - started
+    codes = ", ".join(f"{count:,} × {code}" for code, count in sorted(exits.items()))
+    print(f"{kinds.total():,} cases of {len(kinds)} kinds in {took:.0f} s, exit codes {codes}, {len(faults)} failures")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What tests of hostile sources share: commands that may not fail unseen, nor take long.
+
+NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass for one.
+"""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from four_bit import pack
+
+from nf4conv.cli import main
+
+UP = "model.layers.0.mlp.up_proj.weight"
+STATE = f"{UP}.quant_state.bitsandbytes__nf4"
+
+
+@pytest.fixture(autouse=True)
+def strict_and_in_no_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NF4CONV_DEBUG", "1")
+
+    def stop(_number: int, _frame: object) -> None:
+        raise AssertionError("still running after 60 seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def command(*arguments: object) -> Result:
+    words = [str(argument) for argument in arguments]
+    device = [] if words[0] == "inspect" else ["--device", "cpu"]
+    return CliRunner().invoke(main, [*words, *device], catch_exceptions=False)
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line.removeprefix("Error: ")
+
+
+def packed(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a 4-bit weight, some of them replaced, by suffix; "" are the codes."""
+    tensors = pack(UP, torch.randn(64, 64).bfloat16())
+    return tensors | {f"{UP}.{suffix}" if suffix else UP: tensor for suffix, tensor in changes.items()}

@@ -1,0 +1,211 @@
+"""Files made to break who reads them: refused by name or read safely, in little time, never with a traceback."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_source
+from four_bit import CONFIG, pack
+from four_bit import write as write_packed
+from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+import nf4conv.cli
+
+
+def with_state(**fields: Any) -> dict[str, torch.Tensor]:
+    tensors = packed()
+    state = json.loads(bytes(tensors[STATE].tolist())) | fields
+    return tensors | {STATE: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
+
+
+EIGHT_BIT = {
+    UP: torch.ones(64, 64, dtype=torch.int8),
+    f"{UP.removesuffix('weight')}SCB": torch.ones(64),
+}
+FP8 = {UP: torch.ones(64, 64).to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(1, 1)}
+
+# --- tracebacks of a campaign, each a kind ----------------------------------------------------------------------------
+
+WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "a huge offset": (with_state(nested_offset=2**200), "too large for float32"),
+    "an offset without digits": (with_state(nested_offset="1"), "is not a number"),
+    "a huge shape": (with_state(shape=[0, 2**200]), "is not a list of sizes"),
+    "many dimensions": (with_state(shape=[1] * 65), "is not a list of sizes"),
+    "a quant state of floats": (packed() | {STATE: packed()[STATE].float()}, "are no quant state"),
+    "absmax of rank 2": (packed(absmax=packed()[f"{UP}.absmax"].view(-1, 1)), "does not go with"),
+    "absmax of rank 0": (
+        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False) | {f"{UP}.absmax": torch.tensor(1.0)},
+        "does not go with",
+    ),
+    "nested absmax of rank 2": (packed(nested_absmax=torch.ones(1, 1)), "does not go with"),
+    "codes of complex numbers": (packed() | {UP: packed()[UP].view(-1).view(torch.complex64)}, "does not go with"),
+    "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "does not go with"),
+    "a nested map alone": (
+        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False) | {f"{UP}.nested_quant_map": torch.ones(256)},
+        "does not go with",
+    ),
+    "two quant states": (packed() | {STATE.replace("nf4", "fp4"): packed()[STATE]}, "does not go with"),
+    "SCB of complex numbers": (
+        EIGHT_BIT | {f"{UP.removesuffix('weight')}SCB": torch.ones(64, dtype=torch.complex64)},
+        "does not go with",
+    ),
+    "SCB of rank 0": (
+        {UP: torch.ones(1, 64, dtype=torch.int8), f"{UP.removesuffix('weight')}SCB": torch.tensor(1.0)},
+        "does not go with",
+    ),
+    "a complex scale": (FP8 | {f"{UP}_scale_inv": torch.ones(1, 1, dtype=torch.complex64)}, "does not go with"),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "compare", "verify", "inspect"])
+def test_weights_that_do_not_hold_together(tmp_path: Path, kind: str, name: str):
+    tensors, reason = WEIGHTS[kind]
+    source = write_packed(tmp_path / "source", tensors)
+    places = {"compare": [source, source], "verify": [source], "inspect": [source]}
+    done = command(name, *places.get(name, [source, tmp_path / "out"]))
+    if name in ("quantize", "compare") or (name == "dequantize" and "SCB" not in kind and "scale" not in kind):
+        assert reason in refused(done)
+    else:
+        assert done.exit_code in (0, 1, 2), done.output
+    assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("block", [[2**70, 1], [1, 10**18], [10**18, 10**18], [128, 2**62]], ids=str)
+def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
+    """One scale for all, however far a block is said to reach."""
+    rows = 64 if block[0] == 1 else 1
+    tensors = FP8 | {f"{UP}_scale_inv": torch.full((rows, 1 if block[1] > 1 else 64), 0.5)}
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    described = {"quant_method": "fp8", "weight_block_size": block}
+    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG | {"quantization_config": described}))
+    assert command("quantize", tmp_path / "source", tmp_path / "out", "--no-double-quant").exit_code == 0
+    assert load_file(tmp_path / "out/model.safetensors")[f"{UP}.absmax"].unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("plan", ["--dry-run", "--plan-with=transformers"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ["llama"]}, {"model_type": {"a": 1}}, {"architectures": {"a": 1}}, {"architectures": [["x"]]},
+        {"num_hidden_layers": 10**9}, {"num_hidden_layers": "many"}, {"vocab_size": -1}, {"vocab_size": 10**30},
+        {"_class_name": ["x"]}, {"hidden_size": None}, {"text_config": [1]}, {"dtype": ["bfloat16"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_configs_that_nobody_writes(tmp_path: Path, plan: str, change: dict[str, Any]):
+    source = write_source(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    done = command("quantize", source, tmp_path / "out", plan, "--dry-run")
+    assert done.exit_code == 0 or "cannot build" in refused(done) or "has no" in refused(done) or "dtype" in done.stderr
+
+
+def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    (source / "config.json").write_text('{"a":' * 500 + "1" + "}" * 500)
+    line = refused(command("quantize", source, tmp_path / "out"))
+    assert line.endswith("config.json: not JSON: nested more than 64 times")
+
+
+def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    tensors = {UP: torch.ones(64, 64), UP.replace("up", "down"): torch.ones(64, 0)}
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG))
+    assert command("quantize", tmp_path / "source", tmp_path / "out").exit_code == 0
+    assert command("verify", tmp_path / "out", "--source", tmp_path / "source").exit_code == 0
+    save_file({UP: torch.ones(64, 0)}, tmp_path / "source/model.safetensors")
+    assert "no tensor of this checkpoint would be packed" in refused(
+        command("quantize", tmp_path / "source", tmp_path / "empty")
+    )
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "-inf"])
+@pytest.mark.parametrize("name", ["quantize", "verify", "compare"])
+def test_a_tolerance_that_is_none_is_refused_before_the_work(tmp_path: Path, tolerance: str, name: str):
+    source = write_source(tmp_path / "source")
+    arguments = {"verify": [source, "--source", source], "compare": [source, source]}
+    line = refused(command(name, *arguments.get(name, [source, tmp_path / "out"]), "--tolerance", tolerance))
+    assert line == f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "model.safetensors: is not in SHA256SUMS"),
+        (b"0" * 64 + b"  tokenizer.json\n", "model.safetensors: is not in SHA256SUMS"),
+        (b"0" * 64 + b"  model.safeten\0sors\n", "is not a checksum and a name in this folder"),
+        (b"0" * 64 + b"  fifo\n", "fifo: is no file"),
+        (b"0" * 64 + b"  zero\n", "zero: is no file"),
+        (b"0" * 64 + b"  not\xff\n", "No such file or directory"),
+    ],
+    ids=["empty", "no weights", "NUL", "a pipe", "a link to a device", "no text"],
+)
+def test_manifests_that_prove_nothing(tmp_path: Path, content: bytes, found: str):
+    out = write_packed(tmp_path / "out", packed())
+    os.mkfifo(out / "fifo")
+    (out / "zero").symlink_to("/dev/zero")
+    (out / "SHA256SUMS").write_bytes(content)
+    done = command("verify", out)
+    assert done.exit_code == 1
+    assert "FAIL  checksums" in done.stdout
+    assert found in done.stdout
+
+
+def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_source(tmp_path / "source")
+
+    def failing(*_: object) -> None:
+        torch.empty(2**60)
+
+    module = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu"))
+    monkeypatch.setattr(module, "quantize_blocks", failing)
+    assert "cpu: out of memory; try a smaller --buffer-size" in refused(command("quantize", source, tmp_path / "out"))
+
+
+def broken(*_: object) -> None:
+    raise KeyError("some\nthing")
+
+
+def test_an_error_that_is_not_ours_is_one_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nf4conv.cli.nf4conv, "plan_quantization", broken, raising=False)
+    with pytest.raises(KeyError):
+        command("quantize", tmp_path, tmp_path / "out")
+    monkeypatch.delenv("NF4CONV_DEBUG")
+    line = refused(command("quantize", tmp_path, tmp_path / "out"))
+    assert (
+        line
+        == r"KeyError: 'some\nthing': this is a bug of nf4conv, please report it; NF4CONV_DEBUG=1 shows where it is"
+    )
+
+
+# --- values too large for their scales --------------------------------------------------------------------------------
+
+
+def test_scales_whose_mean_is_infinite_are_refused_or_kept(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    shard = source / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors[UP] = torch.full_like(tensors[UP], 2e37)
+    save_file(tensors, shard)
+    line = refused(command("quantize", source, tmp_path / "out"))
+    assert line == (
+        f"{shard}: {UP}: 65,536 of 65,536 values are too large for double quantization; repair the checkpoint, or "
+        "leave such tensors unquantized: --non-finite keep"
+    )
+    assert not (tmp_path / "out/config.json").exists()
+    assert command("quantize", source, tmp_path / "plain", "--no-double-quant", "--verify").exit_code == 0
+    done = command("quantize", source, tmp_path / "kept", "--non-finite", "keep", "--verify", "--json")
+    assert done.exit_code == 0, done.output
+    [note] = json.loads(done.stdout)["notes"]
+    assert note == f"{UP}: kept unquantized, 65,536 values are too large for double quantization"
+    assert f"{UP}.absmax" not in load_file(tmp_path / "kept/model.safetensors")
+    assert command("verify", tmp_path / "kept", "--source", source).exit_code == 0

@@ -1,0 +1,166 @@
+"""How much memory and how many files a hostile source can take, and where results may be written."""
+
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from checkpoints import write_source
+from four_bit import CONFIG
+from four_bit import write as write_packed
+from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
+from safetensors.torch import save_file
+
+from nf4conv.report.page import write_json
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def measured(*arguments: object) -> tuple[int, str, float]:
+    """Exit code, stderr, and the peak of resident memory in megabytes, of a command in a process of its own."""
+    program = (
+        "import sys\nfrom nf4conv.cli import main\nfrom nf4conv.pipeline.loop import _peak_resident\n"
+        "try:\n    main(sys.argv[1:])\nfinally:\n    print(_peak_resident(), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    *lines, peak = done.stderr.splitlines()
+    return done.returncode, "\n".join(lines), int(peak) / 1e6
+
+
+def write_sparse(folder: Path, sizes: dict[str, int]) -> Path:
+    """A checkpoint of U8 tensors that are holes."""
+    table, position = {}, 0
+    for name, size in sizes.items():
+        table[name] = {"dtype": "U8", "shape": [size], "data_offsets": [position, position + size]}
+        position += size
+    header = json.dumps(table).encode()
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + position)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "verify", "inspect", "compare"])
+def test_a_quant_state_of_gigabytes_is_not_read(tmp_path: Path, name: str):
+    source = write_sparse(tmp_path / "source", {UP: 8, f"{UP}.absmax": 4, f"{UP}.quant_map": 64, STATE: 3 * 2**30})
+    arguments = {"verify": [source], "inspect": [source], "compare": [source, source]}
+    code, errors, peak = measured(name, *arguments.get(name, [source, tmp_path / "out"]))
+    assert code == {"verify": 1, "inspect": 0}.get(name, 2)
+    if code == 2:
+        assert errors.endswith("3,221,225,472 bytes of U8 are no quant state")
+    assert peak < 600  # of which torch takes most
+
+
+def test_a_header_longer_than_its_data_is_not_read(tmp_path: Path):
+    source = write_sparse(tmp_path / "source", {f"t{number}": 0 for number in range(200_000)})
+    code, errors, peak = measured("inspect", source)
+    assert code == 2
+    assert "bytes for" in errors
+    assert "of data, as no model has" in errors
+    assert peak < 200
+
+
+def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_source(tmp_path / "source")
+    for module, place in (
+        ("nf4conv.checkpoint.source", "in all files up to it"),
+        ("nf4conv.checkpoint.header", "expected"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules[module], "MOST_TENSORS", 9)
+            line = refused(command("inspect", source))
+            assert "tensors" in line
+            assert place in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "modules.json", "README.md"])
+def test_descriptions_of_gigabytes_are_not_read(tmp_path: Path, name: str):
+    source = write_source(tmp_path / "source")
+    with (source / name).open("r+b" if (source / name).exists() else "wb") as file:
+        file.truncate(3 * 2**30)
+    code, errors, peak = measured("quantize", source, tmp_path / "out", "--dry-run")
+    assert peak < 1000  # with transformers, which a dry run asks
+    if name in ("config.json", "model.safetensors.index.json"):
+        assert code == 2
+        assert "3,221,225,472 bytes; expected at most" in errors
+
+
+# --- results for the user ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """A result, as small as one gets."""
+
+    verdict: ClassVar = "fine"
+
+
+def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    write_json(Found(), tmp_path / "pipe")  # type: ignore[arg-type]
+    reader.join(30)
+    assert json.loads(read[0]) == {"verdict": "fine"}
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_results_go_to_what_stdout_is(tmp_path: Path):
+    out = write_packed(tmp_path / "out", packed())
+    words = [sys.executable, "-m", "nf4conv", "verify", str(out), "--device", "cpu", "-q", "--json", "/dev/stdout"]
+    with (tmp_path / "file").open("wb") as file:
+        subprocess.run(words, stdout=file, check=True)
+    assert json.loads((tmp_path / "file").read_text())["passed"]
+    assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_link_that_waits_for_the_temporary_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor can anybody know its name."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    names = set()
+    opening = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: (names.add(str(path)), opening(path, *rest, **more))[1])
+    (tmp_path / ".report.json.partial").symlink_to(victim)
+    for _ in range(2):
+        write_json(Found(), tmp_path / "report.json")  # type: ignore[arg-type]
+    assert victim.read_text() == "precious"
+    assert len({name for name in names if name.endswith(".partial")}) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".report.json.partial", "report.json", "victim"]
+
+
+# --- file descriptors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["quantize", "verify", "compare"])
+def test_more_shards_than_files_may_be_open(tmp_path: Path, name: str):
+    """400 shards where macOS allows 256 files."""
+    weight_map, source = {}, tmp_path / "source"
+    source.mkdir()
+    for number in range(400):
+        names = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(32, 32).bfloat16()}
+        save_file(names, source / f"model-{number:05d}.safetensors")
+        weight_map |= dict.fromkeys(names, f"model-{number:05d}.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    out = tmp_path / "out"
+    arguments = {"quantize": [source, out], "verify": [out, "--source", source], "compare": [source, source]}
+    if name == "verify":
+        assert command("quantize", source, out).exit_code == 0
+    words = [sys.executable, "-m", "nf4conv", name, *map(str, arguments[name]), "--device", "cpu", "-q"]
+    limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
+    done = subprocess.run(words, preexec_fn=limits, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,187 @@
+"""Links, special files and cards in a source that comes from a stranger: what is read of them, copied, and said."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import contents, write_source
+from four_bit import write as write_packed
+from hostile import command, packed, refused, strict_and_in_no_time  # noqa: F401
+
+from nf4conv.commands.quantize import plan_quantization
+
+# --- links and special files ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    (tmp_path / "secret").write_text("the password")
+    return tmp_path / "secret"
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize"])
+def test_a_link_that_leads_out_is_not_copied_and_said(tmp_path: Path, secret: Path, name: str):
+    source = write_packed(tmp_path / "source", packed()) if name == "dequantize" else write_source(tmp_path / "source")
+    (source / "inside.txt").symlink_to(source / "config.json")
+    (source / "notes.txt").symlink_to(secret)
+    (source / "environment.json").symlink_to("/proc/self/environ")
+    (source / "additional_chat_templates").symlink_to(secret.parent)
+    os.mkfifo(source / "pipe.txt")
+    done = command(name, source, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert f"Note: notes.txt: a link that leads out of {source}; it is not copied" in done.stderr
+    assert "Note: environment.json: a link" in done.stderr
+    out = contents(tmp_path / "out")
+    assert {"notes.txt", "environment.json", "pipe.txt"}.isdisjoint(out)
+    assert out["inside.txt"] == (source / "config.json").read_bytes()
+    assert not any(b"the password" in content for content in out.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "hf_quant_config.json"]
+)
+@pytest.mark.parametrize("command_name", ["quantize", "compare", "inspect"])
+def test_a_config_or_weights_that_lead_out_are_refused_by_name(tmp_path: Path, name: str, command_name: str):
+    source = write_source(tmp_path / "source")
+    if name == "hf_quant_config.json":
+        (tmp_path / name).write_text("{}")
+        if command_name == "inspect":
+            pytest.skip("inspect does not read it")
+    else:
+        shutil.move(source / name, tmp_path / name)
+    (source / name).symlink_to(tmp_path / name)
+    arguments = (
+        [source] if command_name == "inspect" else [source, source if command_name == "compare" else tmp_path / "out"]
+    )
+    line = refused(command(command_name, *arguments))
+    assert (
+        line == f"{source / name}: a link that leads out of {source}, to {tmp_path / name}; put the file itself there"
+    )
+
+
+def test_links_into_the_blobs_of_the_hub_s_cache_are_followed(tmp_path: Path):
+    files = contents(write_source(tmp_path / "published"))
+    repo = tmp_path / "hub/models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    for snapshot in (repo / "snapshots/0123", tmp_path / "a local folder"):  # as huggingface-cli once made them
+        snapshot.mkdir(parents=True)
+        for number, (name, content) in enumerate(files.items()):
+            (repo / f"blobs/{number}").write_bytes(content)
+            (snapshot / name).symlink_to(repo / f"blobs/{number}")
+        out = tmp_path / f"out of {snapshot.name}"
+        assert command("quantize", snapshot, out).exit_code == 0
+        assert contents(out)["tokenizer.json"] == files["tokenizer.json"]
+
+
+def test_blobs_that_are_a_link_themselves_are_none(tmp_path: Path, secret: Path):
+    (tmp_path / "x/snapshots").mkdir(parents=True)
+    source = write_source(tmp_path / "x/snapshots/0123")
+    (tmp_path / "x/blobs").symlink_to(secret.parent)
+    (source / "notes.txt").symlink_to("../../blobs/secret")
+    assert [note.partition(":")[0] for note in plan_quantization(source).notes] == ["notes.txt"]
+
+
+def test_links_within_a_pipeline_are_followed_and_others_are_not(tmp_path: Path, secret: Path):
+    root = tmp_path / "pipeline"
+    root.mkdir()
+    write_source(root / "text_encoder")
+    (root / "tokenizer").mkdir()
+    (root / "tokenizer/vocab.json").write_text("{}")
+    (root / "tokenizer/merges.txt").symlink_to(secret)
+    (root / "shared.json").symlink_to(root / "tokenizer/vocab.json")
+    shutil.move(root / "text_encoder/config.json", root / "own.json")
+    (root / "text_encoder/config.json").symlink_to("../own.json")
+    (root / "text_encoder/tokenizer.json").unlink()
+    (root / "text_encoder/tokenizer.json").symlink_to(secret)
+    parts = {"text_encoder": ["transformers", "LlamaModel"], "tokenizer": ["transformers", "LlamaTokenizer"]}
+    (root / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", **parts}))
+    done = command("quantize", root, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    out = contents(tmp_path / "out")
+    assert {"tokenizer/vocab.json", "shared.json", "text_encoder/config.json"} <= set(out)
+    assert {"tokenizer/merges.txt", "text_encoder/tokenizer.json"}.isdisjoint(out)
+    assert "Note: tokenizer/merges.txt: a link that leads out" in done.stderr
+    assert "Note: text_encoder: tokenizer.json: a link that leads out" in done.stderr
+
+
+# --- front matter -----------------------------------------------------------------------------------------------------
+
+BOMB = "---\n" + "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+) + "---\n"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [
+        (BOMB.encode(), "it has aliases"),
+        (b"---\nlicense: " + b"[" * 50_000 + b"\n---\n", "recursion"),
+        (b"---\nlicense: mit\n" + b"#\n" * 100_000 + b"---\n", "it does not end within 131,072 bytes"),
+        (b"---\nlicense: \xff\n---\n", "can't decode byte"),
+        (b"---\n{: broken\n---\n", "expected"),
+        ("link", "a link that leads out of"),
+    ],
+    ids=["merge keys", "deep", "long", "no text", "broken", "link"],
+)
+def test_front_matter_that_cannot_be_read_is_said_before_the_work(tmp_path: Path, card: bytes | str, reason: str):
+    source = write_source(tmp_path / "source")
+    if isinstance(card, str):
+        (tmp_path / "card").write_text("---\nlicense: mit\n---\n")
+        (source / "README.md").symlink_to(tmp_path / "card")
+    else:
+        (source / "README.md").write_bytes(card)
+    [note] = plan_quantization(source).notes
+    assert note.startswith("README.md: the new card takes over nothing of it, for its front matter cannot be read: ")
+    assert reason in note
+    assert "\n" not in note
+    assert command("quantize", source, tmp_path / "out").exit_code == 0
+    assert "license" not in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_card_that_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_source(tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    opening = Path.open
+
+    def closed(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == "README.md":
+            raise PermissionError(13, "Permission denied")
+        return opening(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", closed)
+        [note] = plan_quantization(source).notes
+    assert note.endswith("Permission denied")
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_submodels_are_text_in_a_card(tmp_path: Path):
+    name = "text_encoder"
+    evil = "x | <script>alert(1)</script> [a](b) `c` \n# d"
+    root = tmp_path / "pipeline"
+    root.mkdir()
+    write_source(root / name)
+    write_source(root / "evil").rename(root / evil.replace("/", "\\"))
+    parts = {name: ["transformers", "LlamaModel"], evil.replace("/", "\\"): ["transformers", "LlamaModel"]}
+    (root / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", **parts}))
+    assert command("quantize", root, tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "<script>" not in card
+    assert "[a](b)" not in card
+    assert "\n# d" not in card
+    [row] = [line for line in card.splitlines() if "alert" in line]
+    assert row.count("|") == 4
+
+
+def test_a_source_that_is_a_stranger_s_tree_of_links_ends(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    (source / "loop.json").symlink_to("loop.json")
+    (source / "up").symlink_to("..")
+    (source / "dangling.txt").symlink_to("nowhere")
+    assert command("quantize", source, tmp_path / "out").exit_code == 0
+    assert not {"loop.json", "dangling.txt", "up"} & {path.name for path in (tmp_path / "out").iterdir()}
