@@ -80,7 +80,7 @@ def median(results: list[dict[str, Any]], key: str) -> float:
     return statistics.median(result[key] for result in results)
 
 
-def machine() -> dict[str, Any]:
+def machine(libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bitsandbytes")) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     driver = None
     if gpu:
@@ -91,7 +91,7 @@ def machine() -> dict[str, Any]:
         "driver": driver,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "triton", "transformers", "bitsandbytes")},
+        **{name: version(name) for name in libraries},
     }
 
 

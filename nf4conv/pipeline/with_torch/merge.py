@@ -11,8 +11,8 @@ import torch
 
 from nf4conv.checkpoint.header import Delta
 
-_AT_A_TIME: Final = 2**20
-"""Elements that are summed at a time: 8 MiB in float64, for each of several workers."""
+_AT_A_TIME: Final = {"cpu": 2**20, "cuda": 2**22}
+"""Elements that are summed at a time, in float64, by each of several workers: fewer would keep a GPU waiting."""
 
 
 class Factors(NamedTuple):
@@ -33,15 +33,18 @@ def merge_deltas(base: torch.Tensor, factors: Sequence[Factors], first: int, dty
         first: how many rows of the whole tensor are before the base's.
         dtype: of the result.
     """
-    merged = torch.empty(base.shape, dtype=dtype, device=base.device)
     if base.dim() == 3:
+        merged = torch.empty(base.shape, dtype=dtype, device=base.device)
         for index, matrix in enumerate(base):
             chosen = [part._replace(delta=part.delta._replace(expert=index)) for part in factors]
             merged[index] = merge_deltas(matrix, chosen, 0, dtype)
         return merged
     factors = [_of_matrix(part) for part in factors]
     is_cut = base.dim() == 2 and not any(part.delta.needs_all_rows for part in factors)
-    step = max(_AT_A_TIME // max(base.shape[1], 1), 1) if is_cut else max(base.shape[0], 1)
+    step = max(_AT_A_TIME[base.device.type] // max(base.shape[1], 1), 1) if is_cut else max(base.shape[0], 1)
+    if step >= base.shape[0]:
+        return _merge_rows(base, factors, first).to(dtype)
+    merged = torch.empty(base.shape, dtype=dtype, device=base.device)
     for start in range(0, base.shape[0], step):
         merged[start : start + step] = _merge_rows(base[start : start + step], factors, first + start)
     return merged

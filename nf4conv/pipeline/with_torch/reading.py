@@ -1,5 +1,6 @@
 """Tensors from a source: encoded ones decoded on the device, and weights as they are before they are packed."""
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -63,10 +64,16 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     parts = [part for _, part in encoding.parts]
     raws = worker.read([part.file_range for part in parts])
     with worker.timed(Activity.COMPUTE):
-        views = [raw.view(TORCH_DTYPES[part.dtype]).view(part.shape) for raw, part in zip(raws, parts, strict=True)]
+        views = [_shaped(raw.view(TORCH_DTYPES[part.dtype]), part) for raw, part in zip(raws, parts, strict=True)]
         roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
         decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
-        return decoded.view(-1)[: tensor.elements].view(tensor.shape)
+        is_padded = decoded.numel() != tensor.elements
+        return _shaped(decoded.view(-1)[: tensor.elements] if is_padded else decoded, tensor)
+
+
+def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
+    """A view in the tensor's shape; a view that changes nothing still costs what a small kernel does."""
+    return values if values.shape == tensor.shape else values.view(tensor.shape)
 
 
 def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) -> torch.Tensor:
@@ -89,7 +96,7 @@ def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     if tensor.encoding is not None:
         return read_decoded(worker, tensor)
     [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
-    return raw.view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+    return _shaped(raw.view(TORCH_DTYPES[tensor.dtype]), tensor)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
@@ -110,7 +117,7 @@ def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tenso
         CastError: names the tensor.
     """
     # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
-    if bool(torch.isfinite(cast.sum(dtype=torch.float32))):
+    if math.isfinite(cast.sum(dtype=torch.float32).item()):
         return
     if bool((torch.isfinite(exact()) & ~torch.isfinite(cast)).any()):
         raise CastError(job.source, job.dtype)
