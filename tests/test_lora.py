@@ -320,8 +320,8 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
         ({}, {"kasa_config": {"beta": 1}}, "KaSA"),
         ({}, {"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({}, {"init_lora_weights": "loftq"}, "changed the base's weights"),
-        ({}, {"rank_pattern": {"(": 3}}, "no regular expression"),
-        ({}, {"rank_pattern": ["q"]}, "not a JSON object"),
+        ({}, {"rank_pattern": {"(": 3}}, "rank_pattern: not a JSON object with regular expressions"),
+        ({}, {"alpha_pattern": ["q"]}, "alpha_pattern: not a JSON object"),
         ({}, {"r": 8}, "rank 8 of its config"),
         ({}, {"r": "4"}, "'4' is no rank"),
         ({}, {"lora_alpha": None}, "None is no lora_alpha"),
@@ -362,16 +362,6 @@ def test_one_of_two_adapters_may_replace_a_tensor(tmp_path):
     make_model(tmp_path / "base", "llama")
     with pytest.raises(SourceError, match="only one of them can"):
         plan_dequantization(tmp_path / "base", DequantizeOptions(lora=tuple(map(str, adapters))))
-
-
-def test_modules_that_the_config_leaves_out_are_left_out_as_peft_does(tmp_path):
-    up = "model.layers.0.mlp.up_proj"
-    more = {f"{up}.lora_A.weight": torch.ones(4, 64), f"{up}.lora_B.weight": torch.ones(160, 4)}
-    adapter = write_adapter(tmp_path / "adapter", FACTORS | more, target_modules=["q_proj"])
-    plan = merge_llama(tmp_path, adapter)
-    assert [row.name for row in plan.rows() if row.action == "merge"] == [f"{Q}.weight"]
-    assert any("target_modules leave out" in note for note in plan.notes)
-    assert changed(merged_by_peft(load(tmp_path / "base"), adapter), load(tmp_path / "base")) == {f"{Q}.weight"}
 
 
 def test_a_base_of_another_name_is_a_note(tmp_path):

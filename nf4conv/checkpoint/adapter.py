@@ -14,13 +14,12 @@ utils/save_and_load.py).
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo, read_header
-from nf4conv.checkpoint.module_names import TIED_HEADS
 from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.source import AdapterFiles, is_repo_id, read_json
@@ -68,12 +67,10 @@ class Adapter(AdapterFiles):
     Attributes:
         targeted: modules with LoRA tensors, outer wrappers of a module first.
         replaced: tensors in the place of others, by the name of those in the model.
-        ignored: modules with LoRA tensors that the config's target_modules leave out, as PEFT leaves them out.
     """
 
     targeted: tuple[Targeted, ...] = ()
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
 
     @property
     def base(self) -> str:
@@ -95,9 +92,13 @@ class Adapter(AdapterFiles):
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
     def _value(self, key: str, patterns: str, path: str) -> Any:
-        special = (self.config.get(patterns) or {}).items()
-        found = (value for pattern, value in special if re.match(rf"(.*\.)?({pattern})$", path))
-        return next(found, self.config.get(key, 8))  # 8 is PEFT's default of both
+        default = self.config.get(key, 8)  # 8 is PEFT's default of both
+        try:
+            special = (self.config.get(patterns) or {}).items()
+            return next((value for pattern, value in special if re.match(rf"(.*\.)?({pattern})$", path)), default)
+        except (AttributeError, re.error, OverflowError, RecursionError) as error:
+            where = f"{self.place}/{ADAPTER_CONFIG}: {patterns}"
+            raise SourceError(f"{where}: not a JSON object with regular expressions as keys: {error}") from error
 
     def token_indices(self, module: str) -> tuple[int, ...]:
         """The rows of an embedding that trainable tokens take the place of."""
@@ -167,21 +168,6 @@ def _check_kind(place: str, config: Mapping[str, Any]) -> None:
             f"{place}: made with init_lora_weights {init}, which changed the base's weights; save it as plain LoRA: "
             "PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(key) or {}, Mapping):
-            raise SourceError(f"{place}/{ADAPTER_CONFIG}: {key} is not a JSON object")
-    try:
-        for pattern in _patterns(config):
-            re.compile(pattern)
-    except (re.error, OverflowError, RecursionError, TypeError) as error:
-        raise SourceError(f"{place}/{ADAPTER_CONFIG}: {pattern!r:.100} is no regular expression: {error}") from error
-
-
-def _patterns(config: Mapping[str, Any]) -> Iterator[Any]:
-    for key in ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"):
-        value = config.get(key) or ()
-        yield from [value] if isinstance(value, str) else value
-    yield from (config[key] for key in ("target_modules", "exclude_modules") if isinstance(config.get(key), str))
 
 
 def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
@@ -198,39 +184,5 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
             raise SourceError(f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it")
         else:
             replaced[name.replace(".base_layer.", ".")] = tensor
-    targeted = [Targeted(*key, roles) for key, roles in sorted(modules.items())]
-    ignored = tuple(part.module for part in targeted if not _is_targeted(adapter.config, part))
-    targeted = [part for part in targeted if part.module not in ignored]
-    return replace(adapter, targeted=tuple(targeted), replaced=replaced, ignored=ignored)
-
-
-def _is_targeted(config: Mapping[str, Any], part: Targeted) -> bool:
-    """Whether PEFT makes a LoRA layer of a module (tuners_utils.py: check_target_module_exists)."""
-    targets, key = config.get("target_modules"), part.module
-    if not targets or targets == "all-linear" or config.get("target_parameters") or TOKENS in part.tensors:
-        return True
-    if config.get("ensure_weight_tying") and key.rpartition(".")[2] in TIED_HEADS:
-        return True
-    if _matches(config.get("exclude_modules"), key):
-        return False
-    if any(re.match(rf"(^|.*\.){name}($|\..*)", key) for name in config.get("modules_to_save") or ()):
-        return False
-    return _matches(targets, key) and (isinstance(targets, str) or key in targets or _is_in_layers(config, key))
-
-
-def _matches(names: Any, key: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, key) is not None
-    return any(f".{key}".endswith(f".{name}") for name in names or ())
-
-
-def _is_in_layers(config: Mapping[str, Any], key: str) -> bool:
-    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
-    if layers is None or layers == []:
-        return True
-    named = [rf"(?:^|.*?\.){name}" for name in ([patterns] if isinstance(patterns, str) else patterns or ())]
-    for pattern in named or [r".*?\.[^.]*"]:
-        found = re.match(rf"{pattern}\.(\d+)\.", key)
-        if found is not None:
-            return int(found[1]) in (layers if isinstance(layers, list) else [layers])
-    return False
+    targeted = tuple(Targeted(*key, roles) for key, roles in sorted(modules.items()))
+    return replace(adapter, targeted=targeted, replaced=replaced)

@@ -107,17 +107,9 @@ class _Merging:
                 self._deltas.setdefault(found.name, []).append(delta)
         what = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
         self._notes.append(f"{adapter} merged: {what}{untied}")
-        self._notes += self._remarks(adapter)
-
-    def _remarks(self, adapter: Adapter) -> Iterator[str]:
-        if adapter.ignored:
-            yield (
-                f"{adapter}: holds LoRA of {len(adapter.ignored):,} modules, such as {adapter.ignored[0]}, that its "
-                "target_modules leave out; so does PEFT, and they are left out"
-            )
         base = PurePosixPath(adapter.base).name
         if base and base != PurePosixPath(str(self._source).partition("@")[0]).name:
-            yield f"{adapter}: was trained on {adapter.base}, and is merged into {self._source}"
+            self._notes.append(f"{adapter}: was trained on {adapter.base}, and is merged into {self._source}")
 
     def _replace(self, adapter: Adapter, name: str, tensor: TensorInfo) -> None:
         found = self._find(name)

@@ -28,15 +28,19 @@ from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
+from nf4conv.pipeline.with_torch.difference import byte_tasks
 from nf4conv.pipeline.with_torch.pack import part_of
 from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, matrix_pieces, read_decoded, read_matrix
 from nf4conv.pipeline.with_torch.unpack import packed_piece
 from nf4conv.pipeline.with_torch.worker import TorchWorker
-from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
+from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, TensorDifference, WeightResult
 
 _TIE: Final = 2.0**-18
 """Relative to absmax: how much nearer another code may be, for the rounding of the reciprocal and of the product, and
 because FP4's cuts are a few ulp away from the middle."""
+
+_KEPT_PARTS: Final = ("values", "absmax", "nested_absmax", "nested_quant_map")
+"""What is copied of a weight that stays as it is."""
 
 _NESTED_TIE: Final = 2.0**-14
 """Relative to nested absmax: how much nearer another 8-bit code may be. bitsandbytes on a CPU looks the codes up in a
@@ -119,35 +123,26 @@ class CompareStored:
     piece: int
 
     def run(self, worker: TorchWorker) -> None:
-        encoding, mine = self.job.source.encoding, self.result.weight.parts()
-        theirs = {} if encoding is None else dict(encoding.parts)
-        roles = [role for role in ("values", "absmax", "nested_absmax", "nested_quant_map") if role in theirs]
-        if all(self._is_equal(worker, mine[role], theirs[role]) for role in roles) and self._offset(
-            worker, mine, self.result.weight.blob
-        ) == self._offset(worker, theirs, None):
+        assert self.job.source.encoding is not None
+        mine, theirs = self.result.weight.parts(), dict(self.job.source.encoding.parts)
+        differences = [TensorDifference(mine[role], theirs[role]) for role in _KEPT_PARTS if role in theirs]
+        for task in byte_tasks(differences, self.piece):
+            task.run(worker)
+        first = _nested_offset(worker, mine, self.result.weight.blob)
+        second = _nested_offset(worker, theirs, None)
+        if first == second and not any(difference.is_identical is False for difference in differences):
             self.result.add_piece(0, PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0))
             self.result.scales = ScaleErrors()
             return
-        for task in _computed(self.result, self.job, self.piece):
-            task.run(worker)
+        for computed in _computed(self.result, self.job, self.piece):
+            computed.run(worker)
 
-    def _is_equal(self, worker: TorchWorker, mine: TensorInfo, theirs: TensorInfo) -> bool:
-        step = self.piece // 2
-        if mine.nbytes != theirs.nbytes:
-            return False
-        for start in range(0, mine.nbytes, step):
-            ranges = [
-                (part.file, part.start + start, min(part.start + start + step, part.stop)) for part in (mine, theirs)
-            ]
-            if not torch.equal(*worker.read(ranges)):
-                return False
-        return True
 
-    def _offset(self, worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: bytes | None) -> object:
-        if blob is None:
-            part = next(part for role, part in parts.items() if role.startswith(QUANT_STATE_PREFIX))
-            blob = worker.read([part.file_range])[0].cpu().numpy().tobytes()
-        return json.loads(blob).get("nested_offset")
+def _nested_offset(worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: bytes | None) -> object:
+    if blob is None:
+        part = next(part for role, part in parts.items() if role.startswith(QUANT_STATE_PREFIX))
+        blob = worker.read([part.file_range])[0].cpu().numpy().tobytes()
+    return json.loads(blob).get("nested_offset")
 
 
 @dataclass(frozen=True)
