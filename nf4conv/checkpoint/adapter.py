@@ -72,11 +72,6 @@ class Adapter(AdapterFiles):
     targeted: tuple[Targeted, ...] = ()
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
-    @property
-    def base(self) -> str:
-        """The name of the model that it was trained on, as far as it is known."""
-        return str(self.config.get("base_model_name_or_path") or "")
-
     def rank(self, path: str) -> int:
         """The rank of a module's factors; `path` is that of the parameter for one of target_parameters."""
         rank = self._value("r", "rank_pattern", path)
@@ -117,11 +112,6 @@ class Adapter(AdapterFiles):
     def targets(self, parameter: str) -> bool:
         """Whether a parameter is one of target_parameters."""
         return any(f".{parameter}".endswith(f".{target}") for target in self.target_parameters)
-
-    @property
-    def keeps_ties(self) -> bool:
-        """Whether the output head was trained as one with the embedding."""
-        return bool(self.config.get("ensure_weight_tying"))
 
 
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:

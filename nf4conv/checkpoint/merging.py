@@ -9,18 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from nf4conv.checkpoint.adapter import TOKENS, Adapter, Targeted
+from nf4conv.checkpoint.adapter import TOKENS, Adapter, Targeted, open_adapter
 from nf4conv.checkpoint.config import architecture_of
 from nf4conv.checkpoint.evidence import is_embedding
 from nf4conv.checkpoint.families import is_transposed
 from nf4conv.checkpoint.header import Delta, Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import TEXT_CONFIGS, TIED_HEADS, ModuleNames, module_of
-from nf4conv.checkpoint.source import Source, stamp_of
-from nf4conv.errors import SourceError
+from nf4conv.checkpoint.source import Source, open_source, stamp_of
+from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.encodings import Method
+from nf4conv.options import SourceOptions
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts, in the order in which PEFT wraps them: the last one is the outermost."""
@@ -29,21 +30,21 @@ _SINGLE: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What a single expert's matrices are called on disk: gate, up, down."""
 
 
-def merge(source: Source, adapters: Sequence[Adapter], in_memory: Mapping[str, str] | None = None) -> Source:
-    """Merge adapters into a source.
-
-    Args:
-        source: what `open_source` gives.
-        adapters: in the order in which they are merged.
-        in_memory: paths of modules in memory that are known for certain, by path on disk.
+def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[str]) -> Source:
+    """Open a checkpoint, and merge adapters, one after the other, into what is read of it.
 
     Raises:
-        SourceError: an adapter changes what the source lacks, or shapes disagree; the message names both.
+        SourceError: something cannot be read; an adapter changes what the checkpoint lacks; shapes disagree.
+        PlanError: adapters for a diffusers pipeline.
     """
-    merging = _Merging(source, in_memory or {})
-    for adapter in adapters:
-        merging.add(adapter)
-    return merging.result(adapters)
+    try:
+        opened = open_source(source, where)
+    except DiffusersFolderError as error:
+        if not lora:
+            raise
+        raise PlanError(f"{source}: --lora is for one part of a diffusers pipeline: --subfolder transformer") from error
+    adapters = [open_adapter(place, where) for place in lora]
+    return _Merging(opened).merged(adapters) if adapters else opened
 
 
 class _Place(NamedTuple):
@@ -65,24 +66,23 @@ class _Place(NamedTuple):
 class _Merging:
     """A source while adapters are merged into it."""
 
-    def __init__(self, source: Source, in_memory: Mapping[str, str]) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._config: Mapping[str, Any] = source.config or {}
         self._tensors = {tensor.name: tensor for tensor in source.tensors}
         self._deltas: dict[str, list[Delta]] = {}
         self._replaced: dict[str, str] = {}
         self._names = ModuleNames.of(self._config)
-        self._aliases = dict(self._all_aliases(in_memory))
+        self._aliases = dict(self._all_aliases())
         first = Counter(name.partition(".")[0] for name in self._tensors).most_common(1)
         self._base = first[0][0] if first and 2 * first[0][1] > len(self._tensors) else ""
         self._notes: list[str] = []
 
-    def _all_aliases(self, in_memory: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def _all_aliases(self) -> Iterator[tuple[str, str]]:
         """(name in a model, name on disk); later ones win, which are the more certain."""
-        names = replace(self._names, in_memory=in_memory)
         for name in self._tensors:
             module, _, leaf = name.rpartition(".")
-            yield from ((f"{path}.{leaf}", name) for path in names.spellings(module))
+            yield from ((f"{path}.{leaf}", name) for path in self._names.spellings(module))
         yield from ((name, name) for name in self._tensors)
 
     def _find(self, name: str) -> TensorInfo | None:
@@ -95,7 +95,7 @@ class _Merging:
         found = next((self._aliases[spelling] for spelling in spellings if spelling in self._aliases), None)
         return None if found is None else self._tensors[found]
 
-    def add(self, adapter: Adapter) -> None:
+    def _add(self, adapter: Adapter) -> None:
         adapter, untied = self._untie(adapter)
         for name, tensor in adapter.replaced.items():
             self._replace(adapter, name, tensor)
@@ -107,9 +107,9 @@ class _Merging:
                 self._deltas.setdefault(found.name, []).append(delta)
         what = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
         self._notes.append(f"{adapter} merged: {what}{untied}")
-        base = PurePosixPath(adapter.base).name
-        if base and base != PurePosixPath(str(self._source).partition("@")[0]).name:
-            self._notes.append(f"{adapter}: was trained on {adapter.base}, and is merged into {self._source}")
+        base = str(adapter.config.get("base_model_name_or_path") or "")
+        if PurePosixPath(base).name not in ("", PurePosixPath(str(self._source).partition("@")[0]).name):
+            self._notes.append(f"{adapter}: was trained on {base}, and is merged into {self._source}")
 
     def _replace(self, adapter: Adapter, name: str, tensor: TensorInfo) -> None:
         found = self._find(name)
@@ -277,7 +277,7 @@ class _Merging:
         has_two = has_two and not self._config.get("is_encoder_decoder")  # which scales a tied head, and no other
         if not self._is_tied or not (heads or (embedding and has_two)):
             return adapter, ""
-        if adapter.keeps_ties:
+        if adapter.config.get("ensure_weight_tying"):
             heads = [name for name in heads if self._find(name) is None]
             modules = [module_of(name) for name in heads]
             targeted = tuple(part for part in adapter.targeted if part.module not in modules)
@@ -295,7 +295,9 @@ class _Merging:
         self._config = _untied(self._config)
         return adapter, ", the output head untied from the embedding"
 
-    def result(self, adapters: Sequence[Adapter]) -> Source:
+    def merged(self, adapters: Sequence[Adapter]) -> Source:
+        for adapter in adapters:
+            self._add(adapter)
         for name, deltas in self._deltas.items():
             base = self._tensors[name]
             encoding = Encoding(Method.MERGED, (("values", base),), (0,), tuple(deltas))

@@ -82,15 +82,6 @@ def second_opinion(
     return (f"--plan-with transformers would differ: {'; '.join(found[:3])}{more}",) if found else ()
 
 
-def paths_in_memory(tensors: Sequence[TensorInfo], config: Mapping[str, Any] | None) -> Mapping[str, str]:
-    """The path in memory of each module on disk; empty where the installed transformers cannot tell."""
-    try:
-        modules = read_skeleton([tensor.name for tensor in tensors], config or {}).modules
-    except PlanError:
-        return {}
-    return {module_of(name): path for name, path in modules.items()}
-
-
 def _select_twice(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
 ) -> tuple[Selection, dict[str, Pack | Keep], Skeleton]:

@@ -13,11 +13,11 @@ from typing import Any, Final
 from nf4conv.checkpoint.config import plain_config, without_quantization
 from nf4conv.checkpoint.evidence import Evidence
 from nf4conv.checkpoint.header import is_in_4_bits
+from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
-from nf4conv.commands.adapters import open_merged
 from nf4conv.commands.output import WritingPlan, kept_as_stored, notes_on_links, read_front, write_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format

@@ -15,11 +15,11 @@ from typing import Any
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
-from nf4conv.commands.adapters import open_merged
 from nf4conv.commands.output import (
     WritingPlan,
     kept_as_stored,

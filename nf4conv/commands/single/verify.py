@@ -17,10 +17,10 @@ from nf4conv import __version__
 from nf4conv.checkpoint.checksums import check_checksums
 from nf4conv.checkpoint.config_check import check_config, check_exact_config
 from nf4conv.checkpoint.findings import CHECKS, Finding
+from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.pairing import Pairs, pair
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.structure import Structure, read_structure
-from nf4conv.commands.adapters import open_merged
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.pipeline.engines import comparing_engine
