@@ -9,8 +9,7 @@ from typing import Any, Final
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
-DTYPE_KEYS: Final = ("dtype", "torch_dtype")
-"""transformers 4.56 and newer write the first, older releases the second."""
+DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # transformers 4.56 and newer write the first, older releases the second
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

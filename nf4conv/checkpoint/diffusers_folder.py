@@ -26,21 +26,14 @@ _WEIGHTS: Final = (".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class DiffusersFolder:
-    """A diffusers pipeline that can be read.
+    """A diffusers pipeline that can be read."""
 
-    Attributes:
-        folder: where its files are; of one on the Hub, those that are not weights.
-        place: the folder, or the repository on the Hub, that its submodels are opened from.
-        submodels: how to open each part that has weights, by name, in the order of model_index.json.
-        files: what else belongs to it, relative to the folder, without model_index.json.
-        strays: what would, but is a link that leads out of it.
-    """
-
-    folder: Path
-    place: str
+    folder: Path  # where its files are; of one on the Hub, those that are not weights
+    place: str  # the folder, or the repository on the Hub, that its submodels are opened from
+    # how to open each part that has weights, by name, in the order of model_index.json
     submodels: Mapping[str, SourceOptions]
-    files: tuple[PurePosixPath, ...]
-    strays: tuple[str, ...] = ()
+    files: tuple[PurePosixPath, ...]  # what else belongs to it, relative to the folder, without model_index.json
+    strays: tuple[str, ...] = ()  # what would, but is a link that leads out of it
 
     @property
     def index(self) -> Path:

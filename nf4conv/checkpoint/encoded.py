@@ -53,10 +53,8 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
 _PLAIN: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
-_PARTS: Final = (*_PLAIN, *_FLOAT8, "U8", "I8", "F8_E8M0")
-"""Of what is decoded, and of what it is decoded with."""
-_STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")
-"""Of the codes of bitsandbytes' 4 bits, see its quant_storage."""
+_PARTS: Final = (*_PLAIN, *_FLOAT8, "U8", "I8", "F8_E8M0")  # of what is decoded, and of what it is decoded with
+_STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")  # of the codes of bitsandbytes' 4 bits, see its quant_storage
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 _ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
@@ -75,23 +73,14 @@ _SCALES: Final = ("absmax", "nested_absmax", "nested_quant_map")
 
 @dataclass(frozen=True)
 class _Siblings:
-    """The tensors of a checkpoint, to find those that belong to one.
+    """The tensors of a checkpoint, to find those that belong to one."""
 
-    Attributes:
-        by_name: all of them.
-        method: quant_method of the config; None when it names none.
-        blocks: [rows, columns] that may share a scale, by the config.
-        dtype: tag of what is decoded to.
-        families: deviations of the model's family that are listed.
-        read: reads a small tensor.
-    """
-
-    by_name: Mapping[str, TensorInfo]
-    method: str | None
-    blocks: tuple[tuple[int, int], ...]
-    dtype: str
-    families: tuple[Family, ...]
-    read: Callable[[TensorInfo], bytes]
+    by_name: Mapping[str, TensorInfo]  # all of them
+    method: str | None  # quant_method of the config; None when it names none
+    blocks: tuple[tuple[int, int], ...]  # [rows, columns] that may share a scale, by the config
+    dtype: str  # tag of what is decoded to
+    families: tuple[Family, ...]  # deviations of the model's family that are listed
+    read: Callable[[TensorInfo], bytes]  # reads a small tensor
 
     def find(self, *names: str) -> TensorInfo | None:
         return next((self.by_name[name] for name in names if name in self.by_name), None)

@@ -18,15 +18,10 @@ _BY_MATRICES: Final = (Method.SCALED, Method.STACKED_MXFP4)
 
 
 class EncodedPiece(NamedTuple):
-    """A run of an encoded tensor's elements.
+    """A run of an encoded tensor's elements."""
 
-    Attributes:
-        tensor: that run, encoded.
-        start: elements of the whole tensor before it.
-    """
-
-    tensor: TensorInfo
-    start: int
+    tensor: TensorInfo  # that run, encoded
+    start: int  # elements of the whole tensor before it
 
 
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:

@@ -11,8 +11,7 @@ from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal, module_of
 
-FEWEST_ROWS: Final = 32
-"""bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss."""
+FEWEST_ROWS: Final = 32  # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss
 
 
 class Why(Enum):
@@ -57,24 +56,15 @@ _FLOAT32: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A checkpoint seen as a whole.
+    """A checkpoint seen as a whole."""
 
-    Attributes:
-        shapes: of every tensor, by name.
-        families: listed deviations that apply.
-        vocab_sizes: every vocabulary size that the config names.
-        layers: the largest number of layers that the config names; 0 when it names none.
-        multimodal: whether encoders of other inputs stand beside a language model.
-        mostly_half: whether most bytes are not float32.
-        names_in_blocks: every part of the path of a matrix below something numbered; only where families ask.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    families: tuple[Family, ...]
-    vocab_sizes: frozenset[int]
-    layers: int
-    multimodal: bool
-    mostly_half: bool
+    shapes: Mapping[str, tuple[int, ...]]  # of every tensor, by name
+    families: tuple[Family, ...]  # listed deviations that apply
+    vocab_sizes: frozenset[int]  # every vocabulary size that the config names
+    layers: int  # the largest number of layers that the config names; 0 when it names none
+    multimodal: bool  # whether encoders of other inputs stand beside a language model
+    mostly_half: bool  # whether most bytes are not float32
+    # every part of the path of a matrix below something numbered; only where families ask
     names_in_blocks: frozenset[str] = frozenset()
 
     @classmethod
@@ -202,19 +192,12 @@ class Evidence:
 
 
 class _Place(NamedTuple):
-    """What the path above a module tells.
+    """What the path above a module tells."""
 
-    Attributes:
-        in_layer: whether it is below something numbered.
-        layer: the number of the language model's layer; -1 outside of them.
-        is_extra: whether it predicts tokens beyond the next.
-        in_expert: whether it belongs to a single expert.
-    """
-
-    in_layer: bool
-    layer: int
-    is_extra: bool
-    in_expert: bool
+    in_layer: bool  # whether it is below something numbered
+    layer: int  # the number of the language model's layer; -1 outside of them
+    is_extra: bool  # whether it predicts tokens beyond the next
+    in_expert: bool  # whether it belongs to a single expert
 
 
 @lru_cache(maxsize=1024)

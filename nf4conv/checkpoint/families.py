@@ -13,29 +13,20 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Deviations of one family.
+    """Deviations of one family."""
 
-    Attributes:
-        transposed: modules that store [in, out] (transformers' Conv1D) and are packed as [out, in].
-        linear: modules that are packed although their names speak against it.
-        keep: (pattern, reason) of modules that must not be packed.
-        renamed: (pattern, replacement): names on disk → names in memory, where loaders rename what is not packed.
-        heads: modules that are in memory but, being tied or merged, not on disk; none is packed.
-        float32: modules whose weights loaders want in float32, if that is how they are stored.
-        splits_experts: whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed.
-        only_blocks: whether linear layers that are below nothing numbered are kept.
-        renames_towers: whether loaders take vision and audio parts under other names, by which nothing in them could be
-            told from the rest.
-    """
-
-    transposed: str = ""
-    linear: str = ""
-    keep: tuple[tuple[str, str], ...] = ()
+    transposed: str = ""  # modules that store [in, out] (transformers' Conv1D) and are packed as [out, in]
+    linear: str = ""  # modules that are packed although their names speak against it
+    keep: tuple[tuple[str, str], ...] = ()  # (pattern, reason) of modules that must not be packed
+    # (pattern, replacement): names on disk → names in memory, where loaders rename what is not packed
     renamed: tuple[tuple[str, str], ...] = ()
-    heads: tuple[str, ...] = ()
-    float32: str = ""
+    heads: tuple[str, ...] = ()  # modules that are in memory but, being tied or merged, not on disk; none is packed
+    float32: str = ""  # modules whose weights loaders want in float32, if that is how they are stored
+    # whether experts stacked as [expert, in, out] are loaded as one `nn.Linear` each when packed
     splits_experts: bool = False
-    only_blocks: bool = False
+    only_blocks: bool = False  # whether linear layers that are below nothing numbered are kept
+    # whether loaders take vision and audio parts under other names, by which nothing in them could be told from the
+    # rest
     renames_towers: bool = False
 
 

@@ -32,10 +32,8 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 
 METADATA_KEY: Final = "__metadata__"
 
-MOST_TENSORS: Final = 1_000_000
-"""Of a checkpoint: some times what the largest has, and what memory can bear."""
-_SHORT_HEADER: Final = 2**23
-"""Bytes; a longer one describes at least as much data."""
+MOST_TENSORS: Final = 1_000_000  # of a checkpoint: some times what the largest has, and what memory can bear
+_SHORT_HEADER: Final = 2**23  # bytes; a longer one describes at least as much data
 MOST_DIMENSIONS: Final = 64  # as torch
 _LONGEST_NAME: Final = 1000
 _MOST_DOTS: Final = 64
@@ -43,30 +41,20 @@ _MOST_DOTS: Final = 64
 _LARGEST_SIZE: Final = 2**63
 
 
-FileRange = tuple[Path, int, int]
-"""(file, start, stop) in bytes."""
+FileRange = tuple[Path, int, int]  # (file, start, stop) in bytes
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a file, as its header tells it.
+    """One tensor of a file, as its header tells it."""
 
-    Attributes:
-        name: key in the state dict.
-        dtype: safetensors' dtype tag: "BF16", "F16", "F32", "F8_E4M3", "U8", …
-        shape: sizes, outermost first.
-        file: the file that holds it.
-        start: where its bytes begin in that file, from the file's first byte.
-        stop: where they end.
-        encoding: how it is stored, if not simply as these bytes in this dtype and shape; they are then the largest part
-            of what it is decoded from.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    stop: int
+    name: str  # key in the state dict
+    dtype: str  # safetensors' dtype tag: "BF16", "F16", "F32", "F8_E4M3", "U8", …
+    shape: tuple[int, ...]  # sizes, outermost first
+    file: Path  # the file that holds it
+    start: int  # where its bytes begin in that file, from the file's first byte
+    stop: int  # where they end
+    # how it is stored, if not simply as these bytes in this dtype and shape; they are then the largest part of what it
+    # is decoded from
     encoding: "Encoding | None" = None
 
     @property
@@ -97,20 +85,14 @@ def is_in_4_bits(tensor: TensorInfo) -> bool:
 
 
 class Encoding(NamedTuple):
-    """How a tensor is decoded from others, see codec/decode.
+    """How a tensor is decoded from others, see codec/decode."""
 
-    Attributes:
-        method: of decoding.
-        parts: (role, tensor) of each that it is decoded from.
-        block: values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and strides. For
-            MERGED: how many rows of the whole tensor are before these.
-        deltas: what MERGED adds to its only part, in this order.
-    """
-
-    method: Method
-    parts: tuple[tuple[str, TensorInfo], ...]
+    method: Method  # of decoding
+    parts: tuple[tuple[str, TensorInfo], ...]  # (role, tensor) of each that it is decoded from
+    # values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and strides. For MERGED:
+    # how many rows of the whole tensor are before these
     block: tuple[int, ...] = ()
-    deltas: "tuple[Delta, ...]" = ()
+    deltas: "tuple[Delta, ...]" = ()  # what MERGED adds to its only part, in this order
 
     @property
     def nbytes(self) -> int:
@@ -118,30 +100,19 @@ class Encoding(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a magnitude.
+    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a magnitude."""
 
-    Attributes:
-        up: [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in their place;
-            without `down` a vector to be added.
-        down: [rank, in], of several experts [experts · rank, in].
-        scale: of the product.
-        is_transposed: whether the tensor is [in, out].
-        rows: which rows of the product concern the tensor; None for all.
-        experts: whose factors stand together; 0 if they are those of a single matrix.
-        expert: which of them the tensor is; None for a stack of all.
-        magnitude: [out], of DoRA: the norms that the rows then get.
-        indices: rows of the tensor that are replaced.
-    """
-
+    # [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in their place; without
+    # `down` a vector to be added
     up: TensorInfo
-    down: TensorInfo | None = None
-    scale: float = 1.0
-    is_transposed: bool = False
-    rows: tuple[int, int] | None = None
-    experts: int = 0
-    expert: int | None = None
-    magnitude: TensorInfo | None = None
-    indices: tuple[int, ...] = ()
+    down: TensorInfo | None = None  # [rank, in], of several experts [experts · rank, in]
+    scale: float = 1.0  # of the product
+    is_transposed: bool = False  # whether the tensor is [in, out]
+    rows: tuple[int, int] | None = None  # which rows of the product concern the tensor; None for all
+    experts: int = 0  # whose factors stand together; 0 if they are those of a single matrix
+    expert: int | None = None  # which of them the tensor is; None for a stack of all
+    magnitude: TensorInfo | None = None  # [out], of DoRA: the norms that the rows then get
+    indices: tuple[int, ...] = ()  # rows of the tensor that are replaced
 
     @property
     def needs_all_rows(self) -> bool:

@@ -41,8 +41,7 @@ HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
 )
 """huggingface_hub's own errors, and those of the HTTP library that it happens to be built on."""
 
-_WAITS: Final = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between tries, after those of huggingface_hub itself."""
+_WAITS: Final = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, after those of huggingface_hub itself
 
 PATIENCE: Final = 5.0
 """Seconds that a transfer gets to notice that it is not wanted; one that stalls is left alone with its own files."""
@@ -58,34 +57,21 @@ _LIKELY: Final = (
 
 
 class RemoteFile(NamedTuple):
-    """A file of a repository, as the hub describes it.
+    """A file of a repository, as the hub describes it."""
 
-    Attributes:
-        name: its path in the repository.
-        size: bytes.
-        sha256: of its content; None for a small file that is kept in git itself.
-        blob: git's name for it; None if unknown.
-    """
-
-    name: str
-    size: int
-    sha256: str | None
-    blob: str | None
+    name: str  # its path in the repository
+    size: int  # bytes
+    sha256: str | None  # of its content; None for a small file that is kept in git itself
+    blob: str | None  # git's name for it; None if unknown
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a source came from.
+    """Where a source came from."""
 
-    Attributes:
-        repo: "org/name".
-        commit: 40 hexadecimal digits.
-        subfolder: of the repository; empty for its root.
-    """
-
-    repo: str
-    commit: str
-    subfolder: str
+    repo: str  # "org/name"
+    commit: str  # 40 hexadecimal digits
+    subfolder: str  # of the repository; empty for its root
 
     def __str__(self) -> str:
         return f"{self.repo}{'/' if self.subfolder else ''}{self.subfolder}@{self.commit}"
@@ -192,18 +178,12 @@ class Repository:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A source that came from the hub.
+    """A source that came from the hub."""
 
-    Attributes:
-        folder: in the cache, where its files are.
-        origin: what they are.
-        repository: to get more from; None when offline.
-        absent: weight files that were not fetched because they are to be streamed, by the path they would have.
-    """
-
-    folder: Path
-    origin: Origin
-    repository: Repository | None
+    folder: Path  # in the cache, where its files are
+    origin: Origin  # what they are
+    repository: Repository | None  # to get more from; None when offline
+    # weight files that were not fetched because they are to be streamed, by the path they would have
     absent: Mapping[Path, RemoteFile]
 
 
@@ -263,21 +243,13 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a diffusers pipeline on the hub.
+    """The files of a diffusers pipeline on the hub."""
 
-    Attributes:
-        folder: in the cache, where model_index.json is and what is fetched comes.
-        commit: what to ask for its submodels with; None for the latest, when the hub may not be asked.
-        names: of all files, relative to the folder.
-        repository: to get them from; None when offline.
-        prefix: of the folder in the repository.
-    """
-
-    folder: Path
-    commit: str | None
-    names: tuple[str, ...]
-    repository: Repository | None
-    prefix: str
+    folder: Path  # in the cache, where model_index.json is and what is fetched comes
+    commit: str | None  # what to ask for its submodels with; None for the latest, when the hub may not be asked
+    names: tuple[str, ...]  # of all files, relative to the folder
+    repository: Repository | None  # to get them from; None when offline
+    prefix: str  # of the folder in the repository
 
     def fetch(self, names: Sequence[str]) -> None:
         """Get files into the folder; nothing is left to get when offline."""

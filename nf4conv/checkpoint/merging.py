@@ -48,19 +48,12 @@ def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[
 
 
 class _Place(NamedTuple):
-    """Where a parameter that may stack experts is on disk.
+    """Where a parameter that may stack experts is on disk."""
 
-    Attributes:
-        tensor: that holds it, or a part of it.
-        expert: which one the tensor is; None if it holds all.
-        share: which part of the expert's rows it is.
-        shares: how many such parts there are.
-    """
-
-    tensor: TensorInfo
-    expert: int | None = None
-    share: int = 0
-    shares: int = 1
+    tensor: TensorInfo  # that holds it, or a part of it
+    expert: int | None = None  # which one the tensor is; None if it holds all
+    share: int = 0  # which part of the expert's rows it is
+    shares: int = 1  # how many such parts there are
 
 
 class _Merging:

@@ -54,17 +54,11 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """How loaders rename the modules of one model.
+    """How loaders rename the modules of one model."""
 
-    Attributes:
-        families: listed deviations that apply.
-        multimodal: whether `is_multimodal(config)`.
-        in_memory: paths that are known for certain, by path on disk.
-    """
-
-    families: tuple[Family, ...]
-    multimodal: bool
-    in_memory: Mapping[str, str] = field(default_factory=dict)
+    families: tuple[Family, ...]  # listed deviations that apply
+    multimodal: bool  # whether `is_multimodal(config)`
+    in_memory: Mapping[str, str] = field(default_factory=dict)  # paths that are known for certain, by path on disk
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModuleNames":

@@ -24,14 +24,11 @@ _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|maske
 
 @dataclass
 class Pairs:
-    """What is to be compared with what.
+    """What is to be compared with what."""
 
-    Attributes:
-        weights: each packed weight with how to read what it was made from.
-        copies: (stored tensor, tensor of the source) of each that is not packed.
-    """
-
+    # each packed weight with how to read what it was made from
     weights: list[tuple[StoredWeight, PackJob]] = field(default_factory=list)
+    # (stored tensor, tensor of the source) of each that is not packed
     copies: list[tuple[TensorInfo, TensorInfo]] = field(default_factory=list)
 
 

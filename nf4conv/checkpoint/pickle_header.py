@@ -22,8 +22,7 @@ from nf4conv.errors import SourceError, named
 from nf4conv.format.encodings import Method
 
 _LARGEST_PICKLE: Final = 2**26
-_LARGEST_READ: Final = 2**26
-"""Bytes that zipfile reads at once: a directory of half a million storages."""
+_LARGEST_READ: Final = 2**26  # bytes that zipfile reads at once: a directory of half a million storages
 _LOCAL_HEADER: Final = 30
 _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C

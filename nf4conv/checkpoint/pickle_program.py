@@ -15,10 +15,8 @@ from typing import IO, Any, Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, MOST_DIMENSIONS
 
-_MOST_STEPS: Final = 2**21
-"""Opcodes, and values copied by them; a tensor takes about thirty."""
-_DEEPEST: Final = 100
-"""Containers that are open at a time."""
+_MOST_STEPS: Final = 2**21  # opcodes, and values copied by them; a tensor takes about thirty
+_DEEPEST: Final = 100  # containers that are open at a time
 _MOST_ARGUMENTS: Final = 16
 _LARGEST_SIZE: Final = 2**63
 
@@ -28,17 +26,11 @@ class PickleError(Exception):
 
 
 class Storage(NamedTuple):
-    """Memory that tensors are views of.
+    """Memory that tensors are views of."""
 
-    Attributes:
-        dtype: safetensors' tag; None when the storage does not know it.
-        key: under which its bytes are in the file.
-        elements: of that dtype, or bytes.
-    """
-
-    dtype: str | None
-    key: str
-    elements: int
+    dtype: str | None  # safetensors' tag; None when the storage does not know it
+    key: str  # under which its bytes are in the file
+    elements: int  # of that dtype, or bytes
 
     @property
     def nbytes(self) -> int:
@@ -46,21 +38,13 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A view of a storage; offset, shape and strides count elements.
+    """A view of a storage; offset, shape and strides count elements."""
 
-    Attributes:
-        storage: whose memory it is.
-        dtype: safetensors' tag.
-        offset: of its first element.
-        shape: sizes, outermost first.
-        stride: elements from one index to the next, for each dimension.
-    """
-
-    storage: Storage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    storage: Storage  # whose memory it is
+    dtype: str  # safetensors' tag
+    offset: int  # of its first element
+    shape: tuple[int, ...]  # sizes, outermost first
+    stride: tuple[int, ...]  # elements from one index to the next, for each dimension
 
 
 class _Name(NamedTuple):

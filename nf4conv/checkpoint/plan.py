@@ -32,21 +32,15 @@ _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
 class Footprint(NamedTuple):
-    """What weights of one shape take: worked out once, since models have few shapes and many weights.
+    """What weights of one shape take: worked out once, since models have few shapes and many weights."""
 
-    Attributes:
-        components: the tensors a weight becomes; the JSON blob, which is the last, with its longest length.
-        sizes: bytes of each.
-        kinds: (alignment, kind) of each but the blob: tensors of one kind stand together in a shard.
-        total: bytes of all.
-        header: the most that they take in a header, names left out.
-    """
-
+    # the tensors a weight becomes; the JSON blob, which is the last, with its longest length
     components: tuple[Component, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of each
+    # (alignment, kind) of each but the blob: tensors of one kind stand together in a shard
     kinds: tuple[tuple[int, str], ...]
-    total: int
-    header: int
+    total: int  # bytes of all
+    header: int  # the most that they take in a header, names left out
 
 
 @lru_cache(maxsize=4096)
@@ -60,22 +54,15 @@ def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
 
 @dataclass(slots=True)
 class PackJob:
-    """One weight to be packed.
+    """One weight to be packed."""
 
-    Attributes:
-        source: the tensor it is read from.
-        matrix: which part of it, under which name.
-        reason: why it is packed.
-        footprint: the tensors it becomes.
-        stored: what its components are copied from, if the source has them (checkpoint/unchanged.py).
-        offsets: where each component begins, from the start of the shard's data; of the blob only once it is known.
-    """
-
-    source: TensorInfo
-    matrix: PackedMatrix
-    reason: str
-    footprint: Footprint
+    source: TensorInfo  # the tensor it is read from
+    matrix: PackedMatrix  # which part of it, under which name
+    reason: str  # why it is packed
+    footprint: Footprint  # the tensors it becomes
+    # what its components are copied from, if the source has them (checkpoint/unchanged.py)
     stored: Stored | None = None
+    # where each component begins, from the start of the shard's data; of the blob only once it is known
     offsets: list[int] = field(default_factory=list)
 
     @property
@@ -115,19 +102,12 @@ class PackJob:
 
 @dataclass(slots=True)
 class CopyJob:
-    """One tensor that is kept.
+    """One tensor that is kept."""
 
-    Attributes:
-        source: the tensor.
-        dtype: dtype tag it is stored in; another than the source's means a cast.
-        reason: why it is not packed.
-        offset: where it begins, from the start of the shard's data.
-    """
-
-    source: TensorInfo
-    dtype: str
-    reason: str
-    offset: int = 0
+    source: TensorInfo  # the tensor
+    dtype: str  # dtype tag it is stored in; another than the source's means a cast
+    reason: str  # why it is not packed
+    offset: int = 0  # where it begins, from the start of the shard's data
 
     @property
     def name(self) -> str:
@@ -151,21 +131,13 @@ Job = PackJob | CopyJob
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file.
+    """One output file."""
 
-    Attributes:
-        name: file name.
-        jobs: what it holds, in the order in which the source is read.
-        header_size: bytes reserved for the header.
-        fixed_size: bytes of data before the first JSON blob.
-        blobs_size: the most that the JSON blobs can take.
-    """
-
-    name: str
-    jobs: tuple[Job, ...]
-    header_size: int
-    fixed_size: int
-    blobs_size: int
+    name: str  # file name
+    jobs: tuple[Job, ...]  # what it holds, in the order in which the source is read
+    header_size: int  # bytes reserved for the header
+    fixed_size: int  # bytes of data before the first JSON blob
+    blobs_size: int  # the most that the JSON blobs can take
 
     @property
     def largest_size(self) -> int:
@@ -191,15 +163,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will write.
+    """What a run will write."""
 
-    Attributes:
-        format: how weights are packed.
-        shards: the output files.
-    """
-
-    format: Format
-    shards: tuple[Shard, ...]
+    format: Format  # how weights are packed
+    shards: tuple[Shard, ...]  # the output files
 
     @property
     def jobs(self) -> Iterator[Job]:

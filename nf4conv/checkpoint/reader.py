@@ -11,8 +11,7 @@ from typing import Final
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.errors import SourceError, named
 
-_MOST_OPEN: Final = 64
-"""Files; macOS allows a process 256 by default."""
+_MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
 _LARGEST_READ: Final = 2**22
 
 

@@ -36,23 +36,14 @@ FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One 4-bit weight of the output.
+    """One 4-bit weight of the output."""
 
-    Attributes:
-        name: of the weight in the output, such as "model.layers.0.mlp.experts.3.gate_proj.weight".
-        shape: [out, in], as stored.
-        transpose: whether the source holds [in, out].
-        index: which matrix along dimension 0 of a 3-D source.
-        columns: range of the source's columns, before transposing.
-        rows: range of the source's rows, before transposing.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    transpose: bool = False
-    index: int | None = None
-    columns: tuple[int, int] | None = None
-    rows: tuple[int, int] | None = None
+    name: str  # of the weight in the output, such as "model.layers.0.mlp.experts.3.gate_proj.weight"
+    shape: tuple[int, int]  # [out, in], as stored
+    transpose: bool = False  # whether the source holds [in, out]
+    index: int | None = None  # which matrix along dimension 0 of a 3-D source
+    columns: tuple[int, int] | None = None  # range of the source's columns, before transposing
+    rows: tuple[int, int] | None = None  # range of the source's rows, before transposing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +56,12 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A tensor that is copied.
+    """A tensor that is copied."""
 
-    Attributes:
-        why: one of the reasons that code asks for, or any other, as a text.
-        keep_dtype: float32 by design, not to be cast to the checkpoint's dtype.
-        is_linear: whether a loader may hold it in an `nn.Linear`, which the skip list must then name.
-        detail: what follows the reason; empty if nothing does.
-    """
-
-    why: Why | str
-    keep_dtype: bool = False
-    is_linear: bool = False
-    detail: str = ""
+    why: Why | str  # one of the reasons that code asks for, or any other, as a text
+    keep_dtype: bool = False  # float32 by design, not to be cast to the checkpoint's dtype
+    is_linear: bool = False  # whether a loader may hold it in an `nn.Linear`, which the skip list must then name
+    detail: str = ""  # what follows the reason; empty if nothing does
 
     @property
     def reason(self) -> str:
@@ -88,19 +72,12 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The decisions for a whole checkpoint.
+    """The decisions for a whole checkpoint."""
 
-    Attributes:
-        decisions: for every tensor of the source, in its order.
-        skip_modules: content of llm_int8_skip_modules.
-        notes: what the user should know, a line each.
-        split: modules that vLLM fuses, of which some parts are packed and others are not.
-    """
-
-    decisions: dict[str, Pack | Keep]
-    skip_modules: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    split: tuple[str, ...] = ()
+    decisions: dict[str, Pack | Keep]  # for every tensor of the source, in its order
+    skip_modules: tuple[str, ...]  # content of llm_int8_skip_modules
+    notes: tuple[str, ...] = ()  # what the user should know, a line each
+    split: tuple[str, ...] = ()  # modules that vLLM fuses, of which some parts are packed and others are not
 
     @property
     def lines(self) -> tuple[str, ...]:

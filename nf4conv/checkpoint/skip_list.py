@@ -23,8 +23,7 @@ from nf4conv.errors import PlanError
 
 Predicate = Callable[[str], bool]
 
-HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
-"""The most common names of heads."""
+HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")  # the most common names of heads
 
 ADDED: Final = (*HEADS, "classification_head", "pooler")
 """What a loader may add to a checkpoint that has none of it, which has to stay out of the 4-bit modules."""
@@ -124,8 +123,7 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 }
 
 
-LITERAL: Final = ("transformers 4", "vLLM")
-"""Loaders to whom an entry is never a regular expression."""
+LITERAL: Final = ("transformers 4", "vLLM")  # loaders to whom an entry is never a regular expression
 
 
 def _ancestors(path: str) -> Iterator[str]:

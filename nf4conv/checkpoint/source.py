@@ -37,33 +37,24 @@ if TYPE_CHECKING:
     from nf4conv.checkpoint.hub import Fetched, Origin
 
 _HEADERS_AT_A_TIME: Final = 8
-_HEAD: Final = 2**17
-"""Bytes asked for first of a file on the Hub; most headers are shorter."""
+_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 _FARTHEST: Final = 2**16
 """Bytes between two small tensors that are still read together: a request to the Hub costs more."""
 _LONGEST_READ: Final = 2**22
-_LARGEST_JSON: Final = 2**24
-LARGEST_INDEX: Final = 2**26
-"""Bytes: of config.json and the like; of the index of a million tensors."""
+_LARGEST_JSON: Final = 2**24  # bytes, of config.json and the like
+LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
 _DEEPEST_JSON: Final = 64
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter of PEFT, as it lies on disk.
+    """An adapter of PEFT, as it lies on disk."""
 
-    Attributes:
-        place: as the user gave it.
-        file: its weights.
-        config: the content of adapter_config.json.
-        origin: where it came from on the Hub; None for a folder.
-    """
-
-    place: str
-    file: Path
-    config: Mapping[str, Any]
-    origin: "Origin | None" = None
+    place: str  # as the user gave it
+    file: Path  # its weights
+    config: Mapping[str, Any]  # the content of adapter_config.json
+    origin: "Origin | None" = None  # where it came from on the Hub; None for a folder
 
     def __str__(self) -> str:
         return self.place if self.origin is None else str(self.origin)
@@ -71,50 +62,32 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that can be read.
+    """A checkpoint that can be read."""
 
-    Attributes:
-        folder: where its files are.
-        root: the folder that the user named, which holds it, and which links may not lead out of.
-        files: the weight files, in order of name.
-        tensors: every tensor, in the order of files and of bytes within a file.
-        config: the content of config.json; None when there is none.
-        stem: base name of the weight files: "model", or what the source calls them.
-        notes: what the user should know about it.
-        stamps: by which a file is seen to have changed since its header was read; none of a commit, which cannot.
-        fetched: where it came from on the Hub, and which weight files are still there; None for one that is local.
-        adapters: what has been merged into it.
-    """
-
-    folder: Path
-    root: Path
-    files: tuple[Path, ...]
-    tensors: tuple[TensorInfo, ...]
-    config: Mapping[str, Any] | None
-    stem: str
-    notes: tuple[str, ...] = ()
+    folder: Path  # where its files are
+    root: Path  # the folder that the user named, which holds it, and which links may not lead out of
+    files: tuple[Path, ...]  # the weight files, in order of name
+    tensors: tuple[TensorInfo, ...]  # every tensor, in the order of files and of bytes within a file
+    config: Mapping[str, Any] | None  # the content of config.json; None when there is none
+    stem: str  # base name of the weight files: "model", or what the source calls them
+    notes: tuple[str, ...] = ()  # what the user should know about it
+    # by which a file is seen to have changed since its header was read; none of a commit, which cannot
     stamps: "Mapping[Path, Stamp]" = field(default_factory=dict)
+    # where it came from on the Hub, and which weight files are still there; None for one that is local
     fetched: "Fetched | None" = None
-    adapters: "tuple[AdapterFiles, ...]" = ()
+    adapters: "tuple[AdapterFiles, ...]" = ()  # what has been merged into it
 
     def __str__(self) -> str:
         return str(self.folder if self.fetched is None else self.fetched.origin)
 
 
 class Stamp(NamedTuple):
-    """A file as it was at a time. Only on one host do times mean the same.
+    """A file as it was at a time. Only on one host do times mean the same."""
 
-    Attributes:
-        size: bytes.
-        modified: when its content changed, which can be set at will; ns.
-        changed: when the kernel last saw any change; ns.
-        ends: CRC-32 of its first and last bytes, between them the header.
-    """
-
-    size: int
-    modified: int
-    changed: int
-    ends: int
+    size: int  # bytes
+    modified: int  # when its content changed, which can be set at will; ns
+    changed: int  # when the kernel last saw any change; ns
+    ends: int  # CRC-32 of its first and last bytes, between them the header
 
 
 def changed_files(source: Source) -> list[Path]:

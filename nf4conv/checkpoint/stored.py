@@ -9,38 +9,23 @@ from nf4conv.checkpoint.header import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class QuantStateFields:
-    """The content of a JSON blob.
+    """The content of a JSON blob."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        dtype: "float32", "float16" or "bfloat16": of the weight before it was quantized.
-        shape: of that weight.
-        nested_offset: added to the decoded absmax; None without double quantization.
-    """
-
-    quant_type: str
-    blocksize: int
-    dtype: str
-    shape: tuple[int, ...]
-    nested_offset: float | None
+    quant_type: str  # "nf4" or "fp4"
+    blocksize: int  # elements that share one absmax
+    dtype: str  # "float32", "float16" or "bfloat16": of the weight before it was quantized
+    shape: tuple[int, ...]  # of that weight
+    nested_offset: float | None  # added to the decoded absmax; None without double quantization
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A packed weight whose tensors fit together.
+    """A packed weight whose tensors fit together."""
 
-    Attributes:
-        values: the packed codes.
-        components: the tensors beside them, by suffix.
-        state: what the JSON blob says.
-        blob: its bytes, where it is not on disk yet; then it is not among the components.
-    """
-
-    values: TensorInfo
-    components: Mapping[str, TensorInfo]
-    state: QuantStateFields
-    blob: bytes | None = None
+    values: TensorInfo  # the packed codes
+    components: Mapping[str, TensorInfo]  # the tensors beside them, by suffix
+    state: QuantStateFields  # what the JSON blob says
+    blob: bytes | None = None  # its bytes, where it is not on disk yet; then it is not among the components
 
     @property
     def name(self) -> str:

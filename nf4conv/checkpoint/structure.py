@@ -32,32 +32,22 @@ from nf4conv.format.layout import (
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
-MOST_ELEMENTS: Final = 2**63
-"""Sizes of tensors are int64 everywhere."""
+MOST_ELEMENTS: Final = 2**63  # sizes of tensors are int64 everywhere
 
-_CLOSE: Final = 2**-8
-"""Relative: how far a code map that was made in bfloat16 may be from the standard one."""
+_CLOSE: Final = 2**-8  # relative: how far a code map that was made in bfloat16 may be from the standard one
 
 
 @dataclass
 class Structure:
-    """A checkpoint as it lies on disk.
+    """A checkpoint as it lies on disk."""
 
-    Attributes:
-        folder: where its files are.
-        tensors: all tensors of the weight files that could be read, by name.
-        weights: the packed weights that can be decoded, by name.
-        plain: the tensors that belong to no packed weight, by name.
-        findings: what is wrong so far.
-        read: reads a small tensor.
-    """
-
-    folder: Path
+    folder: Path  # where its files are
+    # all tensors of the weight files that could be read, by name
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    weights: dict[str, StoredWeight] = field(default_factory=dict)
-    plain: dict[str, TensorInfo] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    read: Callable[[TensorInfo], bytes] = read_bytes
+    weights: dict[str, StoredWeight] = field(default_factory=dict)  # the packed weights that can be decoded, by name
+    plain: dict[str, TensorInfo] = field(default_factory=dict)  # the tensors that belong to no packed weight, by name
+    findings: list[Finding] = field(default_factory=list)  # what is wrong so far
+    read: Callable[[TensorInfo], bytes] = read_bytes  # reads a small tensor
 
     def note(self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True) -> None:
         name = file if isinstance(file, str) else file.name

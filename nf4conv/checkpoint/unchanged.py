@@ -33,15 +33,11 @@ _CLOSE: Final = 2**-8
 
 
 class Stored(NamedTuple):
-    """What a weight is copied from.
+    """What a weight is copied from."""
 
-    Attributes:
-        parts: of each component but the JSON blob, in the order of layout.components; some are given as they are.
-        blob: the JSON.
-    """
-
+    # of each component but the JSON blob, in the order of layout.components; some are given as they are
     parts: tuple[TensorInfo | bytes, ...]
-    blob: bytes
+    blob: bytes  # the JSON
 
 
 def stored_format(tensor: TensorInfo) -> Format | None:

@@ -5,8 +5,7 @@ from typing import Final, NamedTuple
 
 from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
 
-STEMS: Final = ("model", "diffusion_pytorch_model")
-"""Base names of weight files: transformers', diffusers'."""
+STEMS: Final = ("model", "diffusion_pytorch_model")  # base names of weight files: transformers', diffusers'
 
 MODEL_INDEX: Final = "model_index.json"
 """What makes a folder a diffusers pipeline; weights beside it are those of all its parts in another format."""
@@ -21,17 +20,11 @@ _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
 
 
 class WeightFile(NamedTuple):
-    """Where to begin.
+    """Where to begin."""
 
-    Attributes:
-        name: of the only weight file, or of the index of several.
-        is_index: which of the two.
-        stem: "model" or "diffusion_pytorch_model", as the output is to be called.
-    """
-
-    name: str
-    is_index: bool
-    stem: str
+    name: str  # of the only weight file, or of the index of several
+    is_index: bool  # which of the two
+    stem: str  # "model" or "diffusion_pytorch_model", as the output is to be called
 
 
 def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:

@@ -38,17 +38,11 @@ _READS_AT_A_TIME: Final = 4
 
 
 class FinishedFile(NamedTuple):
-    """A shard that is complete.
+    """A shard that is complete."""
 
-    Attributes:
-        size: bytes.
-        crc32: of its content.
-        sha256: hexadecimal; None when no checksums were asked for.
-    """
-
-    size: int
-    crc32: int
-    sha256: str | None
+    size: int  # bytes
+    crc32: int  # of its content
+    sha256: str | None  # hexadecimal; None when no checksums were asked for
 
 
 class Workspace:

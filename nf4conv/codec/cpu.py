@@ -36,11 +36,9 @@ with 2^18 they reach 420 million elements a second, with 2^20 550, where one alo
 _COMPARED: Final = 1 << 15
 """Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they leave the cache."""
 
-_DECODED: Final = 1 << 17
-"""Elements decoded at a time in a thread that is alone: 0.8 MB of temporaries."""
+_DECODED: Final = 1 << 17  # elements decoded at a time in a thread that is alone: 0.8 MB of temporaries
 
-_MAX_THREADS: Final = 8
-"""More would mostly wait for the interpreter lock."""
+_MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
 TINIEST: Final = np.finfo(np.float32).tiny
 _MIN_ABSMAX: Final = 2.0**-100  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0

@@ -14,12 +14,10 @@ from nf4conv.codec import reference
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
 
-_COMPARED: Final = 1 << 18
-"""Elements at a time."""
+_COMPARED: Final = 1 << 18  # elements at a time
 
-_MIN_SQUARED: Final = 2.0**-40
-_MAX_SQUARED: Final = 2.0**50
-"""Scales whose squares, and those of their errors, float32 holds."""
+_MIN_SQUARED: Final = 2.0**-40  # scales from here on have squares that float32 holds, and so have their errors
+_MAX_SQUARED: Final = 2.0**50  # up to here
 
 
 def _pairs(values: torch.Tensor) -> torch.Tensor:

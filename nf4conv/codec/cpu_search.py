@@ -31,8 +31,7 @@ from nf4conv.codec.search import (
 )
 from nf4conv.format.codebook import CODEBOOKS, Codebook
 
-_CHUNK: Final = 1 << 18
-"""Elements a thread works on at a time: 8 MB of temporaries."""
+_CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
 
 _POSITIONS: Final = 2 * UNIT + 1
 

@@ -24,11 +24,9 @@ import torch
 
 from nf4conv.format.codebook import CODEBOOKS
 
-NESTED_ERROR: Final = 9 / 1280 + 2**-20
-"""D / nested_absmax, with the same slack."""
+NESTED_ERROR: Final = 9 / 1280 + 2**-20  # D / nested_absmax, with the same slack
 
-SLACK: Final = 2**-20
-"""Added to half the gap, relative to absmax."""
+SLACK: Final = 2**-20  # added to half the gap, relative to absmax
 
 SMALLEST_NORMAL: Final = 2**-126
 

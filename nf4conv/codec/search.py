@@ -30,22 +30,19 @@ import numpy.typing as npt
 
 from nf4conv.format.codebook import CODEBOOKS
 
-UNIT: Final = 1024
-"""Positions and levels of an absmax."""
+UNIT: Final = 1024  # positions and levels of an absmax
 
 FACTORS: Final = tuple(number / UNIT for number in (512, 592, 664, *range(728, 1113, 32)))
 """Of absmax, exact in float32. Most optima lie above 0.7; large blocks with heavy tails want less."""
 
-GROUP: Final = 64
-"""Elements whose sums float32 holds exactly; blocks of 32 have sums of 32."""
+GROUP: Final = 64  # elements whose sums float32 holds exactly; blocks of 32 have sums of 32
 
 LEAST_ABSMAX: Final = 2.0**-100
 LARGEST_ABSMAX: Final = 2.0**100
 LEAST_FACTOR: Final = 0.5
 LARGEST_FACTOR: Final = 1.25
 
-COST_UNITS: Final = 2.0**18
-"""Of a squared error of 1, absmax being from 1 to 2."""
+COST_UNITS: Final = 2.0**18  # of a squared error of 1, absmax being from 1 to 2
 
 ROUND: Final = 1.5 * 2.0**23
 """Added to a float32 below 2^22 in magnitude it rounds it to an integer, ties to even, as subtracting it shows."""

@@ -29,19 +29,12 @@ OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOption
 
 @dataclass(frozen=True)
 class DiffusersPlan(Generic[PlanT]):
-    """What becomes of a diffusers pipeline.
+    """What becomes of a diffusers pipeline."""
 
-    Attributes:
-        folder: the pipeline.
-        submodels: the plan of each, by name.
-        front: what its card says at its top.
-        complaints: what the user should know of what belongs to no submodel.
-    """
-
-    folder: DiffusersFolder
-    submodels: Mapping[str, PlanT]
-    front: Mapping[str, Any] = field(default_factory=dict)
-    complaints: tuple[str, ...] = ()
+    folder: DiffusersFolder  # the pipeline
+    submodels: Mapping[str, PlanT]  # the plan of each, by name
+    front: Mapping[str, Any] = field(default_factory=dict)  # what its card says at its top
+    complaints: tuple[str, ...] = ()  # what the user should know of what belongs to no submodel
 
     def rows(self) -> list[PlanRow]:
         """The rows of all submodels, names and files with the submodel in front."""

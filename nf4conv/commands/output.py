@@ -39,25 +39,17 @@ do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after a
 
 @dataclass(frozen=True)
 class WritingPlan:
-    """Everything that is known of an output checkpoint before a weight is read.
-
-    Attributes:
-        options: what was asked for.
-        source: the checkpoint that is read.
-        output: the output files.
-        config: the content of the output's config.json; None when the source has none.
-        notes: what the user should know.
-        front: what the source's card says at its top, for one that gets a card.
-    """
+    """Everything that is known of an output checkpoint before a weight is read."""
 
     command: ClassVar[str]
     """By which it was made."""
 
-    options: QuantizeOptions | DequantizeOptions
-    source: Source
-    output: Plan
-    config: Mapping[str, Any] | None
-    notes: tuple[str, ...]
+    options: QuantizeOptions | DequantizeOptions  # what was asked for
+    source: Source  # the checkpoint that is read
+    output: Plan  # the output files
+    config: Mapping[str, Any] | None  # the content of the output's config.json; None when the source has none
+    notes: tuple[str, ...]  # what the user should know
+    # what the source's card says at its top, for one that gets a card
     front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @cached_property

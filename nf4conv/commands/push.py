@@ -18,8 +18,7 @@ from nf4conv.checkpoint.hub import HUB_ERRORS, LIBRARY, PATIENCE, abort_transfer
 from nf4conv.errors import Nf4convError, OutputError
 
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
-"""Beside other weights than those that they were written for."""
+_MISLEADING: Final = ("SHA256SUMS", "model_index.json")  # beside other weights than those that they were written for
 
 
 class Push:

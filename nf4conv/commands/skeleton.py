@@ -24,26 +24,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_MOST_PARTS: Final = 10_000
-"""Layers or experts: their modules are made, if without weights."""
+_MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if without weights
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What transformers makes of the names of a checkpoint.
+    """What transformers makes of the names of a checkpoint."""
 
-    Attributes:
-        modules: tensor on disk → path of the module whose weight it becomes; tensors that are split, merged or
-            otherwise changed on the way are not here.
-        linear: paths of the modules that transformers replaces when it loads in 4-bit.
-        transposed: those of them that are Conv1D.
-        version: of the transformers that was asked.
-    """
-
+    # tensor on disk → path of the module whose weight it becomes; tensors that are split, merged or otherwise changed
+    # on the way are not here
     modules: Mapping[str, str]
-    linear: frozenset[str]
-    transposed: frozenset[str]
-    version: str
+    linear: frozenset[str]  # paths of the modules that transformers replaces when it loads in 4-bit
+    transposed: frozenset[str]  # those of them that are Conv1D
+    version: str  # of the transformers that was asked
 
 
 def select_with_transformers(

@@ -16,17 +16,11 @@ from nf4conv.report.rows import CheckResult, inside
 
 @dataclass(frozen=True)
 class DiffusersVerificationPlan:
-    """A diffusers pipeline whose headers have been looked at.
+    """A diffusers pipeline whose headers have been looked at."""
 
-    Attributes:
-        path: as it was given.
-        source: what it is compared with, as it was given.
-        submodels: the plan of each, by name.
-    """
-
-    path: Path
-    source: str | Path | None
-    submodels: Mapping[str, VerificationPlan]
+    path: Path  # as it was given
+    source: str | Path | None  # what it is compared with, as it was given
+    submodels: Mapping[str, VerificationPlan]  # the plan of each, by name
 
     @property
     def bytes_to_read(self) -> int:

@@ -79,8 +79,7 @@ BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SCALES: Final = ("absmax", "search")
 """What the values of a block are multiplied by: its absmax, or what codec/search.py finds."""
 
-NESTED_BLOCKSIZE: Final = 256
-"""Block size of the second quantization, of absmax itself; fixed in bitsandbytes."""
+NESTED_BLOCKSIZE: Final = 256  # block size of the second quantization, of absmax itself; fixed in bitsandbytes
 
 # The 128 positive values of the signed dynamic map, ascending. This is the variant that torch.linspace gives on a host
 # with fused multiply-add (every x86 machine of the last decade, so every published checkpoint); without FMA 42 of the

@@ -36,8 +36,7 @@ COMPONENT_SUFFIXES: Final = (
 """Every suffix a component of a 4-bit weight can have after `W.`."""
 
 _MOST_DIMENSIONS: Final = 64  # as torch
-LARGEST_QUANT_STATE: Final = 2**16
-"""Bytes of a JSON blob: some hundred are usual."""
+LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
@@ -47,8 +46,7 @@ TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """What packed codes may be stored as, and how config.json calls it: FSDP shards only floats, all of one dtype."""
 
-ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element of these."""
+ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an element of these
 
 _JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}

@@ -39,8 +39,7 @@ class Activity(Enum):
     WRITE = "write"
 
 
-LARGEST_PIECE: Final = 32 * 2**20
-"""Bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)."""
+LARGEST_PIECE: Final = 32 * 2**20  # bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)
 
 _CUDA_WORKERS: Final = 8
 

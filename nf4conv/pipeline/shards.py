@@ -117,15 +117,10 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class ShardTask(Task[W_contra]):
-    """A task of a shard.
+    """A task of a shard."""
 
-    Attributes:
-        progress: of the shard, which it tells when it is done.
-        file: the source file that most of what it reads is in.
-    """
-
-    progress: ShardProgress
-    file: Path
+    progress: ShardProgress  # of the shard, which it tells when it is done
+    file: Path  # the source file that most of what it reads is in
 
 
 M = TypeVar("M")
@@ -222,8 +217,7 @@ def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, job.elements)) for start in range(0, job.elements, step)]
 
 
-CopyPart = tuple[CopyJob, int, int]
-"""(job, start, stop): bytes of its source."""
+CopyPart = tuple[CopyJob, int, int]  # (job, start, stop): bytes of its source
 
 
 def copy_groups(shard: Shard, piece: int, *, is_cast: bool) -> Iterator[tuple[CopyPart, ...]]:

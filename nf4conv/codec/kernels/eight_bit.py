@@ -10,8 +10,7 @@ E4M3 = tl.constexpr(0)
 E5M2 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 E8M0 = tl.constexpr(3)
-FLOAT = tl.constexpr(4)
-"""Not a byte: float32, float16 or bfloat16."""
+FLOAT = tl.constexpr(4)  # not a byte: float32, float16 or bfloat16
 
 KINDS: Final[dict[torch.dtype, int]] = {
     torch.float8_e4m3fn: E4M3.value,

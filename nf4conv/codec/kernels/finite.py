@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 8192
-"""Words that a program looks at."""
+TILE = 8192  # words that a program looks at
 NUM_WARPS = 4
 
 

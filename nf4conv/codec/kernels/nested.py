@@ -12,8 +12,7 @@ from nf4conv.codec.kernels.assembly import bisect_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import middle_table
 
-ROWS = 1
-"""Nested blocks of a program."""
+ROWS = 1  # nested blocks of a program
 NUM_WARPS = 1
 
 

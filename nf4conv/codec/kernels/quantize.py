@@ -25,12 +25,9 @@ from nf4conv.codec.kernels.tables import bucket_table
 CONFIGURATIONS = {2: (512, 4), 4: (256, 4)}
 """Element size → slots and warps of a program: the fastest of the sweep in docs/kernels.md."""
 
-FULL = 0
-"""Every program has all its elements and pointers are aligned: no masks."""
-SLOTWISE = 1
-"""The size is a multiple of a slot and pointers are aligned: masks by slot."""
-ELEMENTWISE = 2
-"""Any size, any alignment."""
+FULL = 0  # every program has all its elements and pointers are aligned: no masks
+SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks by slot
+ELEMENTWISE = 2  # any size, any alignment
 
 
 def quantize_blocks(

@@ -32,8 +32,7 @@ from nf4conv.codec.search import (
     UNIT,
 )
 
-CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}
-"""As of quantize.py."""
+CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}  # as of quantize.py
 
 _FACTORS = tl.constexpr(len(FACTORS))
 _GROUP = tl.constexpr(GROUP)

@@ -40,16 +40,13 @@ from nf4conv.report.rows import PlanRow, QuantizationTotals, VerificationSummary
 
 @dataclass(frozen=True)
 class QuantizationPlan(WritingPlan):
-    """What becomes of a checkpoint that is quantized.
-
-    Attributes:
-        non_finite: source tensors that are kept because they hold NaN, infinity, or too much.
-        is_submodel: of a diffusers pipeline, whose submodels get no card, and in some of which nothing is packed.
-    """
+    """What becomes of a checkpoint that is quantized."""
 
     command = "quantize"
     options: QuantizeOptions
+    # source tensors that are kept because they hold NaN, infinity, or too much
     non_finite: frozenset[str] = frozenset()
+    # of a diffusers pipeline, whose submodels get no card, and in some of which nothing is packed
     is_submodel: bool = False
 
     def decided(self) -> dict[str, Any]:

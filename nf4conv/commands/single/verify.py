@@ -40,23 +40,14 @@ _WITH_SOURCE = ("names", "copies", "codes", "bound", "tolerance")
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """A checkpoint whose headers have been looked at.
+    """A checkpoint whose headers have been looked at."""
 
-    Attributes:
-        path: as it was given.
-        options: what was asked for.
-        structure: the checkpoint, with what is wrong with it so far.
-        config: the content of its config.json; empty if there is none.
-        source: what it was made from; None if that was not given.
-        pairs: what is to be compared; empty without a source.
-    """
-
-    path: Path
-    options: VerifyOptions
-    structure: Structure
-    config: Mapping[str, Any]
-    source: Source | None
-    pairs: Pairs
+    path: Path  # as it was given
+    options: VerifyOptions  # what was asked for
+    structure: Structure  # the checkpoint, with what is wrong with it so far
+    config: Mapping[str, Any]  # the content of its config.json; empty if there is none
+    source: Source | None  # what it was made from; None if that was not given
+    pairs: Pairs  # what is to be compared; empty without a source
 
     @property
     def bytes_to_read(self) -> int:

@@ -20,8 +20,7 @@ from nf4conv.pipeline.with_torch.unpack import decode_piece, read_packed
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import PieceDifference, TensorDifference
 
-_CHUNK: Final = 2**18
-"""Values compared at a time: in float64 they take a few times as much memory as they do in a file."""
+_CHUNK: Final = 2**18  # values compared at a time: in float64 they take a few times as much memory as they do in a file
 
 
 def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:

@@ -20,8 +20,7 @@ from nf4conv.pipeline.loop import Activity, make_pipeline
 from nf4conv.pipeline.with_torch.reading import cut_elements, read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
-_LARGEST_SUM: Final = 3e38
-"""Of the scales of a weight, whose mean double quantization takes in float32."""
+_LARGEST_SUM: Final = 3e38  # of the scales of a weight, whose mean double quantization takes in float32
 
 
 @dataclass(frozen=True)
