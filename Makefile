@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format fuzz gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
+.PHONY: help demo test check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -34,6 +34,12 @@ format: $(VENV)/.installed ## let ruff format the code
 
 fuzz: $(VENV)/.installed ## mutated checkpoints of many kinds for ten minutes; FUZZ="--seed N --cases N --seconds N"
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
+
+kills: $(VENV)/.installed ## runs killed before and after every operation on their folder, and resumed
+	for scenario in quantize dequantize overwrite stream pipeline; do folder=$$(mktemp -d) && \
+	  $(BIN)/python tests/interruptions.py $$scenario $$folder > $$folder/points && rm -r $$folder/out && \
+	  ! grep -v '"status": 0, "differing": \[\], "looks finished and is not": false' $$folder/points && \
+	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done
 
 gpu: $(VENV)/.installed ## the kernel tests compiled, against bitsandbytes CUDA
 	$(BIN)/python -m pytest -m gpu

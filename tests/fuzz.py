@@ -33,6 +33,7 @@ from click.testing import CliRunner
 from four_bit import pack
 from four_bit import write as write_packed
 from mutations import mutate_checkpoint
+from safetensors.torch import save_file
 from test_encoded import ENCODINGS, PLAIN, Q
 from test_encoded import random as random_weight
 from test_encoded import write as write_encoded
@@ -40,10 +41,10 @@ from test_encoded import write as write_encoded
 from nf4conv.cli import main as command_line
 
 SECONDS = 20
-"""That a case may take; most take a hundredth of one."""
+"""Of the processor that a case may take, or ten times as many by the clock; most take a hundredth of one."""
 MEMORY = 1_500_000_000
 """Bytes that a case may take beside what the interpreter and torch do."""
-BATCH = 250
+BATCH = 1000
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\n---\n# A model\n"
 
@@ -87,6 +88,18 @@ def diffusers(folder: Path) -> None:
     (folder / "README.md").write_text(CARD)
 
 
+def adapter(folder: Path) -> None:
+    """Of the kind `safetensors`."""
+    folder.mkdir()
+    place = "base_model.model.model.layers.0.mlp.up_proj"
+    factors = {f"{place}.lora_A.weight": torch.randn(4, 128), f"{place}.lora_B.weight": torch.randn(512, 4)}
+    norm = {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(64)}
+    save_file(factors | norm, folder / "adapter_model.safetensors")
+    patterns = {"rank_pattern": {"up_proj": 4}, "alpha_pattern": {"^model.*up_proj": 16}, "use_rslora": False}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["up_proj"], **patterns}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def encoded(encode: Callable[[], Any]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         made = encode()
@@ -107,6 +120,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "fp4": lambda folder: four_bit(folder, quant_type="fp4"),
     "our own result": own,
     "diffusers pipeline": diffusers,
+    "adapter": adapter,
     **{encode.__name__: encoded(encode) for encode in ENCODINGS},
 }
 
@@ -121,6 +135,8 @@ def arguments_of(chosen: random.Random, source: Path, whole: Path, out: Path) ->
     """A command on a mutated source; `whole` is what it was before."""
     options = ["--no-double-quant", "--non-finite=keep", "--checksum", "--dtype=float16", "--verify", "--dry-run"]
     writing = [option for option in options if chosen.random() < 0.15]
+    if whole.name == "adapter":
+        return ["quantize", whole.with_name("safetensors"), out, "--lora", source, *writing]
     return chosen.choice(
         [
             ["quantize", source, out, "--plan-with=rules", *writing],
@@ -143,16 +159,19 @@ def case(number: int, templates: Path, work: Path) -> str | None:
     for folder in (source, out):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, source)
+    print(json.dumps({"number": number, "kind": kind, "arguments": ["before it"]}), flush=True)
     mutate_checkpoint(chosen, source)
     arguments = arguments_of(chosen, source, whole, out)
     print(json.dumps({"number": number, "kind": kind, "arguments": [str(word) for word in arguments]}), flush=True)
-    signal.alarm(SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(10 * SECONDS)
     try:
         done = run(*arguments)
         print(json.dumps({"exit": done.exit_code}), flush=True)
         found = fault_of(done, arguments, out)
     except BaseException:  # noqa: BLE001 - to be reported, whatever it is
         found = traceback.format_exc()
+    signal.setitimer(signal.ITIMER_PROF, 0)
     signal.alarm(0)
     return found
 
@@ -201,21 +220,22 @@ def failures_of(
     """What went wrong in a batch, and the case by which the process has died, if it has."""
     output, errors = process.communicate()
     described: dict[int, str] = {}
-    faults, last = [], None
+    faults, last = list[str](), -1
     for record in map(json.loads, output.splitlines()):
         if "kind" in record:
             last = record["number"]
             described[last] = f"{record['kind']}: {' '.join(record['arguments'])}"
-            kinds[record["kind"]] += 1
         elif "exit" in record:
+            kinds[described[last].partition(":")[0]] += 1
             exits[record["exit"]] += 1
         elif "fault" in record:
             faults.append(f"case {record['number']}: {described[record['number']]}\n{record['fault']}")
     if process.returncode == 0:
         return faults, None
-    reason = f"no end in {SECONDS} s" if process.returncode == -signal.SIGALRM else f"status {process.returncode}"
-    faults.append(f"case {last}: {described.get(last or -1, 'before the first')}\n{reason}: {errors[-2000:]}")
-    return faults, last
+    is_late = -process.returncode in (signal.SIGPROF, signal.SIGALRM)
+    reason = f"no end in {SECONDS} s" if is_late else f"status {process.returncode}"
+    faults.append(f"case {last}: {described.get(last, 'before the first')}\n{reason}: {errors[-2000:]}")
+    return faults, last if described else None
 
 
 def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str], Counter[int], list[str]]:
@@ -238,6 +258,8 @@ def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str
             start, count, process = running.pop(0)
             found, died_at = failures_of(process, kinds, exits)
             faults += found
+            for fault in found:
+                print(f"{fault}\n    repeat: make fuzz FUZZ='--cases 1 --seed {fault.split()[1][:-1]}'\n", flush=True)
             if died_at is not None and died_at + 1 < start + count:
                 waiting.append((died_at + 1, start + count - died_at - 1))
     return kinds, exits, faults
@@ -259,8 +281,6 @@ def main() -> None:
     print(f"seed {seed}", flush=True)
     started = time.monotonic()
     kinds, exits, faults = fuzz(seed, options.cases, options.seconds, options.jobs)
-    for fault in faults:
-        print(f"{fault}\n    repeat: python tests/fuzz.py --cases 1 --seed {fault.split()[1].rstrip(':')}\n")
     took = time.monotonic() - started
     codes = ", ".join(f"{count:,} × {code}" for code, count in sorted(exits.items()))
     print(f"{kinds.total():,} cases of {len(kinds)} kinds in {took:.0f} s, exit codes {codes}, {len(faults)} failures")

@@ -1,6 +1,10 @@
-"""Runs a quantization many times and kills it at chosen calls; a program, so that forks start from a warm interpreter.
+"""Kills a run before and after every operation that changes its folder, and repeats the command each time.
 
-Usage: python tests/interruptions.py SOURCE FOLDER POINTS SEED      prints one JSON line per kill point
+    python tests/interruptions.py SCENARIO FOLDER [POINTS]      prints a JSON line for each kill point, or for so many
+
+A program, so that forks start from a warm interpreter. A kill point is an open for writing, write, fsync, truncation,
+rename, removal or new folder; of some there is a second kill in the run that resumes. Which operations there are
+differs a little from run to run, as threads do; a point beyond the last is a run to its end.
 """
 
 import json
@@ -8,52 +12,127 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import nf4conv.pipeline.with_torch.pack
-import nf4conv.pipeline.with_torch.worker  # noqa: F401 - imported before the forks, so that each of them need not
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.errors import OutputError
-from nf4conv.options import QuantizeOptions, RunOptions
+from checkpoints import contents, write_source
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+SERVER = """
+import sys
+from pathlib import Path
+from hub_server import HUB, Repo
+repo = Repo()
+repo.commit({path.name: path.read_bytes() for path in Path(sys.argv[1]).iterdir()})
+HUB.repos["org/name"] = repo
+print(HUB.url, flush=True)
+sys.stdin.read()
+"""
 
 
 class Counter:
-    """Counts the calls that change the disk, and kills the process at one of them, before or halfway through it."""
+    """Counts operations, and kills the process at one of them: before it (a write: halfway through), or after it."""
 
-    def __init__(self, kill_at: int | None) -> None:
+    NAMES = ("open", "write", "pwrite", "fsync", "ftruncate", "rename", "replace", "unlink", "rmdir", "mkdir")
+
+    def __init__(self, kill_at: int | None, *, is_before: bool = True) -> None:
         self.calls = 0
         self._kill_at = kill_at
+        self._is_before = is_before
         self._lock = threading.Lock()
-        self._pwrite = os.pwrite
-        os.pwrite = self._count(os.pwrite)
-        os.fsync = self._count(os.fsync)
-        os.ftruncate = self._count(os.ftruncate)
-        os.rename = self._count(os.rename)
-        os.replace = self._count(os.replace)
-        Path.replace = self._count(Path.replace)
-        Path.unlink = self._count(Path.unlink)
-        Path.mkdir = self._count(Path.mkdir)
-        Path.rmdir = self._count(Path.rmdir)
+        for name in self.NAMES:  # which pathlib and shutil look up in os at each call
+            setattr(os, name, self._count(name, getattr(os, name)))
 
-    def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
+            if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR):
+                return function(*arguments, **named)
             with self._lock:
                 self.calls += 1
-                if self.calls == self._kill_at:
-                    if function is self._pwrite:
-                        descriptor, data, position = arguments
-                        self._pwrite(descriptor, data[: len(data) // 2], position)
+                is_last = self.calls == self._kill_at
+                if is_last and self._is_before:
+                    if name in ("write", "pwrite"):
+                        descriptor, data, *position = arguments
+                        function(descriptor, data[: len(data) // 2], *position)
                     os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **named)
+                done = function(*arguments, **named)
+                if is_last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return done
 
         return counted
+
+
+@dataclass
+class Scenario:
+    """A command that is interrupted.
+
+    Attributes:
+        run: it, into a folder.
+        prepare: what is there before.
+        mark: without which no loader takes the result for a model.
+    """
+
+    run: Callable[[Path], Any]
+    prepare: Callable[[Path], None] = lambda _: None
+    mark: str = "config.json"
+
+
+def scenario(name: str, folder: Path) -> Scenario:
+    """Made once; imports come late, because the Hub's address must be known before its client is imported."""
+    source = write_source(folder / "source", layers=4)
+    stop = start_server(source) if name == "stream" else None
+    from nf4conv.commands.dequantize import dequantize_checkpoint
+    from nf4conv.commands.quantize import quantize_checkpoint
+    from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
+
+    options = QuantizeOptions(max_shard_size=60_000)
+    run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+    quantize = Scenario(lambda out: quantize_checkpoint(source, out, options, run))
+    if name == "quantize":
+        return quantize
+    if name == "overwrite":
+        old = folder / "old"
+        quantize_checkpoint(source, old, replace(options, quant_type="fp4"), run)
+        again = replace(run, overwrite=True)
+        return Scenario(
+            lambda out: quantize_checkpoint(source, out, options, again), lambda out: shutil.copytree(old, out)
+        )
+    if name == "dequantize":
+        quantize.run(folder / "packed")
+        large = DequantizeOptions(max_shard_size=150_000)
+        return Scenario(lambda out: dequantize_checkpoint(folder / "packed", out, large, run))
+    if name == "stream":
+        assert stop is not None
+        where = SourceOptions(stream=True, cache_dir=folder / "cache")
+        return Scenario(lambda out: quantize_checkpoint("org/name", out, options, run, where=where))
+    whole = folder / "pipeline"
+    whole.mkdir()
+    for part in ("text_encoder", "text_encoder_2"):
+        shutil.copytree(source, whole / part)
+    (whole / "scheduler").mkdir()
+    (whole / "scheduler/scheduler_config.json").write_text("{}")
+    parts = {part: ["transformers", "LlamaModel"] for part in ("text_encoder", "text_encoder_2")}
+    (whole / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+    return Scenario(lambda out: quantize_checkpoint(whole, out, options, run), mark="model_index.json")
+
+
+def start_server(source: Path) -> subprocess.Popen[str]:
+    """A hub in a process of its own, which ends with this one."""
+    words = [sys.executable, "-c", SERVER, str(source)]
+    here = Path(__file__).parent
+    server = subprocess.Popen(words, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    os.environ |= {
+        "HF_ENDPOINT": server.stdout.readline().strip(),
+        "HF_HOME": str(source.parent / "hub home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    return server
 
 
 def in_fork(work: Callable[[], None]) -> int:
@@ -69,79 +148,70 @@ def in_fork(work: Callable[[], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def count_calls(source: Path, out: Path) -> int:
+def count_calls(made: Scenario, out: Path) -> int:
     receiving, sending = os.pipe()
+    made.prepare(out)
+    write = os.write
 
     def work() -> None:
         counter = Counter(None)
-        quantize_checkpoint(source, out, OPTIONS, RUN)
-        os.write(sending, str(counter.calls).encode())
+        made.run(out)
+        write(sending, str(counter.calls).encode())
 
     if in_fork(work):
         raise RuntimeError("the uninterrupted run failed")
     return int(os.read(receiving, 100))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def finished(out: Path, mark: str) -> dict[str, bytes] | None:
+    """What a loader would find; None if it would find no model."""
+    if not (out / mark).exists():
+        return None
+    return {name: content for name, content in contents(out).items() if ".nf4conv/" not in name}
 
 
-def looks_finished(folder: Path) -> bool:
-    return (folder / "config.json").exists()
+def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) -> int:
+    def work() -> None:
+        from nf4conv.errors import OutputError
+
+        Counter(kill_at, is_before=is_before)
+        try:
+            made.run(out)
+        except OutputError as error:
+            # it is complete, and what may be left of the work folder has been removed
+            if "exists and is not empty" not in str(error) or not (out / made.mark).exists():
+                raise
+
+    return in_fork(work)
 
 
 def main() -> None:
-    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    points, seed = int(sys.argv[3]), int(sys.argv[4])
-    total = count_calls(source, folder / "whole")
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    made = scenario(name, folder)
+    total = count_calls(made, folder / "whole")
     expected = contents(folder / "whole")
-    chosen = random.Random(seed)
-    for number in range(points):
-        out = folder / "out"
+    points = [(kill_at, is_before) for kill_at in range(1, total + 1) for is_before in (True, False)]
+    chosen = random.Random(total)
+    if len(sys.argv) > 3:
+        points = sorted(chosen.sample(points, min(int(sys.argv[3]), len(points))))
+    out = folder / "out"
+    for number, (kill_at, is_before) in enumerate(points):
         shutil.rmtree(out, ignore_errors=True)
-        kills = [chosen.randint(1, total) for _ in range(chosen.choice((1, 1, 2)))]
-        for kill_at in kills:
-
-            def interrupted(kill_at: int = kill_at, out: Path = out) -> None:
-                Counter(kill_at)
-                quantize_checkpoint(source, out, OPTIONS, RUN)
-
-            status = in_fork(interrupted)
-        finished_early = looks_finished(out) and not os.WIFEXITED(status)
-        kept: list[int] = []
-        receiving, sending = os.pipe()
-
-        def resumed(sending: int = sending, out: Path = out) -> None:
-            report = quantize_checkpoint(source, out, OPTIONS, RUN)
-            os.write(sending, str(report.shards_resumed).encode())
-
-        # the last kill may have come after the checkpoint was complete: then there is nothing to resume, and the same
-        # command says so, and removes what may be left of the work folder
-        complete = looks_finished(out) and not (out / ".nf4conv/run.json").exists()
-
-        def refused(out: Path = out) -> None:
-            try:
-                quantize_checkpoint(source, out, OPTIONS, RUN)
-            except OutputError:
-                return
-            raise RuntimeError("a complete checkpoint was written again")
-
-        status = in_fork(refused if complete else resumed)
-        if not complete and status == 0:
-            kept.append(int(os.read(receiving, 100)))
-        os.close(receiving)
-        os.close(sending)
+        made.prepare(out)
+        before = finished(out, made.mark)
+        attempt(made, out, kill_at, is_before=is_before)
+        found = finished(out, made.mark)
+        second = chosen.randint(1, total) if number % 3 == 0 else None
+        if second is not None:
+            attempt(made, out, second, is_before=chosen.random() < 0.5)
+        status = attempt(made, out, None, is_before=True)
+        after = contents(out)
         result = {
-            "number": number,
-            "kills": kills,
+            "killed": [kill_at, is_before, second],
             "of": total,
             "status": status,
-            "shards_kept": kept,
-            "differing": sorted(
-                name for name, content in contents(out).items() | expected.items() if content != expected.get(name)
-            ),
-            "same_files": contents(out).keys() == expected.keys(),
-            "config_before_the_end": finished_early and not complete,
+            "differing": sorted(name for name in after.keys() | expected if after.get(name) != expected.get(name)),
+            "looks finished and is not": found is not None and found not in (expected, before),
         }
         print(json.dumps(result), flush=True)
 

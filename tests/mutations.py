@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-LARGEST_HEADER = 2**20
+LARGEST = 2**24
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 16, 31, 63, 64, 65, 255, 256, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64),
     *(10**30, -(2**63), 0.5, -0.0, 1e-45, 1e38, 1e300, float("nan"), float("inf"), float("-inf")),
@@ -248,6 +248,7 @@ def mutate_checkpoint(chosen: random.Random, folder: Path) -> None:
     """Change one or two files of a checkpoint."""
     for _ in range(chosen.choice((1, 1, 1, 2))):
         files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        files = [path for path in files if path.stat().st_size < LARGEST]  # no hole that an earlier mutation has left
         path = chosen.choice(files)
         if chosen.random() < 0.03:
             mutate_folder(chosen, path)

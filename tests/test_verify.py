@@ -467,6 +467,34 @@ def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
     assert not report.identical
 
 
+def respaced(tensor: torch.Tensor) -> torch.Tensor:
+    """The same JSON, in other bytes."""
+    text = json.dumps(json.loads(bytes(tensor.tolist())), separators=(",", ":"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(change(f"{UP}.nested_quant_map", flipped(4 * index, 0)) for index in (0, 100, 255)),
+        *(change(f"{UP}.quant_map", flipped(4 * index, 0)) for index in (0, 15)),
+        change(BLOB, respaced),
+        change(UP, lambda tensor: tensor.view(1, -1)),
+        config(lambda content: content["quantization_config"].update(llm_int8_threshold=5.0)),
+        config(lambda content: content["quantization_config"].pop("_load_in_4bit")),
+        config(lambda content: content["quantization_config"].update(more=1)),
+    ],
+    ids=["map 0", "map 100", "map 255", "codes 0", "codes 15", "spaces", "shape", "threshold", "key less", "key more"],
+)  # fmt: skip
+def test_exact_is_every_byte_of_what_describes_a_weight(damaged: Path, source: Path, damage: Callable[[Path], None]):
+    """All of them differ by less than other checks look at."""
+    damage(damaged)
+    without = verify_checkpoint(damaged, source, None, CPU)
+    report = verify_checkpoint(damaged, source, VerifyOptions(exact=True), CPU)
+    assert {finding.check for finding in report.findings if finding.is_fault} >= {"exact"}
+    assert "exact" not in {finding.check for finding in without.findings}
+
+
 # --- what is right ---------------------------------------------------------------------------------------------------
 
 

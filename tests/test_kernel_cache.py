@@ -1,0 +1,99 @@
+"""Compiled kernels on disk: used only if this user has written them whole, and nobody else could."""
+
+import json
+import os
+import pwd
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nf4conv.pipeline.without_torch import bundle
+from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundle
+
+CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
+PURPOSE = Purpose(Action.PACK, "bfloat16", "nf4", 64)
+
+
+class Gpu:
+    """As much of a device as its kernels are chosen by."""
+
+    ordinal = 0
+
+    def capability(self) -> tuple[int, int]:
+        return 9, 0
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    bundle._keep(tmp_path / "cache/bundle.json", CONTENT)
+    return tmp_path / "cache/bundle.json"
+
+
+def test_what_was_kept_is_read_again_and_is_nobody_else_s(kept: Path):
+    assert bundle._read(kept) == CONTENT
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def rewritten(edit: Callable[[Any], Any]) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+DOUBTS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "an empty object": lambda path: path.write_text("{}"),
+    "a list": lambda path: path.write_text("[]"),
+    "a number": lambda path: path.write_text("1"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "as before there was a checksum": lambda path: path.write_text(json.dumps(CONTENT)),
+    "another table": rewritten(lambda kept: kept | {"bundle": CONTENT | {"tables": {"a": "BBBB"}}}),
+    "a key missing": rewritten(lambda kept: {"bundle": kept["bundle"]}),
+    "writable by the group": lambda path: path.chmod(0o620),
+    "writable by all": lambda path: path.chmod(0o602),
+    "of another user": lambda path: os.chown(path, 12345, 12345),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_kernels_in_doubt_are_compiled_again(kept: Path, doubt: str):
+    if doubt == "of another user" and os.geteuid():
+        pytest.skip("only root may give a file away")
+    DOUBTS[doubt](kept)
+    assert bundle._read(kept) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
+@pytest.mark.parametrize("content", ["{}", "[]", '{"bundle": {}, "sha256": ""}', '{"kernels": 1}'])
+def test_content_of_another_shape_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = bundle._cache(f"{bundle._key(Gpu().capability(), PURPOSE)}.json")
+    assert path is not None
+    path.parent.mkdir()
+    path.write_text(content)
+    assert load_bundle(Gpu(), PURPOSE) is None  # type: ignore[arg-type]  # without CUDA nothing can be compiled
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
+    """As in containers that run under a number: no HOME, and no entry in the list of users."""
+
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert bundle._cache("bundle.json") is None
+    assert load_bundle(Gpu(), PURPOSE) is None  # type: ignore[arg-type]
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
+    """As the specification of XDG_CACHE_HOME says; it would be another one in each folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert bundle._cache("bundle.json") == Path.home() / ".cache/nf4conv/bundle.json"
