@@ -157,10 +157,10 @@ class Workspace:
             )
 
     def _clear(self) -> None:
-        for folder, _, names in os.walk(self.out):
-            for name in names:
-                if name in _MARKS or name.endswith(".index.json"):
-                    (Path(folder) / name).unlink()  # first: nothing may stand beside them that is not whole
+        files = [Path(folder, name) for folder, _, names in os.walk(self.out) for name in names]
+        marks = [path for path in files if path.name in _MARKS or path.name.endswith(".index.json")]
+        for path in sorted(marks, key=lambda path: (len(path.parts), path.name not in _MARKS)):
+            path.unlink()  # first: nothing may stand beside them that is not whole
         sync_folder(self.out)
         for entry in self.out.iterdir():
             if entry.name == WORK_FOLDER:
