@@ -58,12 +58,9 @@ class Background:
 
 
 def outlast(threads: Sequence[Background], stop: Callable[[], None], patience: float = math.inf) -> None:
-    """Wait until all is over, even through interrupts.
+    """Wait until all is over, even through interrupts, of threads that work, have worked, or have not begun.
 
-    Args:
-        threads: that work, have worked, or have not begun.
-        stop: tells them to end; it may be called more than once.
-        patience: seconds after which they are left alone.
+    `stop`, which may be called more than once, tells them to end; after seconds of patience they are left alone.
     """
     deadline, is_over = time.monotonic() + patience, False
     while not is_over:

@@ -18,12 +18,7 @@ _ALL: Final = 0xFFFFFFFF
 
 
 def crc32_of_pieces(pieces: Iterable[tuple[int, int, int]], size: int) -> int:
-    """The CRC-32 of a whole.
-
-    Args:
-        pieces: (start, stop, CRC-32) of each, none overlapping; what lies between them is zero.
-        size: bytes of the whole.
-    """
+    """The CRC-32 of so many bytes from (start, stop, CRC-32) of pieces that do not overlap; between them are zeros."""
     found = position = 0
     for start, stop, crc in sorted(pieces):
         found = _times(_power(start - position), found ^ _ALL) ^ _ALL
@@ -33,11 +28,7 @@ def crc32_of_pieces(pieces: Iterable[tuple[int, int, int]], size: int) -> int:
 
 
 def crc32_of_file(path: Path) -> int:
-    """The CRC-32 of a file.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
+    """The CRC-32 of a file; a SourceError if it cannot be read."""
     found = 0
     for chunk in read_chunks(path):
         found = zlib.crc32(chunk, found)

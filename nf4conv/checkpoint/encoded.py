@@ -27,17 +27,8 @@ from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import module_of
 from nf4conv.errors import CodecError, SourceError
+from nf4conv.format import layout
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import (
-    COMPONENT_SUFFIXES,
-    LARGEST_QUANT_STATE,
-    QUANT_STATE_PREFIX,
-    TAGS,
-    Format,
-    components,
-    nested_offset_of,
-    parse_quant_state,
-)
 
 ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
@@ -240,8 +231,8 @@ def _fp4(
 
 
 def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    parts = {suffix: part for suffix in COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
-    blobs = [part for suffix, part in parts.items() if suffix.startswith(QUANT_STATE_PREFIX)]
+    parts = {suffix: part for suffix in layout.COMPONENT_SUFFIXES if (part := siblings.find(f"{tensor.name}.{suffix}"))}
+    blobs = [part for suffix, part in parts.items() if suffix.startswith(layout.QUANT_STATE_PREFIX)]
     if not blobs:
         return None
     blob, is_nested = blobs[-1], "nested_absmax" in parts
@@ -251,7 +242,7 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes or "absmax" not in parts:
         raise _misfit(tensor, parts.get("absmax", blob))
-    for expected in components(Format("nf4", blocksize, is_nested, "float32"), shape):
+    for expected in layout.components(layout.Format("nf4", blocksize, is_nested, "float32"), shape):
         part = parts.get(expected.suffix, blob)
         if expected.suffix in _SCALES and (part.dtype, part.shape) != (expected.dtype, expected.shape):
             raise _misfit(tensor, part)
@@ -264,17 +255,17 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
 
 
 def _quant_state(tensor: TensorInfo, siblings: _Siblings, is_nested: bool) -> tuple[tuple[int, ...], str, int]:
-    if tensor.dtype != "U8" or tensor.nbytes > LARGEST_QUANT_STATE:
+    if tensor.dtype != "U8" or tensor.nbytes > layout.LARGEST_QUANT_STATE:
         raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes of {tensor.dtype} are no quant state")
     try:
-        fields = parse_quant_state(siblings.read(tensor), may_say_more=True)
+        fields = layout.parse_quant_state(siblings.read(tensor), may_say_more=True)
         if is_nested:
-            nested_offset_of(fields)
+            layout.nested_offset_of(fields)
     except CodecError as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
-    if not tensor.name.endswith(f".{QUANT_STATE_PREFIX}{fields['quant_type']}"):
+    if not tensor.name.endswith(f".{layout.QUANT_STATE_PREFIX}{fields['quant_type']}"):
         raise SourceError(f"{tensor.file}: {tensor.name}: its quant_type is {fields['quant_type']!r}")
-    return tuple(fields["shape"]), TAGS[fields["dtype"]], fields["blocksize"]
+    return tuple(fields["shape"]), layout.TAGS[fields["dtype"]], fields["blocksize"]
 
 
 def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -284,9 +275,9 @@ def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         return None
     if len(tensor.shape) != 2 or scale.shape not in ((tensor.shape[0],), (tensor.shape[0], 1)):
         raise _misfit(tensor, scale)
-    layout = siblings.find(f"{stem}weight_format")
-    if layout is not None and any(siblings.read(layout)):
-        raise SourceError(f"{layout.file}: {layout.name}: a layout for one kind of GPU; only rows are decoded")
+    order = siblings.find(f"{stem}weight_format")
+    if order is not None and any(siblings.read(order)):
+        raise SourceError(f"{order.file}: {order.name}: a layout for one kind of GPU; only rows are decoded")
     encoding = Encoding(Method.INT8_ROWS, (("values", tensor), ("scale", scale)))
     return tensor._replace(dtype=siblings.dtype, encoding=encoding)
 

@@ -25,15 +25,12 @@ class EncodedPiece(NamedTuple):
 
 
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
-    """A tensor in pieces that are decoded one by one.
+    """An encoded tensor in pieces that are decoded one by one, in order; the whole of it if it cannot be cut so.
 
     Args:
         tensor: has an encoding.
         most: elements of a piece, unless its rows are longer.
         unit: every piece begins at a multiple of so many elements, and only the last one ends elsewhere.
-
-    Returns:
-        The pieces in order; the whole tensor if it cannot be cut so.
     """
     size = math.prod(tensor.shape[1:])
     if is_stack_of_matrices(tensor) and size % unit == 0:

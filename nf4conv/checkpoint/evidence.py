@@ -101,13 +101,9 @@ class Evidence:
         return None if self._is_linear_by_family(module) else "an embedding"
 
     def why_kept(self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool) -> Why | str | None:
-        """Why a matrix that may be an `nn.Linear` is not packed; None when it is.
+        """Why a matrix that may be an `nn.Linear`, by its path on disk, is not packed; None when it is.
 
-        Args:
-            module: its path on disk.
-            shape: of its weight.
-            towers: whether vision and audio parts are packed.
-            experts: whether experts stored one by one are packed.
+        `towers` says whether vision and audio parts are packed, `experts` whether experts stored one by one are.
         """
         if 0 in shape:
             return "empty"

@@ -123,8 +123,7 @@ class Delta(NamedTuple):
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
     """The tensors of a safetensors file, in the order of their bytes; the data itself is not read.
 
-    Raises:
-        SourceError: the file is missing, unreadable, truncated or malformed.
+    A SourceError if the file is missing, unreadable, truncated or malformed.
     """
     with named(path, SourceError), path.open("rb") as file:
         size = path.stat().st_size
@@ -134,15 +133,9 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 
 def header_stop(path: Path, head: bytes, size: int) -> int:
-    """Where the header of a file ends, told by its first bytes.
+    """Where the header of a file of so many bytes ends, told by at least the first 8, if there are as many.
 
-    Args:
-        path: named in errors.
-        head: at least the first 8 bytes, if there are as many.
-        size: of the whole file.
-
-    Raises:
-        SourceError: no safetensors file begins like this.
+    A SourceError if no safetensors file begins like this.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if size < LENGTH_BYTES:
@@ -159,12 +152,7 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
-    """The tensors that the JSON `raw` of file `path` describes, in the order of their bytes.
-
-    Args:
-        raw: the JSON, without the 8 length bytes.
-        path: named in errors and in each TensorInfo.
-        size: of the whole file, in bytes.
+    """The tensors that JSON, without the 8 length bytes, says are in a file of so many bytes; in the order of theirs.
 
     Raises:
         SourceError: not JSON, an unknown dtype, an impossible shape, or offsets that overlap, leave holes or

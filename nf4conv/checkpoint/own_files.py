@@ -20,11 +20,7 @@ def leads_out(path: Path, root: Path) -> Path | None:
 
 
 def require_own(path: Path, root: Path) -> Path:
-    """The path of a file that a checkpoint cannot do without.
-
-    Raises:
-        SourceError: it is a link that leads out of the folder.
-    """
+    """The path of a file that a checkpoint needs; a SourceError if it is a link that leads out of the folder."""
     target = leads_out(path, root)
     if target is not None:
         raise SourceError(f"{path}: a link that leads out of {root}, to {target}; put the file itself there")

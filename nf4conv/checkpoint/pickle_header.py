@@ -154,7 +154,8 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, _Span]) -> TensorInfo:
     check_name(path, name)
-    _check_view(name, tensor)
+    if len(tensor.shape) != len(tensor.stride):
+        raise PickleError(f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor")
     itemsize = DTYPE_BITS[tensor.dtype] // 8
     storage = storages.get(tensor.storage.key)
     if storage is None or storage.stop - storage.start < tensor.storage.nbytes:
@@ -173,11 +174,6 @@ def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
     stored = info._replace(shape=(length,))
     return info._replace(encoding=Encoding(Method.STRIDED, (("values", stored),), tensor.shape + tensor.stride))
-
-
-def _check_view(name: str, tensor: StoredTensor) -> None:
-    if len(tensor.shape) != len(tensor.stride):
-        raise PickleError(f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor")
 
 
 def _reach(tensor: StoredTensor) -> int:

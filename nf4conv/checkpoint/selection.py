@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from nf4conv.checkpoint import skip_list
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.header import TensorInfo, is_in_4_bits
 from nf4conv.checkpoint.module_names import ModuleNames, module_of
-from nf4conv.checkpoint.skip_list import (
-    build_skip_modules,
-    check_skip_modules,
-    complete_for_base,
-    fused_modules,
-    transformers_4,
-    transformers_5,
-)
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 
@@ -90,12 +83,7 @@ class Selection:
 
 
 def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
-    """Decide for every tensor of a checkpoint.
-
-    Args:
-        tensors: of the source.
-        config: the content of its config.json.
-        options: the user's wishes, which add to the rules and replace none.
+    """Decide for every tensor of a checkpoint with this config; the user's wishes add to the rules and replace none.
 
     Raises:
         PlanError: no skip list can tell the packed modules from the others.
@@ -111,8 +99,7 @@ def demote(
 ) -> Selection:
     """Keep the named tensors, which were to be packed, and say why.
 
-    Raises:
-        PlanError: a tensor is not to be packed, or becomes several weights, of which loaders expect all.
+    A PlanError if one is not to be packed, or becomes several weights, of which loaders expect all.
     """
     decisions = dict(selection.decisions)
     for name in names:
@@ -128,15 +115,10 @@ def with_skip_list(
     notes: Sequence[str],
     not_on_disk: Collection[str] = (),
 ) -> Selection:
-    """Complete decisions with the list of modules to skip.
+    """Complete the decisions for all tensors with the list of modules to skip.
 
-    Where loaders could not tell a packed module from one that they must skip, it is kept too.
-
-    Args:
-        decisions: for every tensor.
-        names: how loaders rename the modules.
-        notes: for the user.
-        not_on_disk: modules in memory that are `nn.Linear` and must be skipped, though no tensor is theirs.
+    Where loaders could not tell a packed module from one that they must skip, it is kept too. `not_on_disk` are modules
+    in memory that are `nn.Linear` and must be skipped, though no tensor is theirs.
 
     Raises:
         PlanError: no list can tell the packed modules from the others.
@@ -146,13 +128,13 @@ def with_skip_list(
         packed = {matrix.name: name for name, decision in decisions.items() for matrix in _matrices(decision)}
         kept = [name for name, decision in decisions.items() if isinstance(decision, Keep) and decision.is_linear]
         modules = [module_of(name) for name in kept]
-        fused, split = fused_modules(map(module_of, packed), modules)
+        fused, split = skip_list.fused_modules(map(module_of, packed), modules)
         spelled = {path: name for matrix, name in packed.items() for path in names.spellings(module_of(matrix))}
         skipped = [path for module in (*modules, *fused) for path in names.spellings(module)] + list(not_on_disk)
-        skip_modules, mistaken = build_skip_modules(spelled, skipped, names.absent)
+        skip_modules, mistaken = skip_list.build_skip_modules(spelled, skipped, names.absent)
         if not mistaken:
-            skip_modules = complete_for_base(skip_modules, spelled, skipped)
-            check_skip_modules(skip_modules, mistaken, skipped)
+            skip_modules = skip_list.complete_for_base(skip_modules, spelled, skipped)
+            skip_list.check_skip_modules(skip_modules, mistaken, skipped)
             return Selection(decisions, skip_modules, tuple(notes), tuple(split))
         for name in {spelled[path] for path in mistaken}:
             if len(_matrices(decisions[name])) > 1:
@@ -235,7 +217,7 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
 
 def _by_wishes(options: QuantizeOptions, names: ModuleNames) -> Callable[[str], str | None]:
     """Why the user does not want a tensor to be packed, by its name; None where it is not known that he does not."""
-    rules = (transformers_4(options.skip_modules), transformers_5(options.skip_modules))
+    rules = (skip_list.transformers_4(options.skip_modules), skip_list.transformers_5(options.skip_modules))
 
     def why_unwanted(name: str) -> str | None:
         if _matches(name, options.exclude):

@@ -15,7 +15,8 @@ different paths is listed under each of them.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from nf4conv.checkpoint.name_index import NameIndex
@@ -30,6 +31,8 @@ ADDED: Final = (*HEADS, "classification_head", "pooler")
 
 _DECODERS: Final = ("model", "transformer")
 """What decoders call their base, which has no pooler; encoders call it by the name of the family."""
+
+_SOME: Final = 32  # paths, which tell most of the entries that are too wide
 
 
 def transformers_4(entries: Iterable[str]) -> Predicate:
@@ -46,23 +49,23 @@ def is_name(entry: str) -> bool:
     return entry != "" and not re.search(r"[\\^$*+?{}()|\[\]]", entry)
 
 
-def _any_of(patterns: Iterable[str], end: str = "") -> re.Pattern[str]:
+def _by_patterns(patterns: tuple[str, ...], end: str = "") -> Predicate:
     try:
-        return re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns))
+        starts = re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns)).match
     except (re.error, OverflowError, RecursionError) as error:
         odd = [pattern for pattern in patterns if not re.fullmatch(r"[\w.-]*", pattern)]
         raise PlanError(
             f"llm_int8_skip_modules cannot name {', '.join(odd[:3])}: "
             f"transformers 5 takes it for a regular expression, which fails: {error}"
         ) from error
+    return lambda path: path.endswith(patterns) or starts(path) is not None
 
 
 def transformers_5(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.21 or newer leaves a module alone, by its path."""
     ends = tuple(sorted(entries))
     if not all(map(is_name, ends)):
-        start = _any_of(ends, r"(?:(?<=\.)|(?=\.|$))")
-        return lambda path: path.endswith(ends) or start.match(path) is not None
+        return _by_patterns(ends, r"(?:(?<=\.)|(?=\.|$))")
     index = NameIndex(ends)
     is_below = _below(
         lambda ancestor: index.starts(ancestor, len(ancestor)) or index.starts(f"{ancestor}.", len(ancestor) + 1)
@@ -74,8 +77,7 @@ def transformers_5_0(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.0 … 5.20 leaves a module alone: "layers.1" also hits "layers.11"."""
     ends = tuple(sorted(entries))
     if not all(map(is_name, ends)):
-        start = _any_of(ends)
-        return lambda path: path.endswith(ends) or start.match(path) is not None
+        return _by_patterns(ends)
     index = NameIndex(ends)
 
     def starts_within(path: str, stop: int) -> bool:
@@ -126,15 +128,6 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 LITERAL: Final = ("transformers 4", "vLLM")  # loaders to whom an entry is never a regular expression
 
 
-def _ancestors(path: str) -> Iterator[str]:
-    """Every dotted prefix of a path, the shortest first, the path itself last: "a.b" → "a", "a.b"."""
-    dot = path.find(".")
-    while dot >= 0:
-        yield path[:dot]
-        dot = path.find(".", dot + 1)
-    yield path
-
-
 def _all_ancestors(paths: Iterable[str]) -> set[str]:
     """The ancestors of many paths, of which most are shared."""
     found: set[str] = set()
@@ -153,23 +146,15 @@ _FUSED: Final = {
 
 
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What vLLM makes of modules that it fuses.
-
-    Args:
-        packed: paths of the packed modules.
-        kept: paths of the others that may be `nn.Linear`.
+    """What vLLM makes of modules that it fuses, given the paths of packed ones, and of others that may be `nn.Linear`.
 
     Returns:
         skipped: paths of fused modules of which no part is packed: they have to be listed too.
         split: those of which only some parts are packed, which vLLM cannot load.
     """
-    found = dict.fromkeys(_fused_path(path) for path in kept)
-    found.pop(None, None)
-    if not found:
-        return (), ()
-    also_packed = {_fused_path(path) for path in packed}
-    skipped = tuple(path for path in found if path is not None and path not in also_packed)
-    return skipped, tuple(path for path in found if path is not None and path in also_packed)
+    found = dict.fromkeys(filter(None, map(_fused_path, kept)))
+    also_packed = set(map(_fused_path, packed)) if found else set()
+    return tuple(path for path in found if path not in also_packed), tuple(filter(also_packed.__contains__, found))
 
 
 def _fused_path(path: str) -> str | None:
@@ -203,7 +188,8 @@ def build_skip_modules(
     above_packed = _all_ancestors(packed)
     covered: dict[str, list[str]] = {}
     for path in kept:
-        entry = next((name for name in _ancestors(path) if name and name not in above_packed), path)
+        prefixes = accumulate(path.split("."), "{}.{}".format)
+        entry = next((name for name in prefixes if name and name not in above_packed), path)
         covered.setdefault(entry, []).append(path)
     _check_names(covered)
     absent = set(absent)
@@ -278,9 +264,6 @@ def _too_wide(entries: Collection[str], packed: Iterable[str]) -> set[str]:
     return found
 
 
-_SOME: Final = 32
-
-
 def hits(entry: str, path: str) -> bool:
     """Whether at least one loader would skip a path because of an entry that is a name: `mistaken_for_skipped`."""
     if f"{entry}." in f"{path}.":
@@ -302,13 +285,8 @@ def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
 def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:
     """Hold a list against all loaders' rules, in both directions: transformers 5 would fail at the first forward only.
 
-    Args:
-        entries: the list.
-        packed: paths of the packed modules; none may be matched.
-        kept: paths of the unpacked modules that may be `nn.Linear`; all must be matched.
-
-    Raises:
-        PlanError: names every module that a loader would take for the wrong kind.
+    None of the paths of packed modules may be matched, and all of those kept that may be `nn.Linear` must be. A
+    PlanError names every module that a loader would take for the wrong kind.
     """
     entries, packed, kept = tuple(entries), tuple(packed), tuple(kept)
     faults = []

@@ -91,11 +91,7 @@ class Stamp(NamedTuple):
 
 
 def changed_files(source: Source) -> list[Path]:
-    """The weight files of a source that are not what they were when it was opened.
-
-    Raises:
-        SourceError: one cannot be read any more.
-    """
+    """The weight files of a source that are not what they were when it was opened; a SourceError if one is gone."""
     with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
         now = pool.map(stamp_of, source.stamps)
         return [file for file, stamp in zip(source.stamps, now, strict=True) if stamp != source.stamps[file]]
@@ -199,11 +195,7 @@ def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
 
 
 def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
-    """The bytes of many small tensors, by name; those near each other are read at once.
-
-    Raises:
-        SourceError: they cannot be read.
-    """
+    """The bytes of many small tensors, by name; those near each other are read at once. Errors as `read_tensor`."""
     groups: list[list[TensorInfo]] = []
     for tensor in sorted(tensors, key=lambda tensor: (str(tensor.file), tensor.start)):
         first, last = (groups[-1][0], groups[-1][-1]) if groups else (tensor, tensor)

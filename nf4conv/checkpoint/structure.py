@@ -20,15 +20,9 @@ from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
 from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
 from nf4conv.errors import SourceError
+from nf4conv.format import layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import (
-    COMPONENT_SUFFIXES,
-    DTYPE_NAMES,
-    LARGEST_QUANT_STATE,
-    QUANT_STATE_PREFIX,
-    STORAGE_DTYPES,
-    block_count,
-)
+from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
@@ -172,7 +166,7 @@ def _group(structure: Structure) -> None:
 
 def split_component(name: str) -> tuple[str, str]:
     """The weight that a tensor belongs to and the suffix it has there; an empty suffix for one that is no component."""
-    for suffix in COMPONENT_SUFFIXES:
+    for suffix in layout.COMPONENT_SUFFIXES:
         if name.endswith(f".{suffix}"):
             return name[: -len(suffix) - 1], suffix
     head, found, tail = name.partition(f".{QUANT_STATE_PREFIX}")
@@ -223,7 +217,7 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
 
 
 def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> QuantStateFields | None:
-    if blob.dtype != "U8" or blob.nbytes > LARGEST_QUANT_STATE:
+    if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
         structure.note("quant state", blob.file, blob.name, f"{blob.nbytes:,} bytes of {blob.dtype} are none")
         return None
     try:
@@ -263,7 +257,7 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
     for key, allowed in (
         ("quant_type", tuple(CODEBOOKS)),
         ("blocksize", BLOCKSIZES),
-        ("dtype", tuple(DTYPE_NAMES.values())),
+        ("dtype", tuple(layout.DTYPE_NAMES.values())),
         ("nested_blocksize", (NESTED_BLOCKSIZE,)),
     ):
         if key in fields and (type(fields[key]) not in (str, int) or fields[key] not in allowed):
@@ -292,7 +286,7 @@ def _check_layout(structure: Structure, weight: StoredWeight) -> bool:
     values, state, name = weight.values, weight.state, weight.name
     elements = weight.elements
     faults = list(_component_faults(weight, block_count(elements, state.blocksize)))
-    if values.dtype not in STORAGE_DTYPES:
+    if values.dtype not in layout.STORAGE_DTYPES:
         faults.append(("", f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"))
     elif values.nbytes != -(-elements // 2):
         expected = f"{-(-elements // 2):,} for {list(state.shape)}"

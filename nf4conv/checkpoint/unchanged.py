@@ -16,16 +16,9 @@ from typing import Final, NamedTuple
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.structure import Structure, check_weight
 from nf4conv.errors import CodecError
+from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
-from nf4conv.format.layout import (
-    DTYPE_NAMES,
-    QUANT_STATE_PREFIX,
-    STORAGE_DTYPES,
-    Format,
-    components,
-    parse_quant_state,
-    quant_state_json,
-)
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 
 _MAP_SIZE: Final = 64
 _CLOSE: Final = 2**-8
@@ -51,8 +44,8 @@ def stored_format(tensor: TensorInfo) -> Format | None:
         state.removeprefix(QUANT_STATE_PREFIX),
         encoding.block[0],
         "nested_absmax" in parts,
-        DTYPE_NAMES[tensor.dtype],
-        STORAGE_DTYPES.get(parts["values"].dtype, "uint8"),
+        layout.DTYPE_NAMES[tensor.dtype],
+        layout.STORAGE_DTYPES.get(parts["values"].dtype, "uint8"),
     )
 
 
@@ -101,7 +94,7 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
     for finding in structure.findings:
         if finding.is_fault and finding.check != "one shard":
             return f"{finding.check}: {finding.text}"
-    suffixes = [part.suffix for part in components(mine, tensor.shape)][1:-1]
+    suffixes = [part.suffix for part in layout.components(mine, tensor.shape)][1:-1]
     return Stored((values, *(written.get(suffix) or parts[suffix] for suffix in suffixes)), written[role])
 
 
@@ -109,9 +102,9 @@ def _written_state(blob: bytes, format: Format) -> bytes:
     """A quant state as it is if bitsandbytes reads it, or else what it says as bitsandbytes writes it."""
     fields = json.loads(blob)
     offset = float(fields["nested_offset"]) if format.double_quant else None
-    canonical = quant_state_json(format, fields["shape"], offset)
+    canonical = layout.quant_state_json(format, fields["shape"], offset)
     try:
-        parse_quant_state(blob)
+        layout.parse_quant_state(blob)
     except CodecError:
         return canonical
     is_current = fields.get("nested_dtype", "float32") == "float32"

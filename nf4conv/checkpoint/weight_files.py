@@ -28,12 +28,9 @@ class WeightFile(NamedTuple):
 
 
 def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
-    """The weights among the files of a folder; safetensors are preferred to pickles, a single file to an index.
+    """The weights among the files in a folder itself; safetensors are preferred to pickles, a single file to an index.
 
-    Args:
-        names: of the files in the folder itself.
-        variant: such as "fp16"; None for the files without one.
-        where: named in errors.
+    `variant` is such as "fp16", or None for the files without one; `where` is named in errors.
 
     Raises:
         DiffusersFolderError: the folder is that of a diffusers pipeline.

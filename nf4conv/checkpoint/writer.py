@@ -53,14 +53,11 @@ class ShardWriter:
                 position += count
 
     def finish(self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes) -> int:
-        """Append `tail` to the data, write the header, sync, check, and give the file its final name.
+        """Append `tail` to the data, write the header, sync, check, and give the file its final name; its size.
 
         Args:
             entries: (name, dtype, shape, start, stop) of every tensor, `tail`'s included.
             tail: data that follows the fixed-size tensors.
-
-        Returns:
-            The size of the finished file in bytes.
 
         Raises:
             OutputError: the disk is full or failing, or the file read back is not what was written.
