@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
+.PHONY: help demo docs test check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -84,6 +84,9 @@ test-gguf: $(VENV)/llama.cpp ## from 4 bits by way of an adapter to GGUF, with l
 docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a table
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
 	mv $@.new $@
+
+docs: $(VENV)/.installed ## tables of options and of JSON fields, from the code
+	$(BIN)/python docs/generate.py
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as tables, here and in the README
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python

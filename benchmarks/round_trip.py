@@ -61,7 +61,7 @@ def measure_verify(packed: Path, source: Path, scratch: Path, runs: int) -> list
     results = []
     for turn in range(runs + 1):
         started = time.perf_counter()
-        subprocess.run([*command, "--json", str(scratch / "report.json")], check=True)
+        subprocess.run([*command, "--json-file", str(scratch / "report.json")], check=True)
         wall = time.perf_counter() - started
         report = json.loads((scratch / "report.json").read_text())
         results.append({"wall_seconds": wall, "seconds": report["seconds"], "identical": report["identical"]})

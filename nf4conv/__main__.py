@@ -33,7 +33,7 @@ def run() -> NoReturn:
     code: object = 0
     try:
         try:
-            main()
+            main(prog_name="nf4conv")
         except SystemExit as end:
             code = end.code
         sys.stdout.flush()

@@ -99,6 +99,8 @@ class QuantizeOptions:
         lora: adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub.
         quant_storage: what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None
             as for quant_type, or else "uint8".
+        base_model: "org/name" of the original, for the model card; None takes where the source is from, or what its
+            config.json says.
     """
 
     quant_type: str | None = None
@@ -116,6 +118,7 @@ class QuantizeOptions:
     non_finite: str = "refuse"
     lora: tuple[str, ...] = ()
     quant_storage: str | None = None
+    base_model: str | None = None
 
 
 @dataclass(frozen=True)

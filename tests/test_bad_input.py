@@ -302,7 +302,7 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
     [
         (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096"),
         (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
-        (["--include", "nothing*"], "no tensor of this checkpoint would be packed; --dry-run shows why each is kept"),
+        (["--include", "*norm*"], "no tensor of this checkpoint would be packed; --dry-run shows why each is kept"),
     ],
     ids=["blocksize", "device", "nothing left"],
 )
@@ -353,9 +353,9 @@ def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
 
 def test_a_dry_run_shows_why_nothing_would_be_packed(tmp_path):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    line = refused(quantize(source, out, "--include", "nothing*"))
+    line = refused(quantize(source, out, "--include", "*norm*"))
     assert line == f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept"
-    result = quantize(source, out, "--include", "nothing*", "--dry-run")
+    result = quantize(source, out, "--include", "*norm*", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "not included by the user" in result.stdout
     assert "0 weights packed, 19 tensors kept" in result.stdout

@@ -93,9 +93,9 @@ def test_layout_and_contents(pipeline, tmp_path):
     assert set(found) == {
         "model_index.json",
         "README.md",
-        *(f"transformer/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors")),
-        *(f"text_encoder/{name}" for name in ("config.json", "model.safetensors")),
-        *(f"vae/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors")),
+        *(f"transformer/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")),
+        *(f"text_encoder/{name}" for name in ("config.json", "model.safetensors", "nf4conv.json")),
+        *(f"vae/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")),
         *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
     }
     assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
@@ -188,7 +188,7 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     report = execute_quantization(plan, out, RUN, seen.append)
     assert (out / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
     assert report.shards_resumed == ["text_encoder", "vae"].index(after) + 1
-    assert (report.packed, sum(seen)) == (3, plan.totals().bytes_in)
+    assert (report.packed, sum(seen)) == (3, plan.totals().bytes_before)
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -196,10 +196,14 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     out = tmp_path / "out"
     execute_quantization(plan_quantization(pipeline), out, RUN)
     whole = contents(out)
-    with pytest.raises(OutputError, match="exists and is not empty"):
-        execute_quantization(plan_quantization(pipeline), out, RUN)
-    execute_quantization(plan_quantization(pipeline), out, RunOptions(device="cpu", overwrite=True))
+    assert execute_quantization(plan_quantization(pipeline), out, RUN).already_complete
     assert contents(out) == whole
+    other = plan_quantization(pipeline, QuantizeOptions(blocksize=128))
+    with pytest.raises(OutputError, match="blocksize was 64 and is 128 now"):
+        execute_quantization(other, out, RUN)
+    assert contents(out) == whole
+    execute_quantization(other, out, RunOptions(device="cpu", overwrite=True))
+    assert contents(out) != whole
 
 
 def test_there_and_back(pipeline, tmp_path):
@@ -350,7 +354,7 @@ def test_commands(pipeline, tmp_path):
     assert not Path(out).exists()
     for command in (
         ["quantize", str(pipeline), out, "--device", "cpu", "--checksum"],
-        ["verify", out, "--source", str(pipeline), "--device", "cpu", "--json", str(tmp_path / "report.json")],
+        ["verify", out, "--source", str(pipeline), "--device", "cpu", "--json-file", str(tmp_path / "report.json")],
         ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
         ["inspect", out],
         ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],
@@ -375,7 +379,8 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
     execute_quantization(plan_quantization("org/model", where=where), tmp_path / "out", RUN)
     execute_quantization(plan_quantization(pipeline), tmp_path / "local", RUN)
     from_hub, from_disk = contents(tmp_path / "out"), contents(tmp_path / "local")
-    assert from_hub.pop("README.md") != from_disk.pop("README.md")  # which names the source
+    for name in [name for name in from_hub if name.endswith(("README.md", "nf4conv.json"))]:
+        assert from_hub.pop(name) != from_disk.pop(name)  # which names the source
     assert from_hub == from_disk
     cached = {path.relative_to(path.parents[1]).as_posix() for path in (tmp_path / "cache").rglob("*.safetensors")}
     assert cached == (set() if stream else {name for name in files if "/" in name and name.endswith(".safetensors")})

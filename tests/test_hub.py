@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
@@ -76,8 +77,8 @@ def test_the_result_is_that_of_the_folder(hub: Hub, files: dict[str, bytes], whe
     quantize_checkpoint(REPO, tmp_path / "from-hub", QuantizeOptions(max_shard_size=60_000), run, where=where)
     quantize_checkpoint(tmp_path / "published", tmp_path / "from-disk", QuantizeOptions(max_shard_size=60_000), run)
     from_hub, from_disk = contents(tmp_path / "from-hub"), contents(tmp_path / "from-disk")
-    for model_card in ("README.md",):  # names the source
-        from_hub.pop(model_card, None), from_disk.pop(model_card, None)
+    for name in ("README.md", "nf4conv.json"):
+        assert from_hub.pop(name) != from_disk.pop(name)  # it names the source
     assert from_hub == from_disk
 
 
@@ -215,6 +216,12 @@ def test_a_path_that_exists_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
     assert hub.requests == []
 
 
+tries_again = pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("0."), reason="huggingface_hub before 1.0 gives up sooner"
+)
+
+
+@tries_again
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_server_is_asked_again(
     hub: Hub, files: dict[str, bytes], where: SourceOptions, status: int, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +233,7 @@ def test_a_busy_server_is_asked_again(
     assert len(hub.requests) < 40
 
 
+@tries_again
 def test_a_body_that_is_cut_off_is_fetched_again(hub: Hub, files: dict[str, bytes], where: SourceOptions):
     publish(hub, files)
     hub.faults = [Fault("GET /cdn/.*00001-of", cut=50_000)]

@@ -1,6 +1,7 @@
 """`inspect`: what is in a checkpoint, by its headers; of one on the Hub no weight is fetched."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from four_bit import CONFIG, pack, write
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.commands.inspect import inspect_checkpoint
@@ -121,8 +123,12 @@ def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
 def test_the_command(packed: Path):
     shown = CliRunner().invoke(main, ["inspect", str(packed)])
     assert shown.exit_code == 0
-    assert UP in shown.stdout
-    assert "19 tensors, 12 of them in 4 bits, in " in shown.stdout
+    first, *others = shown.stdout.splitlines()
+    assert first.startswith("19 tensors, 12 of them in 4 bits, in ")
+    assert re.search(r"^model.layers.\*.mlp.up_proj +6 +nf4\+/64 ", shown.stdout, re.MULTILINE)
+    assert f"made by nf4conv {nf4conv.__version__}, quantize, from source" in others
+    assert UP not in shown.stdout
+    assert UP in CliRunner().invoke(main, ["inspect", str(packed), "--all"]).stdout
     parsed = json.loads(CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout)
     assert parsed["totals"]["packed"] == 12
 

@@ -382,12 +382,11 @@ def test_a_weight_that_changes_cannot_stay_in_4_bits(tmp_path):
 def test_the_plan_shows_what_is_merged(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", FACTORS | {"lm_head.weight": torch.ones(96, 64)})
     make_model(tmp_path / "base", "llama")
-    command = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--lora", str(adapter), "--dry-run"]
+    command = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--lora", str(adapter), "--dry-run", "--all"]
     shown = CliRunner().invoke(main, command)
     assert shown.exit_code == 0
-    assert [line.split()[1] for line in shown.output.splitlines() if "merged with an adapter" in line] == [
-        f"{Q}.weight"
-    ]
+    rows = shown.output.partition("\ntensor ")[2].splitlines()
+    assert [line.split()[0] for line in rows if "merged with an adapter" in line] == [f"{Q}.weight"]
     assert "1 modules changed, 1 tensors replaced" in shown.output
 
 

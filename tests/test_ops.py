@@ -1,5 +1,7 @@
 """The codec's public functions: what they refuse, and how they behave under torch.compile."""
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
 from weights import random_weight
@@ -66,7 +68,22 @@ def test_dequantize_refuses(change: object, message: str) -> None:
     ],
 )
 def test_backend(device_type: str, capability: tuple[int, int] | None, expected: str) -> None:
+    if expected.endswith("kernels") and ops.why_plain((9, 0)):
+        expected = "nf4conv.codec.reference"
     assert ops.choose_backend(device_type, capability).__name__ == expected
+
+
+@pytest.mark.parametrize("release", ["3.4.0", "3.1.0+gitdeadbeef", "unknown", None])
+def test_a_triton_that_cannot_compile_the_kernels_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, release: str | None
+) -> None:
+    def version(package: str) -> str:
+        if release is None:
+            raise PackageNotFoundError(package)
+        return release
+
+    monkeypatch.setattr(ops, "version", version)
+    assert ops.choose_backend("cuda", (9, 0)).__name__ == "nf4conv.codec.reference"
 
 
 def replaced(state: QuantState, **fields: object) -> QuantState:

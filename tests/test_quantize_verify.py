@@ -32,12 +32,19 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
     """With what `verify` finds of the same."""
     report = verify_checkpoint(out, source, None, CPU)
     assert report.passed, [finding.line() for finding in report.findings]
-    assert len(summary.rows) == len(report.weights) == summary.weights
+    assert len(summary.weights) == len(report.weights) == summary.packed
     by_name = {row.name: row for row in report.weights}
-    for row in summary.rows:
-        for key in ("relative_error", "max_error", "max_error_of_absmax", "outside", "not_nearest", "bytes_differing"):
+    for row in summary.weights:
+        for key in (
+            "relative_error",
+            "largest_error",
+            "largest_error_of_absmax",
+            "outside",
+            "not_nearest",
+            "bytes_differing",
+        ):
             assert getattr(row, key) == pytest.approx(getattr(by_name[row.name], key), rel=1e-6), key
-    assert summary.largest_relative_error == max(row.relative_error for row in summary.rows)
+    assert summary.largest_relative_error == max(row.relative_error for row in summary.weights)
     assert summary.bytes_differing == 0
 
 
@@ -49,12 +56,14 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
 def test_it_finds_what_verify_finds(source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions):
     report = quantize_checkpoint(source, tmp_path / "out", options, run)
     assert report.verification is not None
-    assert report.verification.copies == 7
+    assert report.verification.copied == 7
     agrees(tmp_path / "out", source, report.verification)
     quantize_checkpoint(source, tmp_path / "without", options, CPU)
     with_it, without = contents(tmp_path / "out"), contents(tmp_path / "without")
     assert b"every value against the original" in with_it.pop("README.md")
     without.pop("README.md")
+    made, made_without = (json.loads(files.pop("nf4conv.json")) for files in (with_it, without))
+    assert made == made_without | {"verified": report.verification.measured()}
     assert with_it == without
 
 
@@ -83,7 +92,7 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
     options = QuantizeOptions(exclude=("*o_proj*",))
     report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, SMALL)
     assert report.verification is not None
-    assert (report.verification.weights, report.verification.copies) == (1, 1)
+    assert (report.verification.packed, report.verification.copied) == (1, 1)
     agrees(tmp_path / "out", tmp_path / "source", report.verification)
 
 

@@ -119,7 +119,7 @@ def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
         "from nf4conv.cli import main\n"
         "main()\n"
     )
-    options = ["--device", "cpu", "--max-shard-size", "60kB", "--workers", "2", "--buffer-size", "131072"]
+    options = ["--device", "cpu", "--max-shard-size", "60kB", "--workers", "2", "--buffer-size", "131072B"]
     command = [sys.executable, "-c", program, "quantize", str(source), str(out), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

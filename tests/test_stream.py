@@ -71,7 +71,7 @@ def converted_locally(tmp_path: Path, files: dict[str, bytes]) -> dict[str, byte
 
 
 def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: content for name, content in files.items() if name != "README.md"}
+    return {name: content for name, content in files.items() if name not in ("README.md", "nf4conv.json")}
 
 
 def publish(hub: Hub, files: dict[str, bytes], **attributes: Any) -> Repo:

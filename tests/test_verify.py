@@ -395,7 +395,7 @@ def damaged(good: Path, tmp_path: Path) -> Path:
 def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, findings, and what was printed."""
     report = folder.parent / "report.json"
-    done = CliRunner().invoke(main, ["verify", str(folder), "--device", "cpu", "--json", str(report), *options])
+    done = CliRunner().invoke(main, ["verify", str(folder), "--device", "cpu", "--json-file", str(report), *options])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     found = json.loads(report.read_text())["findings"] if report.exists() else []
     return done.exit_code, found, done.output

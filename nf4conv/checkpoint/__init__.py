@@ -6,5 +6,7 @@ selection.py    which tensors become 4-bit, which are kept, and why
 plan.py         headers + decisions → the complete list of output tensors, their shards, offsets and sizes
 reader.py       positional reads
 writer.py       a shard: temporary file, positional writes, header, fsync, rename
+making.py       nf4conv.json: by what a result was made
+patterns.py     patterns of the user that match nothing
 config.py       config.json and its quantization_config
 """

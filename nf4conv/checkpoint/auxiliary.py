@@ -28,7 +28,9 @@ _NO_WEIGHTS: Final = frozenset(("spk_dict.pt",))
 _MODULES: Final = "modules.json"
 _LARGEST_MODULES: Final = 2**20
 
-_REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS"))
+_REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS", "nf4conv.json"))
+_TRAINING_LEFTOVERS: Final = frozenset(("trainer_state.json", "zero_to_fp32.py"))
+"""What trainers need to go on, beside optimizer.pt, scheduler.pt, rng_state.pth and training_args.bin."""
 _FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml"))
 
 
@@ -72,6 +74,7 @@ def _belongs(path: PurePosixPath) -> bool:
         path.name.startswith(".")
         or path.name in _REWRITTEN
         or path.name in QUANTIZATION_LEFTOVERS
+        or path.name in _TRAINING_LEFTOVERS
         or (path.suffix in WEIGHT_SUFFIXES and path.name not in _NO_WEIGHTS)
         or (".index." in path.name and path.suffix == ".json")
         or path.name == "params.json"  # goes with consolidated weights, which are not copied either

@@ -16,13 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import huggingface_hub
-from huggingface_hub import errors
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, but by name only
-    build_hf_headers,
-    hf_raise_for_status,
-    http_stream_backoff,
-    tqdm,
-)
+import huggingface_hub.utils
+from huggingface_hub import constants, errors
 
 from nf4conv.checkpoint.auxiliary import auxiliary_names
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_INDEX, find_weights
@@ -32,6 +27,9 @@ from nf4conv.options import SourceOptions
 LIBRARY: Final = "nf4conv"
 
 T = TypeVar("T")
+
+_utils: Any = huggingface_hub.utils
+"""Its functions are exported by name only, and differ between releases."""
 
 HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
     OSError,
@@ -48,7 +46,7 @@ PATIENCE: Final = 5.0
 
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
-_DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md")
+_DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md", "nf4conv.json")
 """What is read beside the weights but not copied."""
 _LIKELY: Final = (
     *("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
@@ -159,21 +157,38 @@ class Repository:
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         """Some bytes of a file, by a request for this range; a SourceError if the hub does not give them."""
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
-        headers = build_hf_headers(token=self._where.token, library_name=LIBRARY)
+        headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
         headers["Range"] = f"bytes={start}-{stop - 1}"
         content = bytearray()
-        with (
-            explained(f"{self.repo}/{file.name}"),
-            http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response,
-        ):
-            hf_raise_for_status(response)
+        with explained(f"{self.repo}/{file.name}"), _streamed(url, headers) as (response, chunks):
+            _utils.hf_raise_for_status(response)
             if response.status_code != 206:
                 raise SourceError(f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream")
-            for chunk in response.iter_bytes():
+            for chunk in chunks:
                 content += chunk
         if len(content) != stop - start:
             raise SourceError(f"{self.repo}/{file.name}: got {len(content):,} of {stop - start:,} bytes; run again")
         return bytes(content)
+
+
+@contextmanager
+def _streamed(url: str, headers: Mapping[str, str]) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """A response and its body in chunks; busy servers and failing connections are tried again.
+
+    huggingface_hub is built on requests before 1.0, and on httpx or its successor from then on.
+    """
+    if hasattr(_utils, "http_stream_backoff"):
+        with _utils.http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response:
+            yield response, response.iter_bytes()
+    else:
+        busy = tuple(status for status in _PASSING_STATUSES if status >= 429)
+        with _utils.http_backoff("GET", url, headers=headers, stream=True, retry_on_status_codes=busy) as response:
+            yield response, response.iter_content(2**16)
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask the hub."""
+    return bool(constants.is_offline_mode() if hasattr(constants, "is_offline_mode") else constants.HF_HUB_OFFLINE)
 
 
 @dataclass(frozen=True)
@@ -197,7 +212,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     Raises:
         SourceError: it does not exist, may not be read, is not in the cache when offline, or holds no weights.
     """
-    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+    if where.local_files_only or is_offline():
         return _from_cache(repo, where)
     repository = Repository(repo, where)
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
@@ -267,7 +282,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> Listing:
     Raises:
         SourceError: it does not exist, may not be read, or is not in the cache when offline.
     """
-    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+    if where.local_files_only or is_offline():
         folder = _from_cache(repo, where).folder
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         return Listing(folder, where.revision, tuple(names), None, "")
@@ -346,7 +361,7 @@ def _bar(go_on: Callable[[], None]) -> type[Any]:
     """A progress bar that asks whether to go on: huggingface_hub knows no other way to be stopped."""
     caller = threading.get_ident()
 
-    class Bar(tqdm):
+    class Bar(_utils.tqdm):  # type: ignore[misc]
         def update(self, n: float | None = 1) -> bool | None:
             if threading.get_ident() == caller:
                 go_on()

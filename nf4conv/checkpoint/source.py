@@ -30,6 +30,7 @@ from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLE_SUFFIXES, STEMS, find_weights
+from nf4conv.checkpoint.workspace import check_finished
 from nf4conv.errors import AdapterError, SourceError, named
 from nf4conv.options import SourceOptions
 
@@ -44,6 +45,7 @@ _LONGEST_READ: Final = 2**22
 _LARGEST_JSON: Final = 2**24  # bytes, of config.json and the like
 LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
 _DEEPEST_JSON: Final = 64
+_HINT: Final = "; models on the Hub are named org/name, such as openai-community/gpt2"
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -139,9 +141,10 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
         if path.is_file():
             return _open_file(path)
         if path.is_dir():
+            check_finished(path)
             return _open_folder(path, where)
         if not is_repo_id(str(source)):
-            raise SourceError(f"{path}: no such file or folder")
+            raise SourceError(f"{path}: no such file or folder{_HINT if '/' not in str(source) else ''}")
         from nf4conv.checkpoint.hub import fetch_source  # importing huggingface_hub takes a while
 
         fetched = fetch_source(str(source), where)

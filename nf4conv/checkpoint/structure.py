@@ -19,6 +19,7 @@ from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
 from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
+from nf4conv.checkpoint.workspace import check_finished
 from nf4conv.errors import SourceError
 from nf4conv.format import layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
@@ -62,6 +63,7 @@ def read_structure(path: Path) -> Structure:
     if path.is_file():
         structure = Structure(path.parent)
     elif path.is_dir():
+        check_finished(path)
         structure = Structure(path)
         listed, weight_map = _find_files(structure)
     else:

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 from nf4conv.checkpoint.crc32 import crc32_of_file
 from nf4conv.checkpoint.reader import read_chunks
 from nf4conv.checkpoint.writer import ShardWriter, sync_folder, write_file
-from nf4conv.errors import OutputError
+from nf4conv.errors import OutputError, SourceError
 
 CHECKSUMS: Final = "SHA256SUMS"
 WORK_FOLDER: Final = ".nf4conv"
@@ -306,6 +306,18 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(2**22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def check_finished(folder: Path) -> None:
+    """Refuse by a SourceError to read a folder in which a run has not ended, and say how to go on."""
+    if not is_unfinished(folder) or any((folder / last).is_file() for last in ("config.json", "model_index.json")):
+        return
+    _, *shards = (folder / WORK_FOLDER / _RECORD).read_bytes().split(b"\n")
+    finished = sum(shard != b"" for shard in shards)
+    raise SourceError(
+        f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; the same command as before "
+        "goes on with it, and --overwrite starts anew"
+    )
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:

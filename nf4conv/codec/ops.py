@@ -1,7 +1,9 @@
 """The codec's public functions: validate the arguments, allocate the results, choose the backend by device."""
 
 import functools
+import re
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Final
 
@@ -24,6 +26,9 @@ from nf4conv.format.layout import block_count
 
 OLDEST_CAPABILITY: Final = (8, 0)
 """Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80."""
+
+OLDEST_TRITON: Final = (3, 5)
+"""That compiles the kernels; torch 2.9 brings it. Older ones have no constexpr_function."""
 
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
@@ -240,7 +245,7 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
     """
     if device_type == "cpu":
         return cpu
-    if capability is None or capability < OLDEST_CAPABILITY:
+    if why_plain(capability):
         return reference
     from nf4conv.codec import kernels  # importing Triton takes a second
 
@@ -254,6 +259,21 @@ def encoder(device: torch.device, scales: str) -> Encoder:
         return cpu_search.search_blocks
     found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
     return found
+
+
+def why_plain(capability: tuple[int, int] | None) -> str:
+    """Why the kernels cannot run on a GPU, None being the capability of one that is not NVIDIA's; empty if they can."""
+    if capability is None:
+        return "it is not an NVIDIA GPU"
+    if capability < OLDEST_CAPABILITY:
+        return f"its compute capability is {'.'.join(map(str, capability))}, and the kernels need 8.0"
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("triton"))
+    except PackageNotFoundError:  # it is made for Linux
+        found = None
+    if found is None or (int(found[1]), int(found[2])) < OLDEST_TRITON:
+        return f"there is no Triton {'.'.join(map(str, OLDEST_TRITON))} or newer"
+    return ""
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -4,6 +4,9 @@ quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint
 single/        one checkpoint: the plan and its execution, a module a command
 diffusers.py   the submodels of a diffusers pipeline, one after the other, and one result of all
 output.py      from a plan to a finished output folder
+complete.py    a result that is there already
+describe.py    --dry-run
+environment.py versions and who computes, for bug reports
 push.py        to the Hub, while the folder is filled
 skeleton.py    --plan-with transformers
 """

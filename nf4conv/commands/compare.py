@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder, open_diffusers
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.source import open_source
+from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.commands.diffusers import for_submodel, is_included
 from nf4conv.commands.output import ignore
 from nf4conv.commands.single.compare import ComparisonPlan, execute, make_plan, pair_tensors, plan_one
@@ -55,15 +55,17 @@ def plan_comparison(
     except DiffusersFolderError:
         sides = tuple(_open(side, where) for side in (a, b))
     tensors: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = {}
+    parts: list[tuple[str, Source]] = []
     for name in dict.fromkeys((*sides[0].submodels, *sides[1].submodels)):
         if not is_included(name, options):
             continue
         first, second = (
             open_source(side.place, side.submodels[name]) if name in side.submodels else None for side in sides
         )
+        parts += [(name, side) for side in (first, second) if side is not None]
         pairs = pair_tensors(first, second, for_submodel(name, options))
         tensors |= {f"{name}/{tensor}": pair for tensor, pair in pairs.items()}
-    return make_plan(str(a), str(b), options, tensors)
+    return make_plan(str(a), str(b), options, tensors, parts)
 
 
 def _open(side: str | Path, where: SourceOptions | None) -> DiffusersFolder:

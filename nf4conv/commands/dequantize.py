@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from nf4conv.checkpoint.diffusers_folder import open_diffusers
+from nf4conv.checkpoint.patterns import unmatched
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
 from nf4conv.commands.output import check_apart, ignore
 from nf4conv.commands.single.dequantize import DequantizationPlan, plan_one, plan_submodel, write_one
@@ -13,7 +15,7 @@ from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import DequantizeReport
 
-AnyDequantizationPlan = DequantizationPlan | DiffusersPlan[DequantizationPlan]
+AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
 """Of one checkpoint, or of a diffusers pipeline."""
 
 
@@ -54,14 +56,16 @@ def plan_dequantization(
     """
     options = options or DequantizeOptions()
     try:
-        return plan_one(source, options, where)
+        single = plan_one(source, options, where)
+        return replace(single, notes=single.notes + unmatched(options, [("", single.source)]))
     except DiffusersFolderError:
         folder = open_diffusers(source, where)
     submodels = {
         name: plan_submodel(folder.place, for_submodel(name, options), place, decode=is_included(name, options))
         for name, place in folder.submodels.items()
     }
-    plan = DiffusersPlan(folder, submodels)
+    parts = [(name, part.source) for name, part in submodels.items()]
+    plan = DiffusersPlan(folder, submodels, complaints=unmatched(options, parts))
     if not plan.totals().decoded:
         raise PlanError(f"{source}: no submodel of this diffusers pipeline has a weight in 4 bits to decode")
     return plan

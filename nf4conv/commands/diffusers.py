@@ -14,11 +14,14 @@ from typing import Any, Generic, TypeVar
 
 from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
+from nf4conv.checkpoint.making import read_record
+from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished
 from nf4conv.commands.output import source_changes, source_stamps, space_needed
 from nf4conv.commands.single.dequantize import DequantizationPlan
 from nf4conv.commands.single.quantize import QuantizationPlan
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.report.loading import Loading, advice, diffusers_loading, gpu_bytes
 from nf4conv.report.results import DequantizeReport, QuantizeReport
 from nf4conv.report.rows import PlanRow, VerificationSummary, add_totals, inside
 
@@ -59,6 +62,18 @@ class DiffusersPlan(Generic[PlanT]):
             *self.complaints,
         )
 
+    @property
+    def class_name(self) -> str:
+        """Of the diffusers pipeline."""
+        found = read_json(self.folder.index).get("_class_name")
+        return found if isinstance(found, str) and found.isidentifier() else "DiffusionPipeline"
+
+    @property
+    def loading(self) -> Loading:
+        """How the result is loaded."""
+        dtypes = (plan.output.format.dtype for plan in self.submodels.values() if plan.changes_weights())
+        return diffusers_loading(self.class_name, next(dtypes, "bfloat16"))
+
 
 def for_submodel(name: str, options: OptionsT) -> OptionsT:
     """The options that concern a submodel: globs may begin with its name and a slash, others apply to all."""
@@ -97,6 +112,9 @@ def write_submodels(
         One report of all.
     """
     reports: list[ReportT] = []
+    if not run.overwrite and _is_complete(plan, out):
+        reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
+        return _joined(plan, out, reports, 0)
     kept, last = 0, list(plan.submodels)[-1]
     stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
     with Workspace(out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False) as workspace:
@@ -109,7 +127,7 @@ def write_submodels(
         for name, part in plan.submodels.items():
             if name in finished:
                 kept += len(part.output.shards)
-                progress(part.totals().bytes_in)
+                progress(part.totals().bytes_before)
                 continue
             # what is there but not begun was finished and not yet noted as such, or is to be overwritten
             again = replace(run, overwrite=not is_unfinished(out / name))
@@ -125,6 +143,17 @@ def write_submodels(
             workspace.write("README.md", readme.encode())
         workspace.complete({plan.folder.index.name: plan.folder.index.read_bytes()})
     return report
+
+
+def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
+    """Whether an earlier run came to its end; of what it made, each submodel has a record of its own."""
+    index = out / plan.folder.index.name
+    return (
+        not is_unfinished(out)
+        and index.is_file()
+        and index.read_bytes() == plan.folder.index.read_bytes()
+        and all(read_record(out / name) is not None for name in plan.submodels)
+    )
 
 
 def _files(name: str, plan: QuantizationPlan | DequantizationPlan) -> set[str]:
@@ -162,8 +191,9 @@ def _joined(plan: DiffusersPlan[Any], out: Path, reports: list[ReportT], kept: i
     after = sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items())
     figures: dict[str, Any] = {
         "out": str(out),
+        "already_complete": all(report.already_complete for report in reports),
         "copied": totals.copied,
-        "bytes_before": totals.bytes_in,
+        "bytes_before": totals.bytes_before,
         "bytes_after": after,
         "pipeline_seconds": sum(report.pipeline_seconds for report in reports),
         "seconds_by_activity": {
@@ -182,6 +212,9 @@ def _joined(plan: DiffusersPlan[Any], out: Path, reports: list[ReportT], kept: i
             "packed": totals.packed,
             "parameters": totals.parameters,
             "bits_per_parameter": 8 * after / max(totals.parameters, 1),
+            "gpu_bytes": gpu_bytes(after),
+            "loading": plan.loading.call(str(out)),
+            "advice": advice(plan.rows()),
             "verification": _verification(plan, reports),
         }
     return replace(first, **figures)
@@ -196,5 +229,11 @@ def _verification(plan: DiffusersPlan[Any], reports: Sequence[Any]) -> Verificat
     found = [report.verification for report in reports]
     if None in found:
         return None
-    rows = [inside(name, row) for name, part in zip(plan.submodels, found, strict=True) for row in part.rows]
-    return VerificationSummary.of(rows, sum(part.copies for part in found))
+    rows = [inside(name, row) for name, part in zip(plan.submodels, found, strict=True) for row in part.weights]
+    if not rows:  # of an earlier run, whose figures are all that is left; they do not tell the median of all weights
+        largest = max(part.largest_relative_error for part in found)
+        packed, copied, differing = (
+            sum(getattr(part, name) for part in found) for name in ("packed", "copied", "bytes_differing")
+        )
+        return VerificationSummary(packed, copied, largest, math.nan, differing)
+    return VerificationSummary.of(rows, sum(part.copied for part in found))

@@ -7,6 +7,7 @@ from nf4conv.checkpoint.diffusers_folder import open_diffusers
 from nf4conv.commands.single.inspect import inspect_one
 from nf4conv.errors import DiffusersFolderError
 from nf4conv.options import SourceOptions
+from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import Inspection
 from nf4conv.report.rows import InspectionTotals, inside
 
@@ -35,6 +36,9 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         files=tuple(f"{name}/{file}" for name, part in parts.items() for file in part.files),
         config=next((part.config for part in parts.values() if part.config is not None), None),
         model_type=None,
+        made=next((part.made for part in parts.values() if part.made is not None), None),
+        notes=tuple(f"{name}/{note}" for name, part in parts.items() for note in part.notes),
+        gpu_bytes=gpu_bytes(sum(row.bytes for row in rows)),
         tensors=rows,
         kinds=tuple(inside(name, row) for name, part in parts.items() for row in part.kinds),
         totals=InspectionTotals.of(rows),

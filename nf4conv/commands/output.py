@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files, auxiliary_strays
-from nf4conv.checkpoint.plan import CopyJob, Job, Plan, Shard, arrange
+from nf4conv.checkpoint.making import MAKING, as_bytes, headers_digest, record_of
+from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.source import Source, changed_files
 from nf4conv.checkpoint.workspace import Workspace
@@ -27,6 +28,7 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.pipeline.engines import ShardTasks, make_audit
 from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
 from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
+from nf4conv.report.loading import Loading, loading_of
 from nf4conv.report.rows import PlanRow, VerificationSummary
 
 if TYPE_CHECKING:
@@ -66,6 +68,28 @@ class WritingPlan:
         """What becomes of one of them, in a file of the output."""
         raise NotImplementedError
 
+    @cached_property
+    def config_bytes(self) -> bytes | None:
+        """The output's config.json; None when the source has none."""
+        return None if self.config is None else (json.dumps(self.config, indent=2) + "\n").encode()
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """By what it is made, see checkpoint/making.py; a source on this disk is read for it."""
+        options, format = asdict(self.options), asdict(self.output.format)
+        if self.command == "quantize":  # what was left open is decided
+            options = {key: format.get(key, value) for key, value in options.items()}
+        return record_of(self.source, self.command, __version__, options)
+
+    @property
+    def loading(self) -> Loading | None:
+        """How the result is loaded; None if nothing says how."""
+        return loading_of(self.config, [str(name) for name in self.auxiliary], self.output.format.dtype)
+
+    def changes_weights(self) -> bool:
+        """Whether any weight is packed, or decoded."""
+        return any(isinstance(job, PackJob) or job.source.encoding is not None for job in self.output.jobs)
+
     def decided(self) -> dict[str, Any]:
         """What decides the bytes of the result beside the source and the options, as JSON values."""
         return {}
@@ -104,16 +128,13 @@ def check_apart(source: Path, out: Path) -> None:
 
 def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
     """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
-    headers = hashlib.sha256()
-    for tensor in plan.source.tensors:
-        headers.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
     return {
         "command": plan.command,
         "version": __version__,
         "torch": version("torch"),
         "device": device.partition(":")[0],
         "source files": source_stamps(plan.source),
-        "source headers": headers.hexdigest(),
+        "source headers": headers_digest(plan.source),
         "source config": plan.source.config,
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()},
@@ -205,6 +226,7 @@ def write_checkpoint(
         after = pipeline.memory()
         figures = {
             "out": str(out),
+            "already_complete": False,
             "device": engine.device,
             "bytes_after": sum(shard.size for shard in workspace.finished.values()),
             "seconds": time.perf_counter() - started,
@@ -242,11 +264,13 @@ def _write(
     if len(plan.output.shards) > 1:
         workspace.write(f"{plan.source.stem}.safetensors.index.json", _index(plan.output, workspace))
     size = sum(shard.size for shard in workspace.finished.values())
-    card = plan.card(size, None if audit is None else audit.summary())
+    verified = None if audit is None else audit.summary()
+    card = plan.card(size, verified)
     if card is not None:
         workspace.write("README.md", card.encode())
-    config = None if plan.config is None else (json.dumps(plan.config, indent=2) + "\n").encode()
-    workspace.complete({} if config is None else {"config.json": config})
+    measured = {} if verified is None else {"verified": verified.measured()}
+    workspace.write(MAKING, as_bytes(plan.record | measured))
+    workspace.complete({} if plan.config_bytes is None else {"config.json": plan.config_bytes})
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
-from nf4conv.checkpoint.source import read_json
+from nf4conv.checkpoint.patterns import unmatched
 from nf4conv.commands.diffusers import (
     DiffusersPlan,
     applying,
@@ -28,7 +28,7 @@ from nf4conv.report.results import QuantizeReport
 if TYPE_CHECKING:
     from nf4conv.commands.push import Push
 
-AnyQuantizationPlan = QuantizationPlan | DiffusersPlan[QuantizationPlan]
+AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
 """Of one checkpoint, or of a diffusers pipeline."""
 
 
@@ -72,7 +72,8 @@ def plan_quantization(
     """
     options = options or QuantizeOptions()
     try:
-        return plan_one(source, options, where)
+        single = plan_one(source, options, where)
+        return replace(single, notes=single.notes + unmatched(options, [("", single.source)]))
     except DiffusersFolderError:
         folder = open_diffusers(source, where)
     submodels = {
@@ -84,10 +85,11 @@ def plan_quantization(
         )
         for name, place in folder.submodels.items()
     }
+    parts = [(name, part.source) for name, part in submodels.items()]
     from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
 
     front, complaint = read_front_matter(folder.folder / "README.md", folder.folder)
-    return _checked(DiffusersPlan(folder, submodels, front, complaint))
+    return _checked(DiffusersPlan(folder, submodels, front, (*complaint, *unmatched(options, parts))))
 
 
 def _checked(plan: DiffusersPlan[QuantizationPlan]) -> DiffusersPlan[QuantizationPlan]:
@@ -161,15 +163,15 @@ def _write(
 def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
     from nf4conv.report.card import Figures, diffusers_card  # importing a reader of YAML takes a moment
 
-    class_name = read_json(plan.folder.index).get("_class_name")
     figures = {
-        name: Figures(part.totals().bytes_in, bytes_on_disk(Path(report.out), name, part))
+        name: Figures(part.totals().bytes_before, bytes_on_disk(Path(report.out), name, part))
         for name, part in plan.submodels.items()
     }
     return diffusers_card(
         plan.front,
-        class_name if isinstance(class_name, str) and class_name.isidentifier() else "DiffusionPipeline",
+        plan.loading,
         {name: (part.source, part.output) for name, part in plan.submodels.items()},
         figures,
         report.verification,
+        next(iter(plan.submodels.values())).options.base_model,
     )

@@ -215,9 +215,13 @@ def make_pipeline(engine: Engine[W], run: RunOptions, advance: Callable[[int], N
     if run.workers < 0 or run.buffer_size <= 0:
         raise PlanError("--workers and --buffer-size must be positive")
     check_tolerance(run.tolerance)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = run.workers or (cores if engine.device == "cpu" else min(cores, _CUDA_WORKERS))
+    workers = run.workers or (cores() if engine.device == "cpu" else min(cores(), _CUDA_WORKERS))
     return Pipeline(engine, workers=workers, buffer_size=run.buffer_size, advance=advance)
+
+
+def cores() -> int:
+    """Of the CPU, those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 T = TypeVar("T")

@@ -5,7 +5,11 @@ results.py     what each command returns
 measured.py    what verification and comparison gather of a tensor, piece by piece
 weights.py     from what was gathered to rows and faults
 tolerance.py   how large the error of a weight may be
-text.py        results as lines for a terminal
-page.py        a verification as an HTML page, results as JSON files
+unusual.py     modules that are not treated like their kind
+loading.py     how a result is loaded, and what that takes
+text.py        what was found, as lines for a terminal
+summary.py     what would be done, or was, as such lines
+as_json.py     results as JSON
+page.py        a verification as an HTML page
 card.py        the model card of a quantized checkpoint
 """

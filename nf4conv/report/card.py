@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from nf4conv import __version__
-from nf4conv.checkpoint.config import architecture_of
+from nf4conv.checkpoint.making import name_of
 from nf4conv.checkpoint.own_files import require_own
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
-from nf4conv.checkpoint.source import AdapterFiles, Source
+from nf4conv.checkpoint.source import AdapterFiles, Source, is_repo_id
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
+from nf4conv.report.loading import Loading
 from nf4conv.report.rows import VerificationSummary
 from nf4conv.report.text import printable
 
@@ -26,17 +27,12 @@ _INHERITED: Final = ("license", "license_name", "license_link", "language", "lib
 
 _FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _LONGEST_FRONT_MATTER: Final = 2**17
+_LONGEST_CARD: Final = 2**20
+_BODY: Final = "what is below the front matter"
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 """What Markdown takes for more than a character, HTML in it included."""
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
-_LOADERS: Final = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForImageTextToText",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-}
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,8 @@ class _Subject:
 
     Attributes:
         origin: where the original came from; None for one on this disk.
+        base: the name of the original on the Hub; None if unknown.
+        name: what the original is called: the last part of that name, or of its folder.
         front: what the original's own card says at its top.
         library: that loads it.
         format: of the packed weights.
@@ -69,6 +67,8 @@ class _Subject:
     """
 
     origin: "Origin | None"
+    base: str | None
+    name: str
     front: Mapping[str, Any]
     library: str
     format: Format
@@ -78,7 +78,13 @@ class _Subject:
 
 
 def model_card(
-    source: Source, plan: Plan, config: Mapping[str, Any] | None, front: Mapping[str, Any], figures: Figures
+    source: Source,
+    plan: Plan,
+    config: Mapping[str, Any] | None,
+    front: Mapping[str, Any],
+    figures: Figures,
+    loading: Loading | None,
+    base_model: str | None = None,
 ) -> str:
     """The card: front matter by which the Hub files the model under its original, and what was done to it.
 
@@ -88,40 +94,55 @@ def model_card(
         config: the content of the output's config.json.
         front: from `read_front_matter`; what it says of license and language is taken over.
         figures: sizes.
+        loading: how the result is loaded.
+        base_model: what the user calls the original.
     """
-    origin = None if source.fetched is None else source.fetched.origin
-    library = "transformers" if source.stem == "model" else "diffusers"
-    subject = _Subject(origin, front, library, plan.format, list(plan.jobs), figures, source.adapters)
+    library = ("transformers" if source.stem == "model" else "diffusers") if loading is None else loading.library
+    origin, base, name = _named(source, base_model)
+    subject = _Subject(origin, base, name, front, library, plan.format, list(plan.jobs), figures, source.adapters)
     compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
-    return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(config)])
+    return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(loading)])
 
 
-def merged_card(source: Source, plan: Plan, config: Mapping[str, Any] | None, original: Mapping[str, Any]) -> str:
-    """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as `model_card`."""
+def _named(source: Source, base_model: str | None) -> tuple["Origin | None", str | None, str]:
+    """Where a source came from, its name on the Hub, and what it is called, never by a path of this machine."""
     origin = None if source.fetched is None else source.fetched.origin
-    subject = _Subject(origin, original, "transformers", plan.format, [], Figures(0, 0), source.adapters)
+    stated = str((source.config or {}).get("_name_or_path", ""))
+    known = stated if is_repo_id(stated) and not Path(stated).exists() else None
+    base = base_model or (known if origin is None else origin.repo)
+    return origin, base, (base or name_of(source.folder)).rpartition("/")[2]
+
+
+def merged_card(source: Source, plan: Plan, loading: Loading | None, original: Mapping[str, Any]) -> str:
+    """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as `model_card`."""
+    origin, base_model, name = _named(source, None)
+    subject = _Subject(
+        origin, base_model, name, original, "transformers", plan.format, [], Figures(0, 0), source.adapters
+    )
     front = _front_matter(subject)
     front |= {"tags": [tag for tag in front["tags"] if tag not in _OWN_TAGS] + ["nf4conv"]}
     base = source.folder.name if origin is None else f"[{origin.repo}]({_HUB}/{origin.repo})"
     text = f"# A merged model\n\n{base}{_merged_with(subject)}, by nf4conv {__version__}.\n"
-    return "\n".join([_yaml(front), text, _loading(config)])
+    return "\n".join([_yaml(front), text, _loading(loading), _original(subject)])
 
 
 def diffusers_card(
     front: Mapping[str, Any],
-    class_name: str,
+    loading: Loading,
     submodels: Mapping[str, tuple[Source, Plan]],
     figures: Mapping[str, Figures],
     verified: VerificationSummary | None,
+    base_model: str | None = None,
 ) -> str:
     """The card of a diffusers pipeline, as `model_card`.
 
     Args:
         front: of the original's card.
-        class_name: of the diffusers pipeline.
+        loading: how the result is loaded.
         submodels: (original, what was written) of each, by name.
         figures: of each.
         verified: an audit's summary of all of them; None if nothing was verified.
+        base_model: what the user calls the original.
     """
     # what is not packed keeps dtypes of its own
     source, plan = next(
@@ -132,17 +153,23 @@ def diffusers_card(
     jobs = [job for _, plan in submodels.values() for job in plan.jobs]
     before = sum(part.bytes_before for part in figures.values())
     whole = Figures(before, sum(part.bytes_after for part in figures.values()), verified)
-    subject = _Subject(origin, front, "diffusers", plan.format, jobs, whole)
-    loading = (
-        f"## Use\n\n```python\nimport torch\nfrom diffusers import {class_name}  # pip install bitsandbytes\n\n"
-        f'pipeline = {class_name}.from_pretrained("path or name of this model", '
-        f"torch_dtype=torch.{plan.format.dtype})\n```\n"
-    )
-    return _document(subject, [_settings(subject, None), _submodels(submodels, figures), _kept(jobs), loading])
+    base = base_model or (None if origin is None else origin.repo)
+    name = (base or name_of(source.folder.parent)).rpartition("/")[2]
+    subject = _Subject(origin, base, name, front, "diffusers", plan.format, jobs, whole)
+    parts = _submodels(submodels, figures)
+    return _document(subject, [_settings(subject, None), parts, _kept(jobs), _loading(loading)])
 
 
 def _document(subject: _Subject, sections: Sequence[str]) -> str:
-    return "\n".join([_yaml(_front_matter(subject)), _introduction(subject), *sections, _checking(subject)])
+    return "\n".join(
+        [_yaml(_front_matter(subject)), _introduction(subject), *sections, _checking(subject), _original(subject)]
+    )
+
+
+def _original(subject: _Subject) -> str:
+    """What the authors of the original wrote about it."""
+    text = subject.front.get(_BODY)
+    return f"---\n\n{text}\n" if text else ""
 
 
 def _yaml(front: Mapping[str, Any]) -> str:
@@ -152,11 +179,11 @@ def _yaml(front: Mapping[str, Any]) -> str:
 def _front_matter(subject: _Subject) -> dict[str, Any]:
     before = subject.front
     front: dict[str, Any] = {}
-    if subject.origin is not None:
-        front |= {"base_model": subject.origin.repo, "base_model_relation": "quantized"}
+    if subject.base is not None:
+        front |= {"base_model": subject.base, "base_model_relation": "quantized"}
         repos = [adapter.origin.repo for adapter in subject.adapters if adapter.origin is not None]
         if subject.adapters:
-            front |= {"base_model": [subject.origin.repo, *repos], "base_model_relation": "merge"}
+            front |= {"base_model": [subject.base, *repos], "base_model_relation": "merge"}
     front |= {key: before[key] for key in _INHERITED if before.get(key)}
     front.setdefault("library_name", subject.library)
     tags = before.get("tags", [])
@@ -178,6 +205,7 @@ def read_front_matter(path: Path, root: Path) -> tuple[dict[str, Any], tuple[str
         require_own(path, root)
         with path.open("rb") as file:
             raw = file.read(_LONGEST_FRONT_MATTER)
+            rest = file.read(_LONGEST_CARD)
         block = _FRONT_MATTER.match(raw)
         if block is None and len(raw) == _LONGEST_FRONT_MATTER and raw.startswith(b"---"):
             raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
@@ -185,7 +213,9 @@ def read_front_matter(path: Path, root: Path) -> tuple[dict[str, Any], tuple[str
     except (OSError, ValueError, RecursionError, yaml.YAMLError, SourceError) as error:
         reason = " ".join(str(error).removeprefix(f"{path}: ").split())
         return {}, (f"README.md: the new card takes over nothing of it, for its front matter cannot be read: {reason}",)
-    return {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}, ()
+    text = (raw[0 if block is None else block.end() :] + rest).decode(errors="replace").strip()
+    plain = {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}
+    return plain | {_BODY: text}, ()
 
 
 class _PlainLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
@@ -205,13 +235,15 @@ def _is_plain(value: object) -> bool:
 
 def _introduction(subject: _Subject) -> str:
     name, origin = subject.format.quant_type.upper(), subject.origin
+    title = f"# {_cell(subject.name)} in 4 bits\n\n"
     if origin is None:
-        return f"# A 4-bit {name} checkpoint\n\nMade with nf4conv {__version__}{_merged_with(subject)}.\n"
+        of = _cell(subject.name) if subject.base is None else f"[{subject.base}]({_HUB}/{subject.base})"
+        made = f"its linear layers packed to bitsandbytes {name} with nf4conv {__version__}"
+        return f"{title}{of}{_merged_with(subject)}, {made}.\n"
     link = f"[{origin.repo}]({_HUB}/{origin.repo})" + (f", `{origin.subfolder}`," if origin.subfolder else "")
     commit = f"[`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit})"
     return (
-        f"# {origin.repo.partition('/')[2]} in 4 bits\n\n"
-        f"{link} at commit {commit}{_merged_with(subject)}, its linear layers packed to bitsandbytes {name} "
+        f"{title}{link} at commit {commit}{_merged_with(subject)}, its linear layers packed to bitsandbytes {name} "
         f"with nf4conv {__version__}.\n"
     )
 
@@ -273,20 +305,16 @@ def _cell(text: str) -> str:
     return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", printable(text))
 
 
-def _loading(config: Mapping[str, Any] | None) -> str:
-    architecture = architecture_of(config or {})
-    loader = next((loader for end, loader in _LOADERS.items() if architecture.endswith(end)), None)
-    if loader is None:
+def _loading(loading: Loading | None) -> str:
+    if loading is None:
         return "## Use\n\nIt loads as the original does, with bitsandbytes installed.\n"
-    return (
-        f"## Use\n\n```python\nfrom transformers import {loader}  # pip install bitsandbytes\n\n"
-        f'model = {loader}.from_pretrained("path or name of this model", device_map="auto")\n```\n'
-    )
+    call = loading.call("path or name of this model")
+    return f"## Use\n\n```python\n{loading.imports()}\n\nmodel = {call}\n```\n"
 
 
 def _checking(subject: _Subject) -> str:
     origin = subject.origin
-    original = "ORIGINAL" if origin is None else origin.repo
+    original = subject.base or "ORIGINAL"
     if origin is not None and origin.subfolder:
         original += f" --subfolder {origin.subfolder}"
     original += "".join(

@@ -155,13 +155,13 @@ class PieceDifference(NamedTuple):
     Attributes:
         squared_difference: Σ (a - b)².
         squared_values: Σ a², of the values that are finite.
-        largest: the largest |a - b|; infinite where one of the two is NaN, or infinite, and the other is not.
+        largest_difference: the largest |a - b|; infinite where one of the two is NaN or infinite, and the other is not.
         differing: values that are not equal; NaN equals NaN.
     """
 
     squared_difference: float
     squared_values: float
-    largest: float
+    largest_difference: float
     differing: int
 
 

@@ -1,22 +1,54 @@
-"""What each command returns. Field names are the keys of --json, in their order."""
+"""What each command returns. Field names are the keys of --json, in their order; docs/json.md is made from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.report.rows import (
     CheckResult,
     ComparedKind,
     ComparedRow,
+    DequantizationTotals,
     InspectedKind,
     InspectedRow,
     InspectionTotals,
+    PlanKind,
+    PlanRow,
+    QuantizationTotals,
     Status,
     VerificationSummary,
     WeightKind,
     WeightRow,
 )
+from nf4conv.report.tolerance import NORMAL
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `quantize` or `dequantize` would do: the result of --dry-run.
+
+    Attributes:
+        command: "quantize" or "dequantize".
+        source: what would be read.
+        totals: of everything.
+        kinds: what becomes of each kind of module.
+        tensors: what becomes of each tensor.
+        config: the content of the output's config.json, of a diffusers pipeline those of its submodels; None if none.
+        gpu_bytes: an estimate of the GPU memory that loading the result takes; None for a result in 16 or 32 bits.
+        advice: why there are many bits per parameter, and what would change that; empty if there are not.
+        notes: what the user should know.
+    """
+
+    command: str
+    source: str
+    totals: QuantizationTotals | DequantizationTotals
+    kinds: tuple[PlanKind, ...]
+    tensors: tuple[PlanRow, ...]
+    config: Mapping[str, Any] | None
+    gpu_bytes: int | None
+    advice: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,6 +57,7 @@ class RunReport:
 
     Attributes:
         out: the output folder.
+        already_complete: whether the result was there before, so that nothing was computed.
         device: where it was computed.
         copied: tensors kept, those of weights that stay in 4 bits included.
         bytes_before: of all tensors of the source.
@@ -39,7 +72,10 @@ class RunReport:
         notes: what the user should know.
     """
 
+    command: ClassVar[str]
+
     out: str
+    already_complete: bool
     device: str
     copied: int
     bytes_before: int
@@ -62,6 +98,8 @@ class DequantizeReport(RunReport):
         decoded: weights decoded.
     """
 
+    command: ClassVar[str] = "dequantize"
+
     decoded: int
 
 
@@ -73,13 +111,21 @@ class QuantizeReport(RunReport):
         packed: weights packed.
         parameters: elements of all tensors.
         bits_per_parameter: of the output.
+        gpu_bytes: an estimate of the GPU memory that loading the result takes.
+        loading: Python code that loads it.
+        advice: why there are many bits per parameter, and what would change that; empty if there are not.
         verification: what was looked at, with `verify`; else None.
         pushed: address of the commit on the Hub; None if nothing was to be pushed.
     """
 
+    command: ClassVar[str] = "quantize"
+
     packed: int
     parameters: int
     bits_per_parameter: float
+    gpu_bytes: int
+    loading: str
+    advice: str
     verification: VerificationSummary | None = None
     pushed: str | None = None
 
@@ -94,9 +140,10 @@ class VerifyReport:
         passed: the verdict.
         checks: for each check that ran, by name: what it means, and whether it passed.
         findings: everything that is wrong or worth knowing; a fault has is_fault.
+        made: by which command, version and options, and from what, as its nf4conv.json says; None if it has none.
         weights: a row for each packed weight: place, size, format and, with a source, its errors.
         kinds: the same added up by kind of module.
-        sizes: bytes of codes, of scales, of tables and JSON, and of tensors that are not packed.
+        sizes: bytes of codes, of scales, of tables (and quant states), and of what is not packed.
         parameters: elements of all tensors.
         bits_per_parameter: of the whole checkpoint.
         identical: whether every byte compared is what quantizing the source gives; None without a source.
@@ -104,11 +151,14 @@ class VerifyReport:
         seconds: wall clock.
     """
 
+    command: ClassVar[str] = "verify"
+
     path: str
     source: str | None
     passed: bool
     checks: Mapping[str, CheckResult]
     findings: tuple[Finding, ...]
+    made: Mapping[str, Any] | None
     weights: tuple[WeightRow, ...]
     kinds: tuple[WeightKind, ...]
     sizes: Mapping[str, int]
@@ -117,6 +167,12 @@ class VerifyReport:
     identical: bool | None
     settings: Mapping[str, Any]
     seconds: float
+
+    @property
+    def normal(self) -> list[tuple[str, float, float]]:
+        """(name, smallest, largest) relative error that trained weights usually have, of each format compared."""
+        formats = {(row.quant_type, row.blocksize) for row in self.weights if row.relative_error is not None}
+        return [(f"{name}/{blocksize}", *NORMAL[name][blocksize]) for name, blocksize in sorted(formats)]
 
     @property
     def verdict(self) -> str:
@@ -138,6 +194,7 @@ class ComparisonReport:
         a: the one checkpoint.
         b: the other.
         passed: the verdict.
+        notes: what the user should know.
         tensors: a row for each.
         kinds: the same added up by kind of module.
         counts: tensors by status.
@@ -145,9 +202,12 @@ class ComparisonReport:
         seconds: wall clock.
     """
 
+    command: ClassVar[str] = "compare"
+
     a: str
     b: str
     passed: bool
+    notes: tuple[str, ...]
     tensors: tuple[ComparedRow, ...]
     kinds: tuple[ComparedKind, ...]
     counts: Mapping[Status, int]
@@ -177,17 +237,50 @@ class Inspection:
         files: the weight files.
         config: what config.json says about a quantization; None if nothing.
         model_type: of the config; None if there is none.
+        made: by which command, version and options, and from what, as its nf4conv.json says; None if it has none.
+        notes: what is unusual.
+        gpu_bytes: an estimate of the GPU memory that loading it takes.
         tensors: a row for each tensor, the tensors of a packed weight being one.
         kinds: the same added up by kind of module.
         totals: of the whole checkpoint.
         findings: what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell.
     """
 
+    command: ClassVar[str] = "inspect"
+
     path: str
     files: tuple[str, ...]
     config: Mapping[str, Any] | None
     model_type: str | None
+    made: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+    gpu_bytes: int
     tensors: tuple[InspectedRow, ...]
     kinds: tuple[InspectedKind, ...]
     totals: InspectionTotals
     findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a bug report should say.
+
+    Attributes:
+        python: its version.
+        platform: system, release and processor.
+        packages: their versions; None for one that is not installed.
+        cores: of the CPU, that this process may use.
+        gpus: name, compute capability and memory of each that torch finds.
+        engine: who computes with --device auto, where, and why.
+        folders: where compiled kernels and downloads are kept.
+    """
+
+    command: ClassVar[str] = "env"
+
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    cores: int
+    gpus: tuple[str, ...]
+    engine: str
+    folders: Mapping[str, str]

@@ -1,12 +1,15 @@
 """One tensor, or one kind of module, in a result. Field names are the keys of --json, in their order."""
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+
+_ACTIONS: Final = {
+    "pack": "packed", "decode": "decoded", "copy": "kept", "cast": "kept, cast", "stay": "as it is", "merge": "merged",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class PlanRow:
         reason: why.
         dtype: safetensors' tag, of the source when packing and of the output when decoding.
         shape: of the tensor.
-        bytes_in: in the source.
-        bytes_out: in the output.
+        parameters: elements.
+        bytes_before: in the source.
+        bytes_after: in the output.
         file: of the output.
     """
 
@@ -29,38 +33,61 @@ class PlanRow:
     reason: str
     dtype: str
     shape: tuple[int, ...]
-    bytes_in: int
-    bytes_out: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
     file: str
+
+    @property
+    def fate(self) -> str:
+        """What becomes of it, in a few words."""
+        return f"{_ACTIONS[self.action]}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PlanKind:
+    """The tensors of one kind in one stack of layers that share a fate; `action` and `reason` as of PlanRow."""
+
+    stack: str
+    kind: str
+    action: str
+    reason: str
+    tensors: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+
+    fate = PlanRow.fate
 
 
 @dataclass(frozen=True)
 class DequantizationTotals:
-    """What the rows of a dequantization add up to; bytes_out is exact."""
+    """What the rows of a dequantization add up to; bytes_after is exact."""
 
     decoded: int
     copied: int
     shards: int
-    bytes_in: int
-    bytes_out: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
 
 
 @dataclass(frozen=True)
 class QuantizationTotals:
-    """What the rows of a quantization add up to; bytes_out is exact but for the digits of the nested offsets."""
+    """What the rows of a quantization add up to; bytes_after is exact but for the digits of the nested offsets."""
 
     packed: int
     copied: int
     shards: int
     parameters: int
-    bytes_in: int
-    bytes_out: int
+    bytes_before: int
+    bytes_after: int
     compression: float = 0.0
     bits_per_parameter: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compression", self.bytes_in / self.bytes_out)
-        object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_out / max(self.parameters, 1))
+        object.__setattr__(self, "compression", self.bytes_before / self.bytes_after)
+        object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_after / max(self.parameters, 1))
 
 
 TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
@@ -82,13 +109,13 @@ class WeightRow:
         file: that holds it.
         quant_type, blocksize, dtype, shape, nested_offset: what its quant state says.
         double_quant: whether its absmax is quantized.
-        elements: of the weight.
+        parameters: elements of the weight.
         bytes: of all its tensors.
         relative_error: ‖W - Ŵ‖ / ‖W‖; this and what follows, but for the tolerance, is None without a source.
         tolerance: how large the relative error may be.
         snr_db: the relative error as signal to noise, in decibels.
-        max_error: the largest |error|.
-        max_error_of_absmax: the largest |error| / absmax of its block.
+        largest_error: the largest |error|.
+        largest_error_of_absmax: the largest |error| / absmax of its block.
         outside: values beyond the format's worst case.
         not_nearest: codes for which another is nearer to the value.
         bytes_differing: of codes and scales, from those that quantizing the source gives.
@@ -106,13 +133,13 @@ class WeightRow:
     shape: tuple[int, ...]
     nested_offset: float | None
     double_quant: bool
-    elements: int
+    parameters: int
     bytes: int
     relative_error: float | None
     tolerance: float
     snr_db: float | None
-    max_error: float | None
-    max_error_of_absmax: float | None
+    largest_error: float | None
+    largest_error_of_absmax: float | None
     outside: int | None
     not_nearest: int | None
     bytes_differing: int | None
@@ -133,10 +160,10 @@ class WeightKind:
     stack: str
     kind: str
     weights: int
-    elements: int
+    parameters: int
     bytes: int
     relative_error: float | None
-    worst: float | None
+    largest_relative_error: float | None
 
 
 @dataclass(frozen=True)
@@ -152,30 +179,45 @@ class VerificationSummary:
     """What `quantize --verify` has looked at.
 
     Attributes:
-        weights: packed weights.
-        copies: tensors that are kept.
+        packed: weights that are packed.
+        copied: tensors that are kept.
         largest_relative_error, median_relative_error: of the weights.
         bytes_differing: from those that quantizing the source gives.
-        rows: one for each weight.
+        weights: a row for each that is packed.
     """
 
-    weights: int
-    copies: int
+    packed: int
+    copied: int
     largest_relative_error: float
     median_relative_error: float
     bytes_differing: int
-    rows: tuple[WeightRow, ...]
+    weights: tuple[WeightRow, ...] = ()
+
+    def measured(self) -> dict[str, int | float]:
+        """The figures, to as many digits as do not depend on how the work was divided."""
+        figures = {key: value for key, value in vars(self).items() if key != "weights"}
+        return {key: round(value, 6) for key, value in figures.items()}
+
+    @classmethod
+    def from_measured(cls, figures: Any) -> "VerificationSummary | None":
+        """What `measured` gave, from a file; None if the file holds something else."""
+        names = {field.name for field in fields(cls)} - {"weights"}
+        if not isinstance(figures, dict) or figures.keys() != names:
+            return None
+        return cls(**figures) if {*map(type, figures.values())} <= {int, float} else None
 
     @classmethod
     def of(cls, rows: Sequence[WeightRow], copies: int) -> "VerificationSummary":
+        import statistics  # it takes half as long as --help
+
         errors = [row.relative_error for row in rows if row.relative_error is not None]
         return cls(
-            weights=len(rows),
-            copies=copies,
+            packed=len(rows),
+            copied=copies,
             largest_relative_error=max(errors, default=0.0),
             median_relative_error=statistics.median(errors) if errors else 0.0,
             bytes_differing=sum(row.bytes_differing or 0 for row in rows),
-            rows=tuple(rows),
+            weights=tuple(rows),
         )
 
 
@@ -200,14 +242,14 @@ class ComparedRow:
     Attributes:
         name: of both.
         stack, layer, kind: their place, see measured.ModulePlace.
-        elements: of the tensor.
+        parameters: elements of the tensor.
         format_a, format_b: how each is stored, in a few words; None where there is none.
         shape_a, shape_b: of each.
         status: how they compare.
         differing: values that are not equal; this and what follows is None where no values were compared.
         relative_error: ‖A - B‖ / ‖A‖.
         snr_db: that as signal to noise, in decibels.
-        largest: the largest |a - b|.
+        largest_difference: the largest |a - b|.
         squared_difference, squared_values: sums.
         passed: whether that is let pass.
     """
@@ -216,7 +258,7 @@ class ComparedRow:
     stack: str
     layer: int | None
     kind: str
-    elements: int
+    parameters: int
     format_a: str | None
     format_b: str | None
     shape_a: tuple[int, ...] | None
@@ -225,7 +267,7 @@ class ComparedRow:
     differing: int | None = None
     relative_error: float | None = None
     snr_db: float | None = None
-    largest: float | None = None
+    largest_difference: float | None = None
     squared_difference: float | None = None
     squared_values: float | None = None
     passed: bool = False
@@ -238,11 +280,11 @@ class ComparedKind:
     stack: str
     kind: str
     tensors: int
-    elements: int
+    parameters: int
     identical: int
     differing: int
     relative_error: float | None
-    worst: float | None
+    largest_relative_error: float | None
 
 
 @dataclass(frozen=True)
@@ -349,6 +391,11 @@ def relative_error(squared_error: float, squared_weight: float) -> float:
     if squared_weight == 0:
         return 0.0 if squared_error == 0 else math.inf
     return math.sqrt(squared_error / squared_weight)
+
+
+def distance(error: float | None) -> float:
+    """A relative error to sort by: NaN is the farthest, none the nearest."""
+    return -1.0 if error is None else math.inf if math.isnan(error) else error
 
 
 def decibels(error: float) -> float:

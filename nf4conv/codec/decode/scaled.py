@@ -81,9 +81,11 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Scales as float32; bytes are E8M0, of which 255 means NaN."""
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    return scale.to(torch.float32)
+    if scale.dtype != torch.uint8:
+        return scale.to(torch.float32)
+    bits = scale.to(torch.int32) << 23  # torch before 2.7 has no dtype of this name to cast from
+    bits.masked_fill_(scale == 0, 1 << 22).masked_fill_(scale == 255, 0x7FC00000)
+    return bits.view(torch.float32)
 
 
 def byte_values(values: torch.Tensor) -> torch.Tensor:

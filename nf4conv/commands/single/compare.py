@@ -18,6 +18,7 @@ from typing import Final
 from nf4conv import __version__
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.pairing import alike
+from nf4conv.checkpoint.patterns import Parts, unmatched
 from nf4conv.checkpoint.selection import is_wanted
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.errors import PlanError
@@ -44,12 +45,14 @@ class ComparisonPlan:
         b: the other.
         options: what was asked for.
         tensors: (in A, in B) of every name; None where there is none.
+        notes: what the user should know.
     """
 
     a: str
     b: str
     options: CompareOptions
     tensors: TensorPairs
+    notes: tuple[str, ...]
 
     @property
     def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
@@ -65,14 +68,15 @@ class ComparisonPlan:
 def plan_one(a: str | Path, b: str | Path, options: CompareOptions, where: SourceOptions | None) -> ComparisonPlan:
     """Look at the headers of two checkpoints. Errors as `plan_comparison`; a pipeline is a DiffusersFolderError."""
     first, second = open_source(a, where), open_source(b, where)
-    return make_plan(str(first), str(second), options, pair_tensors(first, second, options))
+    parts = [("", first), ("", second)]
+    return make_plan(str(first), str(second), options, pair_tensors(first, second, options), parts)
 
 
-def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs) -> ComparisonPlan:
-    """Complete a plan; a PlanError if there is nothing to compare."""
+def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs, parts: Parts) -> ComparisonPlan:
+    """Complete a plan, given the checkpoints that the tensors are from; a PlanError if there is nothing to compare."""
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
-    return ComparisonPlan(a, b, options, tensors)
+    return ComparisonPlan(a, b, options, tensors, unmatched(options, parts))
 
 
 def pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -> TensorPairs:
@@ -109,6 +113,7 @@ def execute(plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], Non
         a=plan.a,
         b=plan.b,
         passed=all(row.passed for row in rows),
+        notes=plan.notes,
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         counts={status: counts[status] for status in Status if counts[status]},
@@ -136,7 +141,7 @@ def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDi
     row = ComparedRow(
         name=name,
         **place_of(name)._asdict(),
-        elements=tensor.elements,
+        parameters=tensor.elements,
         format_a=None if a is None else _format(a),
         format_b=None if b is None else _format(b),
         shape_a=None if a is None else a.shape,
@@ -187,9 +192,9 @@ def _kinds(rows: Sequence[ComparedRow]) -> Iterator[ComparedKind]:
             stack=stack,
             kind=kind,
             tensors=len(members),
-            elements=sum(row.elements for row in members),
+            parameters=sum(row.parameters for row in members),
             identical=sum(row.status is Status.IDENTICAL for row in members),
             differing=sum(row.differing or 0 for row in members),
             relative_error=relative_error(squared_difference, squared_values) if errors else None,
-            worst=max(errors, default=None),
+            largest_relative_error=max(errors, default=None),
         )

@@ -18,6 +18,7 @@ from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.commands.complete import finished_earlier
 from nf4conv.commands.output import WritingPlan, kept_as_stored, notes_on_links, read_front, write_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
@@ -44,9 +45,8 @@ class DequantizationPlan(WritingPlan):
     def row(self, job: Job, file: str) -> PlanRow:
         """A weight that is decoded, or a tensor that is kept; dtypes are those of the output."""
         assert isinstance(job, CopyJob)
-        return PlanRow(
-            job.name, _action(job), job.reason, job.dtype, job.source.shape, job.source_bytes, job.nbytes, file
-        )
+        sizes = job.elements, job.source_bytes, job.nbytes
+        return PlanRow(job.name, _action(job), job.reason, job.dtype, job.source.shape, *sizes, file)
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:  # noqa: ARG002
         """The model card of a merged model; None for any other."""
@@ -54,7 +54,7 @@ class DequantizationPlan(WritingPlan):
             return None
         from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
 
-        return merged_card(self.source, self.output, self.config, self.front)
+        return merged_card(self.source, self.output, self.loading, self.front)
 
     def totals(self) -> DequantizationTotals:
         jobs = list(self.output.jobs)
@@ -63,8 +63,9 @@ class DequantizationPlan(WritingPlan):
             decoded=decoded,
             copied=len(jobs) - decoded,
             shards=len(self.output.shards),
-            bytes_in=sum(job.source_bytes for job in jobs),
-            bytes_out=self.output.largest_size,
+            parameters=sum(job.elements for job in jobs),
+            bytes_before=sum(job.source_bytes for job in jobs),
+            bytes_after=self.output.largest_size,
         )
 
 
@@ -164,6 +165,8 @@ def write_one(
     plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> DequantizeReport:
     """Carry out the plan of one checkpoint."""
-    engine = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
-    figures, totals = write_checkpoint(plan, out, run, progress, engine), plan.totals()
-    return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_in)
+    figures, totals = finished_earlier(plan, out, run, progress), plan.totals()
+    if figures is None:
+        engine = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
+        figures = write_checkpoint(plan, out, run, progress, engine)
+    return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_before)

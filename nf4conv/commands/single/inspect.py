@@ -15,13 +15,16 @@ from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.making import read_record
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.structure import MOST_ELEMENTS, Structure, look_at, split_component
 from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
+from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.measured import place_of
 from nf4conv.report.results import Inspection
 from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization, by_kind, format_name
+from nf4conv.report.unusual import unusual
 
 
 def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
@@ -40,6 +43,9 @@ def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
         files=tuple(file.name for file in source.files),
         config=quantization_of(config),
         model_type=config.get("model_type"),
+        made=read_record(source.folder),
+        notes=unusual((row.name, row.format) for row in rows),
+        gpu_bytes=gpu_bytes(sum(row.bytes for row in rows)),
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         totals=InspectionTotals.of(rows),

@@ -20,6 +20,7 @@ from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
+from nf4conv.commands.complete import finished_earlier
 from nf4conv.commands.output import (
     WritingPlan,
     kept_as_stored,
@@ -34,6 +35,7 @@ from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
 from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
+from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.results import QuantizeReport
 from nf4conv.report.rows import PlanRow, QuantizationTotals, VerificationSummary
 
@@ -61,12 +63,15 @@ class QuantizationPlan(WritingPlan):
 
         before = sum(tensor.nbytes for tensor in self.source.tensors)
         figures = Figures(before, bytes_after, verified)
-        return model_card(self.source, self.output, self.config, self.front, figures)
+        return model_card(
+            self.source, self.output, self.config, self.front, figures, self.loading, self.options.base_model
+        )
 
     def row(self, job: Job, file: str) -> PlanRow:
         """A weight that is packed, or a tensor that is kept; dtypes are those of the source."""
         shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
-        return PlanRow(job.name, _action(job), job.reason, job.source.dtype, shape, job.source_bytes, job.nbytes, file)
+        sizes = job.elements, job.source_bytes, job.nbytes
+        return PlanRow(job.name, _action(job), job.reason, job.source.dtype, shape, *sizes, file)
 
     def totals(self) -> QuantizationTotals:
         jobs = list(self.output.jobs)
@@ -76,8 +81,8 @@ class QuantizationPlan(WritingPlan):
             copied=len(jobs) - packed,
             shards=len(self.output.shards),
             parameters=sum(job.elements for job in jobs),
-            bytes_in=sum(job.source_bytes for job in jobs),
-            bytes_out=self.output.largest_size,
+            bytes_before=sum(job.source_bytes for job in jobs),
+            bytes_after=self.output.largest_size,
         )
 
 
@@ -256,12 +261,14 @@ def write_one(
     announce: Callable[[str, Path], None] | None = None,
 ) -> QuantizeReport:
     """Carry out the prepared plan of one checkpoint; `announce` is told each finished shard, by name and path."""
-    engine = packing_engine(plan.output, run)
-    try:
-        figures = write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
-    except NonFiniteError as error:
-        raise _describe_non_finite(error.job, plan, run) from error
-    totals = plan.totals()
+    figures = finished_earlier(plan, out, run, progress)
+    if figures is None:
+        engine = packing_engine(plan.output, run)
+        try:
+            figures = write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
+        except NonFiniteError as error:
+            raise _describe_non_finite(error.job, plan, run) from error
+    totals, loading = plan.totals(), plan.loading
     return QuantizeReport(
         **figures,
         packed=totals.packed,
@@ -269,6 +276,9 @@ def write_one(
         parameters=totals.parameters,
         bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors),
         bits_per_parameter=8 * figures["bytes_after"] / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(figures["bytes_after"]),
+        loading="" if loading is None else loading.call(str(out)),
+        advice=advice(plan.rows()),
     )
 
 

@@ -17,6 +17,7 @@ from nf4conv import __version__
 from nf4conv.checkpoint.checksums import check_checksums
 from nf4conv.checkpoint.config_check import check_config, check_exact_config
 from nf4conv.checkpoint.findings import CHECKS, Finding
+from nf4conv.checkpoint.making import MAKING, headers_digest, read_record
 from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.pairing import Pairs, pair
 from nf4conv.checkpoint.source import Source
@@ -77,6 +78,10 @@ def plan_one(
     pairs = Pairs() if opened is None else pair(structure, opened)
     if options.exact:
         check_exact_config(structure, config)
+    made = None if opened is None else read_record(structure.folder)
+    if made is not None and opened is not None and made["source"].get("headers_sha256") != headers_digest(opened):
+        text = f"it was made from {made['source'].get('id')}, whose tensors are not those of the source given"
+        structure.note("names", MAKING, "", text, is_fault=False)
     return VerificationPlan(Path(path), options, structure, config, opened, pairs)
 
 
@@ -120,6 +125,7 @@ def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int]
         passed=not any(finding.is_fault for finding in findings),
         checks=_checks(plan, findings, with_checksums),
         findings=findings,
+        made=read_record(structure.folder),
         weights=rows,
         kinds=tuple(weight_kinds(rows)),
         sizes=sizes,
@@ -154,10 +160,10 @@ def _checks(plan: VerificationPlan, findings: tuple[Finding, ...], with_checksum
 
 
 def _sizes(structure: Structure) -> dict[str, int]:
-    sizes = {"codes": 0, "scales": 0, "tables and JSON": 0, "not packed": 0}
+    sizes = {"codes": 0, "scales": 0, "tables": 0, "not_packed": 0}
     for weight in structure.weights.values():
         sizes["codes"] += weight.values.nbytes
         for suffix, part in weight.components.items():
-            sizes["scales" if suffix in ("absmax", "nested_absmax") else "tables and JSON"] += part.nbytes
-    sizes["not packed"] = sum(tensor.nbytes for tensor in structure.plain.values())
+            sizes["scales" if suffix in ("absmax", "nested_absmax") else "tables"] += part.nbytes
+    sizes["not_packed"] = sum(tensor.nbytes for tensor in structure.plain.values())
     return sizes

@@ -17,7 +17,7 @@ from nf4conv.pipeline.shards import ShardProgress
 from nf4conv.pipeline.with_torch.check import CompareCopy, CompareDecoded, tasks_of_weight
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, WeightResult
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.rows import VerificationSummary, distance
 from nf4conv.report.weights import weight_faults, weight_row
 
 
@@ -63,7 +63,8 @@ class TorchAudit:
             return self._copies[job.name]
 
     def faults(self) -> Iterator[str]:
-        for result in self._weights.values():
+        """Of weights, the one with the largest error first, and of kept tensors."""
+        for result in sorted(self._weights.values(), key=lambda result: -distance(result.relative_error)):
             yield from (f"{result.weight.name}: {text}" for _, text in weight_faults(result, self._options))
         for copy in self._copies.values():
             if copy.differing:

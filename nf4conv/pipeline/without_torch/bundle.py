@@ -10,7 +10,7 @@ import os
 import stat
 from dataclasses import asdict, dataclass
 from enum import Enum
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +65,8 @@ def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
         None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
         old for them.
     """
-    path = _cache(f"{_key(device.capability(), purpose)}.json")
+    folder = kernel_folder()
+    path = None if folder is None else folder / f"{_key(device.capability(), purpose)}.json"
     content = None if path is None else _read(path)
     if content is None:
         content = _compile(device.ordinal, purpose)
@@ -81,11 +82,11 @@ def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
     return Bundle(functions, tables, content["numbers"])
 
 
-def _cache(name: str) -> Path | None:
-    """Where a bundle is kept; None for a user who has no home."""
+def kernel_folder() -> Path | None:
+    """Where bundles are kept; None for a user who has no home."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "")  # relative ones are to be ignored, by its specification
     try:
-        return (folder if folder.is_absolute() else Path.home() / ".cache") / "nf4conv" / name
+        return (folder if folder.is_absolute() else Path.home() / ".cache") / "nf4conv"
     except RuntimeError:
         return None
 
@@ -99,9 +100,16 @@ def _key(capability: tuple[int, int], purpose: Purpose) -> str:
     digest = hashlib.sha256()
     for source in deciding_sources():
         digest.update(source.read_bytes())
-    choice = (capability, purpose.action.value, *purpose[1:], version("torch"), version("triton"))
+    choice = (capability, purpose.action.value, *purpose[1:], _version("torch"), _version("triton"))
     digest.update(repr(choice).encode())
     return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # torch's CPU build brings no Triton
+        return ""
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,109 @@
+"""nf4conv.json: by what a checkpoint was made. No path and no time is in it, so that equal runs write equal bytes.
+
+    schema_version    1
+    command           "quantize" or "dequantize"
+    version           of nf4conv
+    options           of the command, those that decide the result
+    source            id: "org/name@commit", or the name of a folder; headers_sha256; samples_sha256 of one on this
+                      disk; adapters that were merged into it
+    verified          with --verify: what was measured
+
+A rerun of a finished job knows by it that there is nothing left to do.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.checkpoint.source import AdapterFiles, Source
+from nf4conv.errors import SourceError
+
+MAKING: Final = "nf4conv.json"
+
+_LARGEST: Final = 2**20
+_SAMPLES: Final = 256
+"""Of a file, roughly."""
+_SAMPLE: Final = 4096
+"""Bytes."""
+
+
+def record_of(source: Source, command: str, version: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of nf4conv.json, but for what verification measured; a SourceError if the source cannot be read."""
+    described: dict[str, Any] = {"id": known_as(source), "headers_sha256": headers_digest(source)}
+    if source.fetched is None:  # what has a commit cannot change
+        described["samples_sha256"] = _samples_digest(source.files)
+    if source.adapters:
+        described["adapters"] = [_adapter(adapter) for adapter in source.adapters]
+    record = {
+        "schema_version": 1,
+        "command": command,
+        "version": version,
+        "options": {key: value for key, value in options.items() if key != "lora"},  # which may be paths
+        "source": described,
+    }
+    read_back: dict[str, Any] = json.loads(json.dumps(record))  # tuples are lists then
+    return read_back
+
+
+def _adapter(adapter: AdapterFiles) -> dict[str, Any]:
+    if adapter.origin is not None:
+        return {"id": str(adapter), "config": adapter.config}
+    name = name_of(adapter.file.parent)
+    return {"id": name, "config": adapter.config, "samples_sha256": _samples_digest([adapter.file])}
+
+
+def as_bytes(record: Mapping[str, Any]) -> bytes:
+    """nf4conv.json as bytes."""
+    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says about its making; None if it says nothing that can be read."""
+    path = folder / MAKING
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return None
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and {*map(type, map(record.get, ("options", "source")))} == {dict}
+    return record if known else None
+
+
+def known_as(source: Source) -> str:
+    """What a source is called by others than this machine: its name on the Hub, or that of its folder."""
+    return str(source.fetched.origin) if source.fetched is not None else name_of(source.folder)
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name; of one in the Hub's cache, "org/name"."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return "/".join(repository.split("--", 2)[1:])
+    return folder.name
+
+
+def headers_digest(source: Source) -> str:
+    """Of names, dtypes, shapes and places of all tensors."""
+    digest = hashlib.sha256()
+    for tensor in source.tensors:
+        digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name, tensor.start)).encode())
+    return digest.hexdigest()
+
+
+def _samples_digest(files: Iterable[Path]) -> str:
+    """Of some bytes of each file, all over it: the same headers may describe other values after more training."""
+    digest = hashlib.sha256()
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                for start in range(0, size, max(size // _SAMPLES, _SAMPLE)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE))
+    except OSError as error:
+        raise SourceError(f"{error.filename}: {error.strerror}") from error
+    return digest.hexdigest()
