@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
+.PHONY: help demo docs test test-floors check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -85,10 +85,24 @@ docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a 
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
 	mv $@.new $@
 
-docs: $(VENV)/.installed ## tables of options and of JSON fields, from the code
+docs: $(VENV)/.installed ## tables of options and of JSON fields, from the code, and the picture of a session
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/terminal.py
 
-docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as tables, here and in the README
+# the oldest releases that pyproject.toml allows, and what their time's transformers is not needed for
+FLOORS := torch==2.6.0 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0
+CORE   := cli making inspect quantize dequantize source plan writer workspace header layout selection codebook reference ops
+
+$(VENV)/floors/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/floors
+	$(VENV)/floors/bin/pip install --quiet $(FLOORS) pytest hypothesis
+	$(VENV)/floors/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-floors: $(VENV)/floors/.installed ## the core of the tests with the oldest releases that are allowed (PYTHON=python3.10)
+	$(VENV)/floors/bin/python -m pytest -m "not gpu and not oracle" $(CORE:%=tests/test_%.py)
+
+docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as tables, here and in selection.md
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python
 
 clean: ## remove what the targets made

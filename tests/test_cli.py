@@ -1,4 +1,4 @@
-"""The command line: what it prints where, how fast it starts, and that the README tells of every option."""
+"""The command line: what it prints where, how fast it starts, and what it refuses."""
 
 import dataclasses
 import json

@@ -1,15 +1,21 @@
-"""Documents that are made from the code say what the code says."""
+"""Documents say what the code says: pages that are made from it are up to date, and examples run as they stand."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
+from checkpoints import write_source
+from hub_server import Hub
 
 from nf4conv.cli import main
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LLAMA_CPP = os.environ.get("LLAMA_CPP", "")
 sys.path.append(str(DOCS))
 
 import generate  # noqa: E402 - from docs/
@@ -28,3 +34,53 @@ def test_every_option_is_documented():
         options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
         missing = [spelling for option in options for spelling in option.opts if f"{spelling}" not in sections[name]]
         assert not missing, name
+
+
+def test_the_api_in_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_source(tmp_path / "model")
+    names: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+
+
+def runnable() -> list[tuple[str, str]]:
+    """(language, text) of each block of the README under a mark."""
+    marked = r"^<!-- runnable(.*?) -->\n```(\w+)\n(.*?)^```$"
+    found = re.findall(marked, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [(language, text) for needs, language, text in found if not needs or LLAMA_CPP]
+
+
+@pytest.mark.oracle
+def test_the_recipes_of_the_readme(tmp_path: Path, hub: Hub):
+    """In one folder, one after the other, by programs of their own; the Hub is that of hub_server.py."""
+    from adapters import make_model
+    from test_gguf import write_tokenizer
+
+    make_model(tmp_path / "my-fine-tune", "llama")
+    write_tokenizer(tmp_path / "my-fine-tune")
+    if LLAMA_CPP:
+        (tmp_path / "llama.cpp").symlink_to(Path(LLAMA_CPP).resolve())
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nf4conv").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nf4conv "$@"\n')
+    (tmp_path / "bin/nf4conv").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_TOKEN": "hf_token"}
+    blocks = runnable()
+    assert len(blocks) >= 4
+    for language, text in blocks:
+        command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    assert "nf4conv.json" in hub.repos["me/my-fine-tune-nf4"].files
+    assert 'class="verdict passed"' in (tmp_path / "report.html").read_text()
+
+
+def test_links_between_documents_lead_somewhere():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#…]+)[^)]*\)", page.read_text()):
+            local = link.replace("https://github.com/OWNER/nf4conv/blob/main", str(ROOT))
+            local = local.replace("https://github.com/OWNER/nf4conv/raw/main", str(ROOT))
+            assert local.startswith("http") or (page.parent / local).exists(), f"{page.name}: {link}"

@@ -1,4 +1,4 @@
-"""Writes docs/architectures.md, every architecture of the sweep with what was found, and the README's table.
+"""Writes docs/architectures.md, every architecture of the sweep with what was found, and docs/selection.md's table.
 
 python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4
 """
@@ -65,7 +65,7 @@ bitsandbytes' CPU kernels want rows in multiples of 32 and columns in multiples 
 decoded wrongly); its CUDA kernels do not.
 """
 
-README_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)", re.DOTALL)
+SHORT_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def full_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str
 
 
 def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
-    """For the README: how many of each kind, and the most used by name."""
+    """For docs/selection.md: how many of each kind, and the most used by name."""
     yield "| | architectures | load in 5 | load in 4.57, of those it can read | identical module set |\n"
     yield "|---|---|---|---|---|\n"
     for group, names in CASES.items():
@@ -166,9 +166,9 @@ def main(python: str) -> None:
         transformers=transformers.__version__, bitsandbytes=bitsandbytes.__version__, one_class=", ".join(ONE_CLASS)
     )
     Path("docs/architectures.md").write_text(introduction + "".join(full_table(rows, in_4)) + CLOSING)
-    readme = Path("README.md")
+    page = Path("docs/selection.md")
     table = "".join(short_table(rows, in_4))
-    readme.write_text(README_TABLE.sub(lambda found: f"{found[1]}{table}{found[2]}", readme.read_text()))
+    page.write_text(SHORT_TABLE.sub(lambda found: f"{found[1]}{table}{found[2]}", page.read_text()))
 
 
 if __name__ == "__main__":
