@@ -12,6 +12,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -39,12 +40,12 @@ def mutate_tree(chosen: random.Random, tree: Any) -> Any:
         places += [(node, key) for key in keys]
         level += [node[key] for key in keys]
     if not places or chosen.random() < 0.02:
-        return chosen.choice(VALUES)
+        return deepcopy(chosen.choice(VALUES))
     node, key = chosen.choice(places)
     other, other_key = chosen.choice(places)
     match chosen.randrange(9):
         case 0 | 1 | 2:
-            node[key] = chosen.choice(VALUES)
+            node[key] = deepcopy(chosen.choice(VALUES))
         case 3 if isinstance(node[key], int):
             node[key] += chosen.choice((-64, -8, -1, 1, 2, 8, 64))
         case 4:

@@ -4,7 +4,7 @@ Top-level files are copied unless they are known not to belong; of sub-folders o
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -25,7 +25,6 @@ QUANTIZATION_LEFTOVERS: Final = frozenset(
 _NO_WEIGHTS: Final = frozenset(("spk_dict.pt",))
 """Files that look like weights and are data of a model: the voices of Qwen 2.5 Omni, without which it does not load."""
 
-_MODULES: Final = "modules.json"
 _LARGEST_MODULES: Final = 2**20
 
 _REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS", "nf4conv.json"))
@@ -34,27 +33,18 @@ _TRAINING_LEFTOVERS: Final = frozenset(("trainer_state.json", "zero_to_fp32.py")
 _FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml"))
 
 
-def auxiliary_files(folder: Path, root: Path | None = None) -> tuple[PurePosixPath, ...]:
+def auxiliary_files(folder: Path, root: Path | None = None, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
     """The files of a checkpoint folder that are copied as they are, relative to it, sorted.
 
     Args:
         folder: of the checkpoint.
         root: that the folder lies in, and that links may not lead out of; None for itself.
+        strays: whether those are meant that would be copied if they were no links that lead out.
     """
-    names, _ = own_files(folder, root or folder)
-    return auxiliary_names(names, _read_modules(folder, names))
-
-
-def auxiliary_strays(folder: Path, root: Path) -> tuple[PurePosixPath, ...]:
-    """Those that would be copied if they were no links that lead out of the folder."""
-    names, strays = own_files(folder, root)
-    return auxiliary_names(strays, _read_modules(folder, names)) if strays else ()
-
-
-def _read_modules(folder: Path, names: Collection[str]) -> bytes | None:
-    if _MODULES not in names or (folder / _MODULES).stat().st_size > _LARGEST_MODULES:
-        return None
-    return (folder / _MODULES).read_bytes()
+    names, others = own_files(folder, root or folder)
+    modules = folder / "modules.json"
+    is_read = modules.name in names and modules.stat().st_size <= _LARGEST_MODULES
+    return auxiliary_names(others if strays else names, modules.read_bytes() if is_read else None)
 
 
 def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:

@@ -29,8 +29,8 @@ def require_own(path: Path, root: Path) -> Path:
 
 def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
     """The regular files below a folder, and the links that lead out of the root that it lies in, by relative path."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
     names: tuple[list[str], list[str]] = [], []
-    for path in files:
-        names[leads_out(path, root) is not None].append(path.relative_to(folder).as_posix())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            names[leads_out(path, root) is not None].append(path.relative_to(folder).as_posix())
     return names

@@ -308,12 +308,8 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
         raise SourceError(f"{path}: not a JSON object")
     level: list[Any] = [content]
     for _ in range(_DEEPEST_JSON):
-        level = [
-            child
-            for value in level
-            if isinstance(value, (dict, list))
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
+        groups = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [child for group in groups for child in group if isinstance(child, (dict, list))]
     if level:
         raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times")
     return content

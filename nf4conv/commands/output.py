@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from nf4conv import __version__
-from nf4conv.checkpoint.auxiliary import auxiliary_files, auxiliary_strays
+from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.making import MAKING, as_bytes, headers_digest, record_of
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
@@ -107,9 +107,7 @@ def kept_as_stored(submodel: Source, format: Format, max_shard_size: int) -> Pla
 
 def notes_on_links(source: Source) -> tuple[str, ...]:
     """A line for each file that is not copied, because it is not the source's own."""
-    if source.config is None:
-        return ()
-    strays = auxiliary_strays(source.folder, source.root)
+    strays = () if source.config is None else auxiliary_files(source.folder, source.root, strays=True)
     return tuple(f"{name}: a link that leads out of {source.root}; it is not copied" for name in strays)
 
 

@@ -147,12 +147,7 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
 
 
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
-    """The content of a JSON blob; a CodecError if it is none that bitsandbytes reads.
-
-    Args:
-        blob: UTF-8.
-        may_say_more: whether there may be keys that bitsandbytes does not know, at which it fails.
-    """
+    """The content of a JSON blob; a CodecError if bitsandbytes could not read it, but for more keys if it `may_say_more`."""
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:

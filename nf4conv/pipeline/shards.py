@@ -187,8 +187,7 @@ def fill(
 def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float | None]) -> dict[str, bytes]:
     """The JSON blobs of packed weights, by name; `offsets` are nested_offsets, None without double quantization.
 
-    Raises:
-        NonFiniteError: the scales of a weight are so large that their mean is not finite.
+    A NonFiniteError if the scales of a weight are so large that their mean is not finite.
     """
     for job, offset in zip(jobs, offsets, strict=True):
         if offset is not None and not math.isfinite(offset):

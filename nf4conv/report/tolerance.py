@@ -32,10 +32,6 @@ freedom. The weights of all-MiniLM-L6-v2 have 0.092 to 0.099 with NF4 at blocksi
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Refuse a tolerance that is none.
-
-    Raises:
-        PlanError: it is negative, NaN or infinite.
-    """
+    """Refuse by a PlanError a tolerance that is negative, NaN or infinite."""
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise PlanError(f"--tolerance {tolerance}: expected a relative error such as 0.1")
