@@ -147,7 +147,7 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
 
 
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
-    """The content of a JSON blob; a CodecError if bitsandbytes could not read it, but for more keys if it `may_say_more`."""
+    """The content of a JSON blob; a CodecError if bitsandbytes could not read it. It `may_say_more`: have more keys."""
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
