@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from checkpoints import contents, write_source
 
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.errors import OutputError
+from nf4conv.commands.quantize import execute_quantization, plan_quantization, quantize_checkpoint
+from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
 POINTS = 12
@@ -71,6 +71,44 @@ def test_a_damaged_finished_shard_is_made_again(tmp_path, monkeypatch):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     for path in out.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def replaced_unseen(shard: Path) -> None:
+    """Other weights of the same size, under the same header, with the same time of change."""
+    status, content = shard.stat(), bytearray(shard.read_bytes())
+    content[-100_000:] = bytes(byte ^ 1 for byte in content[-100_000:])
+    shard.write_bytes(content)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("shard", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monkeypatch, shard):
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+    replaced_unseen(source / shard)
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_source_that_was_replaced_after_it_was_planned_is_refused(tmp_path):
+    source = write_source(tmp_path / "source")
+    plan = plan_quantization(source, OPTIONS)
+    replaced_unseen(source / "model-00002-of-00002.safetensors")
+    with pytest.raises(SourceError, match=r"00002.safetensors: changed since it was planned; run again"):
+        execute_quantization(plan, tmp_path / "out", RUN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bit_that_flipped_in_a_finished_shard_is_not_kept(tmp_path, monkeypatch):
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+    for path in out.glob("*.safetensors"):
+        status, content = path.stat(), bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
