@@ -209,16 +209,25 @@ def child(first: int, count: int, templates: Path) -> None:
     print(json.dumps({"finished": first}), flush=True)
 
 
-def batch(first: int, count: int, templates: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, __file__, "--child", str(templates), "--seed", str(first), "--cases", str(count)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Batch:
+    """Some cases in a process of their own, which writes what it does to a file."""
+
+    def __init__(self, first: int, count: int, templates: Path) -> None:
+        self.first, self.count = first, count
+        self._output = templates.with_name(f"{first} output")
+        self._errors = templates.with_name(f"{first} errors")
+        words = [sys.executable, __file__, "--child", str(templates), "--seed", str(first), "--cases", str(count)]
+        with self._output.open("w") as output, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(words, stdout=output, stderr=errors)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Its status, output and errors."""
+        return self._process.wait(), self._output.read_text(), self._errors.read_text()
 
 
-def failures_of(
-    process: subprocess.Popen[str], kinds: Counter[str], exits: Counter[int]
-) -> tuple[list[str], int | None]:
+def failures_of(batch: Batch, kinds: Counter[str], exits: Counter[int]) -> tuple[list[str], int | None]:
     """What went wrong in a batch, and the case by which the process has died, if it has."""
-    output, errors = process.communicate()
+    status, output, errors = batch.wait()
     described: dict[int, str] = {}
     faults, last = list[str](), -1
     for record in map(json.loads, output.splitlines()):
@@ -230,10 +239,9 @@ def failures_of(
             exits[record["exit"]] += 1
         elif "fault" in record:
             faults.append(f"case {record['number']}: {described[record['number']]}\n{record['fault']}")
-    if process.returncode == 0:
+    if status == 0:
         return faults, None
-    is_late = -process.returncode in (signal.SIGPROF, signal.SIGALRM)
-    reason = f"no end in {SECONDS} s" if is_late else f"status {process.returncode}"
+    reason = f"no end in {SECONDS} s" if -status in (signal.SIGPROF, signal.SIGALRM) else f"status {status}"
     faults.append(f"case {last}: {described.get(last, 'before the first')}\n{reason}: {errors[-2000:]}")
     return faults, last if described else None
 
@@ -250,18 +258,17 @@ def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str
         for kind, write in KINDS.items():
             write(templates / kind)
         waiting = [(start, min(BATCH, first + cases - start)) for start in range(first, first + cases, BATCH)][::-1]
-        running: list[tuple[int, int, subprocess.Popen[str]]] = []
+        running: list[Batch] = []
         while running or (waiting and time.monotonic() < deadline):
             while waiting and len(running) < jobs and time.monotonic() < deadline:
-                start, count = waiting.pop()
-                running.append((start, count, batch(start, count, templates)))
-            start, count, process = running.pop(0)
-            found, died_at = failures_of(process, kinds, exits)
+                running.append(Batch(*waiting.pop(), templates))
+            batch = running.pop(0)
+            found, died_at = failures_of(batch, kinds, exits)
             faults += found
             for fault in found:
                 print(f"{fault}\n    repeat: make fuzz FUZZ='--cases 1 --seed {fault.split()[1][:-1]}'\n", flush=True)
-            if died_at is not None and died_at + 1 < start + count:
-                waiting.append((died_at + 1, start + count - died_at - 1))
+            if died_at is not None and died_at + 1 < batch.first + batch.count:
+                waiting.append((died_at + 1, batch.first + batch.count - died_at - 1))
     return kinds, exits, faults
 
 

@@ -404,3 +404,4 @@ def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch
     for left in seen:
         assert not left & {"config.json", "model.safetensors.index.json"} or left >= {"z.safetensors", "a.txt"}
         assert "part/config.json" not in left or "part/z.bin" in left
+        assert "config.json" not in left or left == {*names}
