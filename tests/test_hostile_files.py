@@ -114,6 +114,16 @@ def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
     assert line.endswith("config.json: not JSON: nested more than 64 times")
 
 
+@pytest.mark.parametrize("name", ["quantize", "verify"])
+def test_what_is_wrong_is_said_in_a_line_however_much_it_is(tmp_path: Path, name: str):
+    source = write_packed(tmp_path / "source", packed(), {UP.replace("up", "down"): torch.ones(64, 64)})
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {UP: ["x" * 100_000] * 10}}))
+    done = command(name, source, *([] if name == "verify" else [tmp_path / "out"]))
+    assert done.exit_code in (1, 2)
+    assert max(map(len, done.output.splitlines())) < 3000
+
+
 def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
     (tmp_path / "source").mkdir()
     tensors = {UP: torch.ones(64, 64), UP.replace("up", "down"): torch.ones(64, 0)}

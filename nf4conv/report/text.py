@@ -8,6 +8,7 @@ from nf4conv.report.rows import kind_name
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10
+_LONGEST_LINE: Final = 2000
 _NARROWEST: Final = 16
 """Characters that are left of a name, at least."""
 _TITLES: Final = {"place": "kind of module", "bytes": "size", "bits_per_parameter": "bits"}
@@ -24,7 +25,8 @@ _DIFFERENCES: Final = {
 
 
 def printable(text: str) -> str:
-    """Without line breaks and terminal codes, which names inside a file may hold."""
+    """Without line breaks and terminal codes, which names inside a file may hold, and not too long for a line."""
+    text = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
