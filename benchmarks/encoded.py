@@ -1,7 +1,7 @@
 """What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same model in bfloat16.
 
-Every run is a fresh process on files in memory or a warm page cache. Random bytes are as good as weights: nothing here
-depends on their values but that they are finite.
+Every run is a fresh process on files in memory or a warm page cache; each encoding takes turns with bfloat16. Random
+bytes are as good as weights: nothing here depends on their values but that they are finite. All layers hold the same.
 
 Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ENCODING ...]
 """
@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +84,46 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
 
 
 def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
-    """A file for each layer."""
+    """A file for each layer, which are copies of the first but for the names."""
     encode, description = ENCODINGS[encoding]
     folder.mkdir(parents=True)
     files: dict[str, Tensors] = {}
     for name, dimensions in shape.tensors():
         layer = name.split(".")[2] if ".layers." in name else "rest"
-        is_linear = len(dimensions) == 2 and layer != "rest"
-        tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
-        files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
+        if layer in ("rest", "0"):
+            is_linear = len(dimensions) == 2 and layer != "rest"
+            tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
+            files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
     for file, tensors in files.items():
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    first = (folder / "model-0.safetensors").read_bytes()
+    size = int.from_bytes(first[:8], "little")
+
+    def repeat(layer: int) -> None:
+        header = first[8 : 8 + size].replace(b".layers.0.", f".layers.{layer}.".encode())
+        header += b" " * (-len(header) % 8)
+        with (folder / f"model-{layer}.safetensors").open("wb") as file:
+            file.writelines([len(header).to_bytes(8, "little"), header, memoryview(first)[8 + size :]])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(repeat, range(1, shape.layers)))
+    weight_map = dict.fromkeys(files["model-rest.safetensors"], "model-rest.safetensors")
+    for layer in range(shape.layers):
+        names = [name.replace(".layers.0.", f".layers.{layer}.") for name in files["model-0.safetensors"]]
+        weight_map |= dict.fromkeys(names, f"model-{layer}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = shape.config() | ({} if description is None else {"quantization_config": description})
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(encoding: str, source: Path, out: Path, runs: int) -> dict[str, Any]:
+def quantize(encoding: str, source: Path, out: Path) -> dict[str, Any]:
     options = ["--blocksize", "128"] if encoding == "bitsandbytes 4-bit" else []
-    command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--json", "--quiet", *options]
-    results = []
-    for _ in range(runs + 1):
-        shutil.rmtree(out, ignore_errors=True)
-        results.append(run(command))
-    results = results[1:]  # the first one warms caches and compiles kernels
+    shutil.rmtree(out, ignore_errors=True)
+    return run([sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--json", "--quiet", *options])
+
+
+def summarize(encoding: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of an encoding's runs, and their ratio to those of bfloat16 beside them."""
     medians = {
         key: statistics.median(result[key] for result in results)
         for key in ("wall_seconds", "pipeline_seconds", "host_peak_bytes", "host_baseline_bytes", "device_peak_bytes")
@@ -120,8 +136,20 @@ def measure(encoding: str, source: Path, out: Path, runs: int) -> dict[str, Any]
         **medians,
         "host_growth_bytes": medians["host_peak_bytes"] - medians["host_baseline_bytes"],
         "moved_gb_per_second": moved / medians["pipeline_seconds"] / 1e9,
+        "bfloat16_wall_seconds": statistics.median(result["wall_seconds"] for result in beside),
+        "over_bfloat16": medians["wall_seconds"] / statistics.median(result["wall_seconds"] for result in beside),
         "seconds_by_activity": results[-1]["seconds_by_activity"],
     }
+
+
+def measure(encoding: str, source: Path, scratch: Path, runs: int) -> dict[str, Any]:
+    """Turns of an encoding and of bfloat16, whose checkpoint is there already."""
+    results: list[dict[str, Any]] = []
+    beside: list[dict[str, Any]] = []
+    for _ in range(runs + 1):
+        results.append(quantize(encoding, source, scratch / "out"))
+        beside.append(quantize("bfloat16", scratch / "bfloat16", scratch / "out"))
+    return summarize(encoding, results[1:], beside[1:])  # the first turn warms caches and compiles kernels
 
 
 def main() -> None:
@@ -135,11 +163,17 @@ def main() -> None:
     shape = SHAPES[chosen.shape]
     assert isinstance(shape, Llama)
     rows = []
-    for encoding in chosen.encodings:
-        with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
-            write_checkpoint(shape, encoding, Path(scratch) / "source")
-            rows.append(measure(encoding, Path(scratch) / "source", Path(scratch) / "out", chosen.runs))
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        scratch = Path(folder)
+        write_checkpoint(shape, "bfloat16", scratch / "bfloat16")
+        for encoding in chosen.encodings:
+            source = scratch / encoding
+            if encoding != "bfloat16":
+                write_checkpoint(shape, encoding, source)
+            rows.append(measure(encoding, source, scratch, chosen.runs))
             print(json.dumps(rows[-1]), flush=True)
+            if encoding != "bfloat16":
+                shutil.rmtree(source)
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

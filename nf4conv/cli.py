@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verificat
 
 import dataclasses
 import io
+import logging
 import os
 import shutil
 import signal
@@ -361,7 +362,7 @@ def inspect(path: str, **chosen: Any) -> None:
     Hugging Face Hub, of which no weight is fetched.
     """
     shown, where = _read(chosen, [path], SourceOptions)
-    _quieten_downloads(True)
+    _quieten(True)
     found = nf4conv.inspect_checkpoint(path, where)
     shown.show(found, inspection_lines(found, _width(), every=shown.every))
 
@@ -399,7 +400,7 @@ def _read(chosen: dict[str, Any], places: Sequence[str], *kinds: type[Any]) -> l
         if chosen.get(option) and all(Path(place).exists() for place in places):
             where = f"{' and '.join(places)}, which is on this disk" if places else "nothing without --source"
             raise click.UsageError(f"--{option.replace('_', '-')} is about a model on the Hub, not about {where}")
-    _quieten_downloads(chosen.get("quiet", False))
+    _quieten(chosen.get("quiet", False))
     return [_split(_Shown, chosen), *(_split(kind, chosen) for kind in kinds)]
 
 
@@ -421,9 +422,10 @@ def _carry_out(
     shown.show(report, lines(report))
 
 
-def _quieten_downloads(quiet: bool) -> None:
+def _quieten(quiet: bool) -> None:
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # which huggingface_hub reads when it is imported
+        logging.getLogger("nf4conv").setLevel(logging.ERROR)
 
 
 def _width() -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.plan import PackJob
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import block_count
@@ -184,3 +185,37 @@ def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop:
 def _flat(part: TensorInfo, first: int, last: int) -> TensorInfo:
     size = DTYPE_BITS[part.dtype] // 8
     return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
+
+
+def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
+    """An encoded weight in pieces that can be decoded one by one.
+
+    Args:
+        job: a weight.
+        most: elements of a piece, unless its rows are longer.
+        unit: every piece begins at a multiple of so many elements.
+
+    Returns:
+        The pieces in order; a single one, or none, for a weight that must be read as a whole matrix.
+    """
+    matrix, source = job.matrix, job.source
+    if source.encoding is None or matrix.transpose or matrix.columns is not None:
+        return []
+    if source.encoding.method is Method.BITSANDBYTES_4BIT and matrix.index is None and matrix.rows is None:
+        return packed_pieces(source, most, unit)
+    if matrix.index is not None:
+        if not is_stack_of_matrices(source):
+            return []
+        source = matrix_of(source, matrix.index)
+    if matrix.rows is not None:
+        if not can_cut_rows(source, matrix.rows[0]):
+            return []
+        source = rows_of(source, *matrix.rows)
+    return encoded_pieces(source, most, unit)
+
+
+def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Elements start … stop of a tensor that is stored as it is, flat."""
+    bits = DTYPE_BITS[tensor.dtype]
+    begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
+    return tensor._replace(shape=(stop - start,), start=begin, stop=end)

@@ -3,7 +3,8 @@
 For that reason each engine is imported only when it is chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from nf4conv.checkpoint.plan import Plan
@@ -19,16 +20,17 @@ def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTas
     """The engine that quantizes, and its tasks."""
     from nf4conv.pipeline.without_torch import pack
 
-    purpose = None if run.verify else pack.purpose_of(output)  # there are no kernels in a bundle that compare
-    return _engine(run, purpose, pack.shard_tasks)
+    if run.verify:  # there are no kernels in a bundle that compare
+        return _with_torch(run)
+    # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
+    return _engine(run, partial(pack.purposes_of, output), 3 / 8, pack.shard_tasks)
 
 
 def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
     """The engine that dequantizes, and its tasks; `is_cast` says whether to another dtype than before."""
     from nf4conv.pipeline.without_torch import unpack
 
-    purpose = None if is_cast else unpack.purpose_of(output)
-    return _engine(run, purpose, unpack.shard_tasks)
+    return _with_torch(run) if is_cast else _engine(run, partial(unpack.purposes_of, output), 1, unpack.shard_tasks)
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:
@@ -45,14 +47,17 @@ def make_audit(piece: int, tolerance: float | None) -> Audit:
     return TorchAudit(piece, tolerance)
 
 
-def _engine(run: RunOptions, purpose: Any, tasks: ShardTasks) -> tuple[Engine[Any], ShardTasks]:
-    """The engine without torch and its tasks, if there is a purpose and a GPU for it; or else that with torch."""
-    if purpose is not None:
-        from nf4conv.pipeline.without_torch.worker import bare_engine
+def _engine(
+    run: RunOptions, purposes: Callable[[], Collection[Any] | None], returned: float, tasks: ShardTasks
+) -> tuple[Engine[Any], ShardTasks]:
+    """The engine without torch and its tasks, if there are kernels and a GPU for it; or else that with torch."""
+    from nf4conv.pipeline.without_torch.worker import bare_engine
 
-        engine = bare_engine(run.device, purpose)
-        if engine is not None:
-            return engine, tasks
+    engine = bare_engine(run.device, purposes, returned)
+    return (engine, tasks) if engine is not None else _with_torch(run)
+
+
+def _with_torch(run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
     from nf4conv.pipeline.with_torch.pack import shard_tasks
 
     return comparing_engine(run), shard_tasks

@@ -20,7 +20,7 @@ from nf4conv.format.layout import DTYPE_NAMES, Format, quant_state_json
 from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
-_LARGEST_BATCH = 4096
+LARGEST_BATCH = 4096
 
 
 class Audit(Protocol):
@@ -207,7 +207,7 @@ def pack_groups(shard: Shard, piece: int) -> Iterator[tuple[PackJob, ...]]:
     def kind(job: PackJob) -> tuple[Path, str | None]:
         return job.source.file, job.name if job.is_cut_out else None
 
-    return batches(jobs, lambda job: aligned(job.source_bytes), piece, kind, _LARGEST_BATCH)
+    return batches(jobs, lambda job: aligned(job.source_bytes), piece, kind, LARGEST_BATCH)
 
 
 def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:

@@ -1,18 +1,26 @@
 """The kernels compiled ahead of a run, as bytes: what a program without torch and Triton needs to launch them."""
 
+import multiprocessing
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
 
+from nf4conv.codec.kernels import fp4, scaled
 from nf4conv.codec.kernels.batch import compress_batch_kernel, quantize_batch_kernel
 from nf4conv.codec.kernels.dequantize import CONFIGURATIONS as DECODING
 from nf4conv.codec.kernels.dequantize import dequantize_kernel
+from nf4conv.codec.kernels.eight_bit import kind_of, stored
 from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
 from nf4conv.codec.kernels.finite import TILE as FINITE_TILE
 from nf4conv.codec.kernels.finite import exponent_mask, non_finite_kernel
 from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
-from nf4conv.codec.kernels.mean import mean_kernel, partial_kernel, repeats_torch, resident_blocks, total_kernel
+from nf4conv.codec.kernels.mean import mean_kernel, partial_kernel, resident_blocks, total_kernel
 from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
 from nf4conv.codec.kernels.nested import ROWS
 from nf4conv.codec.kernels.quantize import CONFIGURATIONS as PACKING
@@ -22,27 +30,29 @@ from nf4conv.codec.kernels.tables import bucket_table, middle_table, search_tabl
 from nf4conv.codec.mean_order import TORCH_BLOCK
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
+_ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
 
-@dataclass(frozen=True)
-class CompiledKernel:
-    """Machine code of one kernel.
+_LONGEST: Final = 120
+"""Seconds that compiling in several processes may take before it is done in this one."""
+
+
+class Variant(NamedTuple):
+    """A kernel that is to be compiled.
 
     Attributes:
-        cubin: the code.
-        entry: the kernel's name in there.
-        shared: bytes of shared memory for each program.
-        threads: of each program.
+        kernel: the function.
+        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
+        num_warps: of 32 threads, for each program.
     """
 
-    cubin: bytes
-    entry: str
-    shared: int
-    threads: int
+    kernel: Any
+    arguments: tuple[Any, ...]
+    num_warps: int
 
 
 @dataclass(frozen=True)
-class CompiledCodec:
-    """Everything that encodes, or decodes, weights of one dtype in one format on one kind of GPU.
+class Codec:
+    """Kernels for one purpose on one kind of GPU.
 
     Attributes:
         kernels: by name.
@@ -50,15 +60,23 @@ class CompiledCodec:
         numbers: what their callers must know, by name.
     """
 
-    kernels: dict[str, CompiledKernel]
+    kernels: dict[str, Variant]
     tables: dict[str, bytes]
     numbers: dict[str, int]
 
 
-def compile_encoder(
-    device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str
-) -> CompiledCodec | None:
-    """Compile what packs weights, with "absmax" or "search" for scales.
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code of one kernel: its name in there, bytes of shared memory and threads of each program."""
+
+    cubin: bytes
+    entry: str
+    shared: int
+    threads: int
+
+
+def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str) -> Codec:
+    """What packs weights of one dtype, with "absmax" or "search" for scales.
 
     Returns:
         kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total", "finite".
@@ -66,33 +84,26 @@ def compile_encoder(
         numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile", absmax values that
             one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "finite_tile", words
             that one of "finite" looks at; "resident_blocks", see mean_order.thread_blocks.
-        Or None if this release of torch takes a mean in another order than our kernels, on this device.
     """
-    if not repeats_torch(device):
-        return None
     search = scales == "search"
     tile, num_warps = configuration(dtype, blocksize, SEARCHING if search else PACKING)
-    integers = torch.empty(1, dtype=torch.int64, device=device)
-    floats = torch.empty(1, dtype=torch.float32, device=device)
-    words = torch.empty(1, dtype=torch.int32, device=device)
-    codes, middles = (search_table if search else bucket_table)(quant_type, device), middle_table(device)
-    example = torch.empty(0, dtype=dtype, device=device)
-    fp4 = quant_type == "fp4"
-    quantize = (integers, example, codes, 1, blocksize, tile, fp4)
+    integers, floats, words = (torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32))
+    quantize = (integers, torch.empty(0, dtype=dtype), words, 1, blocksize, tile, quant_type == "fp4")
+    finite = (words, words, 1, exponent_mask(dtype), dtype.itemsize == 2, FINITE_TILE)
+    on_gpu = device.type == "cuda"
     kernels = {
-        "quantize_aligned": _compile(quantize_batch_kernel, (*quantize, SLOTWISE, True, search), num_warps),
-        "quantize_any": _compile(quantize_batch_kernel, (*quantize, ELEMENTWISE, True, search), num_warps),
-        "compress": _compile(compress_batch_kernel, (integers, floats, middles, 1, ROWS, True), NESTED_NUM_WARPS),
-        "mean": _compile(mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
-        "mean_part": _compile(partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
-        "mean_total": _compile(total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
-        "finite": _compile(
-            non_finite_kernel,
-            (words, words, 1, exponent_mask(dtype), dtype.itemsize == 2, FINITE_TILE),
-            FINITE_NUM_WARPS,
-        ),
+        **{
+            f"quantize_{kind}": Variant(quantize_batch_kernel, (*quantize, access, on_gpu, search), num_warps)
+            for kind, access in _ACCESSES
+        },
+        "compress": Variant(compress_batch_kernel, (integers, floats, floats, 1, ROWS, on_gpu), NESTED_NUM_WARPS),
+        "mean": Variant(mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
+        "mean_part": Variant(partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "mean_total": Variant(total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
+        "finite": Variant(non_finite_kernel, finite, FINITE_NUM_WARPS),
     }
-    tables = {"codes": _bytes(codes), "middles": _bytes(middles)}
+    codes = (search_table if search else bucket_table)(quant_type, device)
+    tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
     numbers = {
         "tile": tile,
         "nested_tile": ROWS * NESTED_BLOCKSIZE,
@@ -100,39 +111,112 @@ def compile_encoder(
         "finite_tile": FINITE_TILE,
         "resident_blocks": resident_blocks(device),
     }
-    return CompiledCodec(kernels, tables, numbers)
+    return Codec(kernels, tables, numbers)
 
 
-def compile_decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> CompiledCodec:
-    """Compile what unpacks weights.
+def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> Codec:
+    """What unpacks weights to one dtype.
 
     Returns:
         kernels: "plain_aligned", "plain_any", "nested_aligned", "nested_any".
         tables: "values".
         numbers: "tile", elements that a program decodes; "slot", elements whose multiples the aligned kernels take.
     """
-    packed = torch.empty(0, dtype=torch.uint8, device=device)
-    floats = torch.empty(0, dtype=torch.float32, device=device)
-    out = torch.empty(0, dtype=dtype, device=device)
-    values = value_table(quant_type, device)
     tile, num_warps = configuration(dtype, blocksize, DECODING)
+    out, values = torch.empty(0, dtype=dtype), value_table(quant_type, device)
+    packed, floats = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
+    on_gpu = device.type == "cuda"
     kernels = {}
-    for name, absmax, is_nested in (("plain", floats, False), ("nested", packed, True)):
-        nested = (floats, floats, floats) if is_nested else (absmax, absmax, absmax)
-        for kind, access in (("aligned", SLOTWISE), ("any", ELEMENTWISE)):
-            arguments = (packed, absmax, *nested, values, out, 1, blocksize, tile, is_nested, access, True, True)
-            kernels[f"{name}_{kind}"] = _compile(dequantize_kernel, arguments, num_warps)
-    return CompiledCodec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
+    for name, absmax in (("plain", floats), ("nested", packed)):
+        for kind, access in _ACCESSES:
+            arguments = (packed, absmax, floats, floats, floats, values, out, 1)
+            constants = (blocksize, tile, name == "nested", access, True, on_gpu)
+            kernels[f"{name}_{kind}"] = Variant(dequantize_kernel, (*arguments, *constants), num_warps)
+    return Codec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
 
 
-def _compile(kernel: Any, arguments: tuple[Any, ...], num_warps: int) -> CompiledKernel:
-    compiled = kernel.warmup(*arguments, grid=(1,), num_warps=num_warps, enable_fp_fusion=False)
-    return CompiledKernel(
-        cubin=compiled.asm["cubin"],
-        entry=compiled.metadata.name,
-        shared=compiled.metadata.shared,
-        threads=32 * num_warps,
+def scaled_decoder(
+    out: torch.dtype, values: torch.dtype, scale: torch.dtype, block: tuple[int, int], by_127: bool, aligned: bool
+) -> Codec:
+    """What decodes 8-bit values with scales, as scaled.decode_scaled; `aligned` says if rows are multiples of 16.
+
+    Returns:
+        kernels: "scaled".
+        numbers: "rows", "columns" of a program.
+    """
+    examples = [torch.empty(0, dtype=dtype) for dtype in (values, scale)]
+    arguments = (*map(stored, examples), torch.empty(0, dtype=out), *[1] * 5, *block, *map(kind_of, examples))
+    constants = (by_127, aligned, scaled.TILE_ROWS, scaled.TILE_COLUMNS)
+    kernels = {"scaled": Variant(scaled.scaled_kernel, (*arguments, *constants), scaled.NUM_WARPS)}
+    return Codec(kernels, {}, {"rows": scaled.TILE_ROWS, "columns": scaled.TILE_COLUMNS})
+
+
+def fp4_decoder(
+    out: torch.dtype,
+    scale: torch.dtype,
+    group_pairs: int,
+    divisor: torch.dtype | None,
+    multiplier: torch.dtype | None,
+    aligned: bool,
+) -> Codec:
+    """What decodes MXFP4 and NVFP4, as fp4.decode_fp4; `aligned` says if rows are multiples of 16 pairs.
+
+    Returns:
+        kernels: "fp4".
+        numbers: "rows", "columns" of a program, in pairs.
+    """
+    scales = torch.empty(0, dtype=scale)
+    factors = [stored(scales if dtype is None else torch.empty(0, dtype=dtype)) for dtype in (divisor, multiplier)]
+    values, result = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=out)
+    constants = (group_pairs, kind_of(scales), divisor is not None, multiplier is not None, aligned)
+    arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants, fp4.TILE_ROWS, fp4.TILE_PAIRS)
+    kernels = {"fp4": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
+    return Codec(kernels, {}, {"rows": fp4.TILE_ROWS, "columns": fp4.TILE_PAIRS})
+
+
+_waiting: list[Variant] = []
+"""What the processes that are forked now are to compile."""
+
+
+def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[CompiledKernel]:
+    """Compile kernels, in as many processes as there are cores: Triton holds the interpreter's lock meanwhile.
+
+    Args:
+        variants: the kernels.
+        capability: compute capability of the GPU, such as (9, 0).
+    """
+    _waiting[:] = variants
+    tasks = [(number, capability) for number in range(len(variants))]
+    processes = min(len(tasks), len(os.sched_getaffinity(0)))
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        try:
+            return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
+        except multiprocessing.TimeoutError:  # a lock that another thread of ours held when we forked
+            return [_compile(task) for task in tasks]
+
+
+def _compile(task: tuple[int, tuple[int, int]]) -> CompiledKernel:
+    number, (major, minor) = task
+    kernel, arguments, num_warps = _waiting[number]
+    types, constants = {}, {}
+    for place, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr:
+            types[parameter.name] = "constexpr"
+            constants[(place,)] = argument
+        else:
+            types[parameter.name] = _POINTERS[argument.dtype] if isinstance(argument, torch.Tensor) else "i64"
+    found = compile_source(
+        ASTSource(kernel, types, constants, {}),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": num_warps, "enable_fp_fusion": False},
     )
+    return CompiledKernel(found.asm["cubin"], found.metadata.name, found.metadata.shared, 32 * num_warps)
+
+
+_POINTERS: Final = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 
 def _bytes(table: torch.Tensor) -> bytes:

@@ -58,12 +58,9 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
 def _truncated_square(t):
     """t² / 2^17 of 16 bits, without the products of two bits that are below 2^17."""
     total = t * 0
-    for high in tl.static_range(16):
-        if 2 * high >= 17:
-            total += ((t >> high) & 1) << (2 * high - 17)
-        for low in tl.static_range(16):
-            if low < high and high + low >= 16:
-                total += ((t >> high) & (t >> low) & 1) << (high + low - 16)
+    for high in tl.static_range(9, 16):  # each bit with those below it whose product with it counts, and with itself
+        below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
+        total += ((t >> high) & 1) * (below + (1 << (2 * high - 17)))
     return total
 
 

@@ -7,9 +7,9 @@ import triton.language as tl
 from nf4conv.codec.kernels.eight_bit import kind_of, signed, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher
 
-_TILE_ROWS = 4
-_TILE_PAIRS = 256
-_NUM_WARPS = 4
+TILE_ROWS = 4
+TILE_PAIRS = 256
+NUM_WARPS = 4
 
 
 def decode_fp4(
@@ -26,18 +26,18 @@ def decode_fp4(
     rows, pairs = values.shape
     if values.numel() == 0:
         return
-    pair_tiles = -(-pairs // _TILE_PAIRS)
+    pair_tiles = -(-pairs // TILE_PAIRS)
     is_aligned = pairs % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     factors = [scale if factor is None else factor for factor in (divisor, multiplier)]
     _launch(
-        -(-rows // _TILE_ROWS) * pair_tiles,
+        -(-rows // TILE_ROWS) * pair_tiles,
         (values.view(torch.uint8), stored(scale), *map(stored, factors), out, rows, pairs, pair_tiles, scale.shape[1]),
         (
             *(pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None),
-            *(is_aligned, _TILE_ROWS, _TILE_PAIRS),
+            *(is_aligned, TILE_ROWS, TILE_PAIRS),
         ),
         (out.dtype, *(factor.dtype for factor in factors)),
-        _NUM_WARPS,
+        NUM_WARPS,
     )
 
 
@@ -45,7 +45,7 @@ def decode_fp4(
     do_not_specialize=["rows", "pairs", "pair_tiles", "groups"],
     do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "divisor_ptr", "multiplier_ptr", "out_ptr"],
 )
-def _fp4_kernel(
+def fp4_kernel(
     values_ptr,
     scale_ptr,
     divisor_ptr,
@@ -92,7 +92,7 @@ def _fp4_kernel(
     tl.store(out_ptr + out_index, values.to(out_ptr.dtype.element_ty), mask=(row < rows) & (column < pairs * 2))
 
 
-_launch = Launcher(_fp4_kernel)
+_launch = Launcher(fp4_kernel)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import triton.language as tl
 from nf4conv.codec.kernels.eight_bit import kind_of, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher
 
-_TILE_ROWS = 4
-_TILE_COLUMNS = 512
-_NUM_WARPS = 4
+TILE_ROWS = 4
+TILE_COLUMNS = 512
+NUM_WARPS = 4
 
 
 def decode_scaled(
@@ -29,14 +29,14 @@ def decode_scaled(
     if values.numel() == 0:
         return
     strides = tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
-    column_tiles = -(-columns // _TILE_COLUMNS)
+    column_tiles = -(-columns // TILE_COLUMNS)
     is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     _launch(
-        -(-rows // _TILE_ROWS) * column_tiles,
+        -(-rows // TILE_ROWS) * column_tiles,
         (stored(values), stored(scale), out, rows, columns, column_tiles, *strides),
-        (*block, kind_of(values), kind_of(scale), by_127, is_aligned, _TILE_ROWS, _TILE_COLUMNS),
+        (*block, kind_of(values), kind_of(scale), by_127, is_aligned, TILE_ROWS, TILE_COLUMNS),
         (scale.dtype, out.dtype),
-        _NUM_WARPS,
+        NUM_WARPS,
     )
 
 
@@ -44,7 +44,7 @@ def decode_scaled(
     do_not_specialize=["rows", "columns", "column_tiles", "row_stride", "column_stride"],
     do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "out_ptr"],
 )
-def _scaled_kernel(
+def scaled_kernel(
     values_ptr,
     scale_ptr,
     out_ptr,
@@ -88,4 +88,4 @@ def _scaled_kernel(
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_scaled_kernel)
+_launch = Launcher(scaled_kernel)

@@ -14,7 +14,14 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_parts, encoded_pieces, packed_spans
+from nf4conv.checkpoint.encoded_pieces import (
+    EncodedPiece,
+    cut_elements,
+    cut_parts,
+    encoded_pieces,
+    matrix_pieces,
+    packed_spans,
+)
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
@@ -30,7 +37,7 @@ from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.difference import byte_tasks
 from nf4conv.pipeline.with_torch.pack import part_of
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, matrix_pieces, read_decoded, read_matrix
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded, read_matrix
 from nf4conv.pipeline.with_torch.unpack import packed_piece
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, TensorDifference, WeightResult

@@ -10,12 +10,12 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import encoded_pieces, packed_part
+from nf4conv.checkpoint.encoded_pieces import cut_elements, encoded_pieces, packed_part
 from nf4conv.checkpoint.header import FileRange, TensorInfo
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity, Task, aligned, batches
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, cut_elements, read_values
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_values
 from nf4conv.pipeline.with_torch.unpack import decode_piece, read_packed
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import PieceDifference, TensorDifference

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces, matrix_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import compress_absmax, encoder
@@ -32,7 +32,6 @@ from nf4conv.pipeline.with_torch.reading import (
     TORCH_DTYPES,
     check_cast,
     exactly_decoded,
-    matrix_pieces,
     read_decoded,
     read_matrix,
 )

@@ -6,16 +6,8 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import (
-    EncodedPiece,
-    can_cut_rows,
-    encoded_pieces,
-    is_stack_of_matrices,
-    matrix_of,
-    packed_pieces,
-    rows_of,
-)
-from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.encoded_pieces import is_stack_of_matrices, matrix_of
+from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.decode import decode
 from nf4conv.format.encodings import Method
@@ -32,13 +24,6 @@ TORCH_DTYPES: Final = {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
-
-
-def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Elements start … stop of a tensor that is stored as it is, flat."""
-    bits = DTYPE_BITS[tensor.dtype]
-    begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
-    return tensor._replace(shape=(stop - start,), start=begin, stop=end)
 
 
 def read_values(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
@@ -147,30 +132,3 @@ def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.
         if matrix.transpose:
             weight = weight.t()
         return weight.to(dtype).contiguous().view(-1)
-
-
-def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
-    """An encoded weight in pieces that can be decoded one by one.
-
-    Args:
-        job: a weight.
-        most: elements of a piece, unless its rows are longer.
-        unit: every piece begins at a multiple of so many elements.
-
-    Returns:
-        The pieces in order; a single one, or none, for a weight that `read_matrix` has to read.
-    """
-    matrix, source = job.matrix, job.source
-    if source.encoding is None or matrix.transpose or matrix.columns is not None:
-        return []
-    if source.encoding.method is Method.BITSANDBYTES_4BIT and matrix.index is None and matrix.rows is None:
-        return packed_pieces(source, most, unit)
-    if matrix.index is not None:
-        if not is_stack_of_matrices(source):
-            return []
-        source = matrix_of(source, matrix.index)
-    if matrix.rows is not None:
-        if not can_cut_rows(source, matrix.rows[0]):
-            return []
-        source = rows_of(source, *matrix.rows)
-    return encoded_pieces(source, most, unit)

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import cut_elements, encoded_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
@@ -17,7 +17,7 @@ from nf4conv.checkpoint.source import Source
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import Activity, make_pipeline
-from nf4conv.pipeline.with_torch.reading import cut_elements, read_values
+from nf4conv.pipeline.with_torch.reading import read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
 _LARGEST_SUM: Final = 3e38  # of the scales of a weight, whose mean double quantization takes in float32

@@ -1,13 +1,18 @@
-"""Compiled kernels on disk: made once for a GPU, a format and a release; then loaded without torch.
+"""Compiled kernels on disk: made once for a GPU, a purpose and a release; then loaded without torch.
 
 Bundles lie in the user's cache folder, one file each, named by a hash of all that decides their content.
 """
 
 import base64
+import functools
 import hashlib
 import json
+import logging
 import os
 import stat
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +27,7 @@ from nf4conv.pipeline.without_torch.driver import Device, Function
 
 @dataclass(frozen=True)
 class Bundle:
-    """The kernels on a device; the attributes are those of codec.kernels.ahead.CompiledCodec."""
+    """The kernels for a purpose on a device; the attributes are those of codec.kernels.ahead.Codec."""
 
     functions: dict[str, Function]
     tables: dict[str, bytes]
@@ -30,50 +35,49 @@ class Bundle:
 
 
 class Action(Enum):
-    """What is done to weights."""
+    """What kernels do, with what decides them: dtypes are tags, but of packed weights names."""
 
-    PACK = "pack"
-    UNPACK = "unpack"
+    PACK = "pack"  # dtype, quant_type, blocksize, scales
+    UNPACK = "unpack"  # dtype, quant_type, blocksize
+    DECODE_SCALED = "decode 8-bit values"  # as of ahead.scaled_decoder
+    DECODE_FP4 = "decode FP4"  # as of ahead.fp4_decoder
 
 
 class Purpose(NamedTuple):
-    """What kernels are for.
-
-    Attributes:
-        action: what is done to weights.
-        dtype: of the weights that are not packed: "float32", "float16" or "bfloat16".
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        scales: of what is packed: "absmax" or "search".
-    """
+    """What kernels are for."""
 
     action: Action
-    dtype: str
-    quant_type: str
-    blocksize: int
-    scales: str = "absmax"
+    details: tuple[Any, ...]
 
 
-def load_bundle(device: Device, purpose: Purpose) -> Bundle | None:
-    """The kernels for a purpose; compiled now, with torch, if this is the first time.
+def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, Bundle] | None:
+    """The kernels for some purposes; compiled now, with torch, if this is the first time.
 
     Args:
         device: the current one.
-        purpose: what they are for.
+        purposes: what they are for.
 
     Returns:
         None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
         old for them.
     """
-    folder = kernel_folder()
-    path = None if folder is None else folder / f"{_key(device.capability(), purpose)}.json"
-    content = None if path is None else _read(path)
-    if content is None:
-        content = _compile(device.ordinal, purpose)
-        if content is None:
+    capability, folder = device.capability(), kernel_folder()
+    paths = {purpose: folder and folder / f"{_key(capability, purpose)}.json" for purpose in purposes}
+    contents = {purpose: content for purpose, path in paths.items() if path and (content := _read(path)) is not None}
+    missing = [purpose for purpose in paths if purpose not in contents]
+    if missing:
+        logging.getLogger("nf4conv").warning("compiling kernels for this GPU, once; later runs find them in the cache")
+        compiled = _compile(device.ordinal, capability, missing)
+        if compiled is None:
             return None
-        if path is not None:
-            _keep(path, content)
+        for purpose, content in compiled.items():
+            contents[purpose] = content
+            if (path := paths[purpose]) is not None:
+                _keep(path, content)
+    return {purpose: _loaded(content) for purpose, content in contents.items()}
+
+
+def _loaded(content: dict[str, Any]) -> Bundle:
     functions = {
         name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
         for name, kernel in content["kernels"].items()
@@ -96,11 +100,14 @@ def deciding_sources() -> list[Path]:
     return sorted(path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*.py"))
 
 
+@functools.cache
+def _sources() -> bytes:
+    return b"".join(source.read_bytes() for source in deciding_sources())
+
+
 def _key(capability: tuple[int, int], purpose: Purpose) -> str:
-    digest = hashlib.sha256()
-    for source in deciding_sources():
-        digest.update(source.read_bytes())
-    choice = (capability, purpose.action.value, *purpose[1:], _version("torch"), _version("triton"))
+    digest = hashlib.sha256(_sources())
+    choice = (capability, purpose.action.value, *purpose.details, _version("torch"), _version("triton"))
     digest.update(repr(choice).encode())
     return digest.hexdigest()[:32]
 
@@ -139,28 +146,66 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
         return  # a home that cannot be written to costs time at the next run, not this result
 
 
-def _compile(ordinal: int, purpose: Purpose) -> dict[str, Any] | None:
+def _compile(
+    ordinal: int, capability: tuple[int, int], purposes: Sequence[Purpose]
+) -> dict[Purpose, dict[str, Any]] | None:
+    # Triton hashes half a gigabyte of itself before it compiles: it can do so while torch is imported
+    hashing = threading.Thread(target=_hash_triton)
+    hashing.start()
     import torch
 
     from nf4conv.codec import ops, reference  # importing torch takes seconds
 
     device = torch.device("cuda", ordinal)
-    if not torch.cuda.is_available() or ops.backend(device) is reference:
-        return None
-    from nf4conv.codec.kernels.ahead import compile_decoder, compile_encoder  # importing torch takes seconds
-    from nf4conv.codec.quant_state import DTYPES  # which importing torch comes with
+    is_usable = torch.cuda.is_available() and ops.backend(device) is not reference
+    if is_usable:
+        from nf4conv.codec.kernels import ahead, mean  # importing torch takes seconds
 
-    with torch.cuda.device(device):
-        weights = device, DTYPES[purpose.dtype], purpose.quant_type, purpose.blocksize
-        is_packing = purpose.action is Action.PACK
-        compiled = compile_encoder(*weights, purpose.scales) if is_packing else compile_decoder(*weights)
-    if compiled is None:
+        with torch.cuda.device(device):
+            needs_mean = any(purpose.action is Action.PACK for purpose in purposes)
+            is_usable = not needs_mean or mean.repeats_torch(device)
+            codecs = {purpose: make_codec(device, purpose) for purpose in purposes}
+    hashing.join()
+    if not is_usable:
         return None
+    variants = [variant for found in codecs.values() for variant in found.kernels.values()]
+    kernels = iter(ahead.compiled(variants, capability))
     return {
-        "kernels": {
-            name: asdict(kernel) | {"cubin": base64.b64encode(kernel.cubin).decode()}
-            for name, kernel in compiled.kernels.items()
-        },
-        "tables": {name: base64.b64encode(table).decode() for name, table in compiled.tables.items()},
-        "numbers": compiled.numbers,
+        purpose: {
+            "kernels": {
+                name: asdict(kernel) | {"cubin": base64.b64encode(kernel.cubin).decode()}
+                for name, kernel in [(name, next(kernels)) for name in found.kernels]
+            },
+            "tables": {name: base64.b64encode(table).decode() for name, table in found.tables.items()},
+            "numbers": found.numbers,
+        }
+        for purpose, found in codecs.items()
     }
+
+
+def _hash_triton() -> None:
+    with suppress(ImportError):  # torch's CPU build brings no Triton
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def make_codec(device: Any, purpose: Purpose) -> Any:
+    """The kernels for a purpose, not compiled yet: a codec.kernels.ahead.Codec."""
+    from nf4conv.codec.kernels import ahead  # importing torch takes seconds
+    from nf4conv.codec.quant_state import DTYPES  # which importing torch comes with
+    from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES  # likewise: importing torch takes seconds
+
+    dtypes = TORCH_DTYPES | DTYPES
+    details: list[Any] = [
+        dtypes.get(detail, detail) if isinstance(detail, str) else detail for detail in purpose.details
+    ]
+    match purpose.action:
+        case Action.PACK:
+            return ahead.encoder(device, *details)
+        case Action.UNPACK:
+            return ahead.decoder(device, *details)
+        case Action.DECODE_SCALED:
+            return ahead.scaled_decoder(*details)
+        case Action.DECODE_FP4:
+            return ahead.fp4_decoder(*details)

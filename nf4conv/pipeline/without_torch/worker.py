@@ -1,60 +1,69 @@
-"""A worker on a bare GPU: a stream, and buffers of fixed size on both sides."""
+"""A worker on a bare GPU: a stream, and buffers on both sides."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final, NamedTuple
 
-from nf4conv.checkpoint.header import DTYPE_BITS
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import Nf4convError
-from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.layout import TAGS
 from nf4conv.pipeline.loop import Worker
-from nf4conv.pipeline.without_torch.bundle import Action, Bundle, Purpose, load_bundle
+from nf4conv.pipeline.without_torch.bundle import Bundle, Purpose, load_bundles
 from nf4conv.pipeline.without_torch.driver import (
     CudaOutOfMemoryError,
     Device,
     DeviceMemory,
+    Function,
     PinnedMemory,
     Stream,
     device_count,
 )
 
-TABLE_ROOM = 2**20
+TABLE_ROOM: Final = 2**20
 """Bytes at the end of a worker's input for the tables of a batch: 13 integers for each of up to 4096 tensors."""
 
-OUTPUT_SLACK = 2**20
+_OUTPUT_SLACK: Final = 2**20
 """Bytes of a worker's output beyond what a full piece becomes: room for alignment."""
 
-
-Launch = tuple[str, int, tuple[int, ...]]
+Launch = tuple[Function, int, tuple[int, ...]]
 """Kernel, programs, arguments."""
 
 
+class Kernels(NamedTuple):
+    """The kernels for a purpose, see codec.kernels.ahead; `tables` are addresses on the device."""
+
+    functions: Mapping[str, Function]
+    tables: Mapping[str, int]
+    numbers: Mapping[str, int]
+
+
 class CudaEngine:
-    """One GPU, with the kernels for weights of one dtype in one format.
+    """One GPU, with kernels for some purposes.
 
     Args:
         device: of this process.
-        bundle: the kernels.
-        purpose: what they are for.
+        bundles: the kernels.
+        returned: how many bytes come back from the device for each that goes there.
 
     Attributes:
-        bundle: the kernels.
-        tables: device addresses of their tables.
+        kernels: by purpose.
     """
 
-    def __init__(self, device: Device, bundle: Bundle, purpose: Purpose) -> None:
-        self.bundle = bundle
-        self._purpose = purpose
+    def __init__(self, device: Device, bundles: Mapping[Purpose, Bundle], returned: float) -> None:
         self._device = device
+        self._returned = returned
         self._lock = threading.Lock()
         self._spare: list[DeviceMemory] = []
         self._held = 0
-        self.tables: dict[str, int] = {}
         stream = Stream()
-        for name, content in bundle.tables.items():
-            self.tables[name] = self._upload(stream, content)
+        self.kernels = {
+            purpose: Kernels(
+                bundle.functions,
+                {name: self._upload(stream, content) for name, content in bundle.tables.items()},
+                bundle.numbers,
+            )
+            for purpose, bundle in bundles.items()
+        }
         stream.destroy()
 
     @property
@@ -65,7 +74,8 @@ class CudaEngine:
     def worker(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> Iterator["CudaWorker"]:
         self._device.use()
         try:
-            worker = CudaWorker(self, reader, piece, advance)
+            sizes = piece + TABLE_ROOM, int(piece * self._returned) + _OUTPUT_SLACK
+            worker = CudaWorker(self, reader, sizes, advance)
             try:
                 yield worker
             finally:
@@ -75,15 +85,6 @@ class CudaEngine:
 
     def device_memory(self) -> int:
         return self._held
-
-    def room(self, piece: int) -> tuple[int, int]:
-        """Bytes of input and of output that a worker needs for pieces of this size."""
-        if self._purpose.action is Action.PACK:
-            # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
-            return piece + TABLE_ROOM, piece * 3 // 8 + OUTPUT_SLACK
-        # packed weights are taken in pieces that become as large as this, but are not cut within 256 blocks
-        least = NESTED_BLOCKSIZE * self._purpose.blocksize * DTYPE_BITS[TAGS[self._purpose.dtype]] // 8
-        return max(piece, least) + TABLE_ROOM, max(piece, least) + OUTPUT_SLACK
 
     def allocate(self, size: int) -> DeviceMemory:
         """Memory on the device, by preference some that was given back."""
@@ -114,6 +115,12 @@ class CudaEngine:
 class CudaWorker(Worker):
     """A thread's buffers.
 
+    Args:
+        engine: whose kernels it launches.
+        reader: of the source files.
+        sizes: bytes of the first two buffers.
+        advance: told how many source bytes have been read.
+
     Attributes:
         engine: whose kernels it launches.
         stream: on which it does.
@@ -121,14 +128,14 @@ class CudaWorker(Worker):
         input, output: the same on the device.
     """
 
-    def __init__(self, engine: CudaEngine, reader: Reader, piece: int, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self, engine: CudaEngine, reader: Reader, sizes: tuple[int, int], advance: Callable[[int], None]
+    ) -> None:
         self.engine = engine
         self.stream = Stream()
-        source, result = engine.room(piece)
-        self.source = PinnedMemory(source)
-        self.result = PinnedMemory(result)
-        self.input = engine.allocate(source)
-        self.output = engine.allocate(result)
+        self.source, self.result = (PinnedMemory(size) for size in sizes)
+        self.input, self.output = (engine.allocate(size) for size in sizes)
+        self._scratch: DeviceMemory | None = None
         super().__init__(reader, self.source.view, advance)
 
     def close(self) -> None:
@@ -136,33 +143,65 @@ class CudaWorker(Worker):
         self.stream.destroy()
         self.source.free()
         self.result.free()
-        self.engine.give_back(self.input)
-        self.engine.give_back(self.output)
+        for memory in (self.input, self.output, self._scratch):
+            if memory is not None:
+                self.engine.give_back(memory)
+
+    def reserve(self, source: int = 0, result: int = 0) -> None:
+        """Make the buffers at least so large: what cannot be cut may be larger than a piece. They lose what they held.
+
+        Args:
+            source: bytes of source and input.
+            result: bytes of result and output.
+        """
+        if source > len(self.source.view):
+            self.source, self.input = self._larger(self.source, self.input, source)
+            self._buffer = self.source.view
+        if result > len(self.result.view):
+            self.result, self.output = self._larger(self.result, self.output, result)
+
+    def _larger(self, host: PinnedMemory, device: DeviceMemory, size: int) -> tuple[PinnedMemory, DeviceMemory]:
+        host.free()
+        self.engine.give_back(device)
+        return PinnedMemory(size), self.engine.allocate(size)
+
+    def scratch(self, size: int) -> int:
+        """The address of so many bytes on the device for what neither comes nor goes; they lose what they held."""
+        if self._scratch is None or self._scratch.size < size:
+            if self._scratch is not None:
+                self.engine.give_back(self._scratch)
+            self._scratch = self.engine.allocate(size)
+        return self._scratch.address
 
     def execute(self, upload: int, launches: Sequence[Launch], download: int) -> None:
         """Copy so many bytes of the input up, launch, copy so many bytes of the output down, and wait for it all."""
-        self.stream.to_device(self.input.address, self.source.address, upload)
-        for name, programs, arguments in launches:
+        if upload:
+            self.stream.to_device(self.input.address, self.source.address, upload)
+        for function, programs, arguments in launches:
             if programs:
-                self.engine.bundle.functions[name].launch(self.stream, programs, arguments)
+                function.launch(self.stream, programs, arguments)
         self.stream.to_host(self.result.address, self.output.address, download)
         self.stream.wait()
 
 
-def bare_engine(device: str, purpose: Purpose) -> CudaEngine | None:
-    """An engine for weights of one dtype in one format.
+def bare_engine(device: str, purposes: Callable[[], Collection[Purpose] | None], returned: float) -> CudaEngine | None:
+    """An engine without torch.
 
     Args:
         device: "auto", "cuda" or "cuda:N"; auto takes the first GPU.
-        purpose: what is to be done with them.
+        purposes: tells what it is to do; None if there are no kernels for it. Asked only where there is a GPU.
+        returned: how many bytes come back from the device for each that goes there.
 
     Returns:
-        None where torch must do it: no such GPU, or none that the kernels can be compiled for.
+        None where torch must do it: no such GPU, or no kernels, or none that can be compiled.
     """
     name, _, index = device.partition(":")
     index = index or "0"
     if name not in ("auto", "cuda") or not index.isdecimal() or int(index) >= device_count():
         return None
+    needed = purposes()
+    if needed is None:
+        return None
     found = Device(int(index))
-    bundle = load_bundle(found, purpose)
-    return None if bundle is None else CudaEngine(found, bundle, purpose)
+    bundles = load_bundles(found, needed)
+    return None if bundles is None else CudaEngine(found, bundles, returned)

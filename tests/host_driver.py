@@ -1,0 +1,113 @@
+"""A GPU for the engine without torch where there is none: its memory is the host's, its kernels are interpreted.
+
+What is played is the CUDA driver (pipeline/without_torch/driver.py) and the compiler; everything above them is ours.
+Device memory begins with what nobody may rely on, and a kernel sees only what has been copied to it.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from nf4conv.codec.kernels import ahead
+from nf4conv.pipeline.without_torch import bundle, worker
+from nf4conv.pipeline.without_torch.bundle import Bundle, Purpose
+
+_interpreting = threading.Lock()
+_held: list["HostMemory"] = []
+POISON = 0x5B
+
+
+class HostDevice:
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+
+    def use(self) -> None: ...
+
+    def capability(self) -> tuple[int, int]:
+        return 9, 0
+
+
+class HostMemory:
+    """Stands for memory on either side."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._raw = ctypes.create_string_buffer(bytes([POISON]) * (size + 256), size + 256)
+        self.address = -(-ctypes.addressof(self._raw) // 256) * 256
+        self.view = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
+        _held.append(self)  # what only an address points to lives on, as on a device
+
+    def free(self) -> None:
+        self.view.release()
+
+
+class HostStream:
+    def to_device(self, target: int, source: int, size: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    to_host = to_device
+
+    def clear(self, target: int, size: int) -> None:
+        ctypes.memset(target, 0, size)
+
+    def wait(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class HostFunction:
+    """A kernel in Triton's interpreter, which runs one at a time."""
+
+    def __init__(self, variant: ahead.Variant) -> None:
+        self._variant = variant
+
+    def launch(self, stream: HostStream, programs: int, arguments: Sequence[int]) -> None:  # noqa: ARG002
+        kernel, examples, _ = self._variant
+        given = iter(arguments)
+        values = [
+            example if kernel.fn.__annotations__.get(name) is tl.constexpr else _argument(example, next(given))
+            for name, example in zip(kernel.arg_names, examples, strict=True)
+        ]
+        assert next(given, None) is None
+        with _interpreting:
+            kernel[(programs,)](*values)
+
+
+def _argument(example: Any, value: int) -> Any:
+    if not isinstance(example, torch.Tensor):
+        return value
+    if not value:
+        return example.new_zeros(1)
+    # one element is enough: what lies behind it is addressed all the same
+    raw = (ctypes.c_char * example.itemsize).from_address(value)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(example.dtype)
+
+
+def _bundles(
+    device: HostDevice,  # noqa: ARG001
+    purposes: Iterable[Purpose],
+) -> dict[Purpose, Bundle]:
+    found = {purpose: bundle.make_codec(torch.device("cpu"), purpose) for purpose in purposes}
+    return {
+        purpose: Bundle(
+            {name: HostFunction(variant) for name, variant in codec.kernels.items()}, codec.tables, codec.numbers
+        )
+        for purpose, codec in found.items()
+    }
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer one GPU to the engine without torch."""
+    _held.clear()
+    monkeypatch.setattr(worker, "device_count", lambda: 1)
+    monkeypatch.setattr(worker, "Device", HostDevice)
+    monkeypatch.setattr(worker, "DeviceMemory", HostMemory)
+    monkeypatch.setattr(worker, "PinnedMemory", HostMemory)
+    monkeypatch.setattr(worker, "Stream", HostStream)
+    monkeypatch.setattr(worker, "load_bundles", _bundles)
+    monkeypatch.setattr(ahead, "resident_blocks", lambda _: 132 * 4)

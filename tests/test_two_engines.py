@@ -1,0 +1,199 @@
+"""The engine without torch against that with it: the same bytes.
+
+Without a GPU the driver and the compiler are played (host_driver.py), and torch computes on the CPU.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import host_driver
+import pytest
+import torch
+from checkpoints import contents
+from safetensors.torch import load_file, save_file
+
+from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
+from nf4conv.pipeline.without_torch import worker
+from nf4conv.pipeline.without_torch.worker import CudaEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ON_GPU = torch.cuda.is_available()
+PIECE = 2**21 if ON_GPU else 2**16
+BARE = RunOptions("cuda", 2, 2 * PIECE)
+Parts = Callable[[int, int], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
+    """The engines that were made, which show that torch's did not do the work."""
+    if not ON_GPU:
+        host_driver.install(monkeypatch)
+    made: list[CudaEngine] = []
+    genuine = CudaEngine.__init__
+
+    def remember(self: CudaEngine, *arguments: Any) -> None:
+        genuine(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(CudaEngine, "__init__", remember)
+    return made
+
+
+def by_torch(command: Callable[..., Any], *arguments: Any) -> Any:
+    """The same without the driver: torch does it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "device_count", lambda: 0)
+        return command(*arguments, RunOptions("cuda" if ON_GPU else "cpu", 2, 2 * PIECE))
+
+
+def write(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    quantization: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": str(dtype)[6:], "vocab_size": 64}
+    (folder / "config.json").write_text(
+        json.dumps(config | ({"quantization_config": quantization} if quantization else {}))
+    )
+    return folder
+
+
+SHAPES = {
+    "model.layers.0.mlp.down_proj.weight": (64, 64),
+    "model.layers.0.mlp.gate_proj.weight": (2304, 1024) if ON_GPU else (288, 128),  # several pieces
+    "model.layers.0.mlp.up_proj.weight": (33, 65),
+    "model.layers.0.self_attn.q_proj.weight": (37, 5),
+    "model.layers.0.self_attn.k_proj.weight": (16, 130),
+}
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    found = {name: (torch.randn(shape, generator=GENERATOR) * 0.05).to(dtype) for name, shape in SHAPES.items()}
+    return found | {
+        "model.norm.weight": torch.linspace(-2, 2, 257).to(dtype),
+        "model.embed_tokens.weight": (torch.arange(5 * PIECE // 4) % 1000 / 8)
+        .to(dtype)
+        .view(-1, 64),  # several pieces,
+    }
+
+
+def same(one: Path, other: Path) -> None:
+    ours, theirs = contents(one), contents(other)
+    assert ours.keys() == theirs.keys()
+    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), b[name].view(-1).view(torch.uint8)), name
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("dtype", "options"), [
+    (torch.float16, QuantizeOptions()), (torch.float32, QuantizeOptions("fp4", 128, double_quant=False)),
+    pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
+], ids=["nested", "plain", "bfloat16"])  # fmt: skip
+def test_packing(tmp_path: Path, gpu: list[CudaEngine], dtype: torch.dtype, options: QuantizeOptions):
+    source = write(tmp_path / "source", weights(dtype), dtype=dtype)
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    quantize_checkpoint(source, tmp_path / "bare", options, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert len(gpu) == 1
+
+
+def _raw(*shape: int, high: int = 256) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8, generator=GENERATOR)
+
+
+def _eight_bit(dtype: torch.dtype, scale: Callable[[int, int], torch.Tensor], suffix: str = "weight_scale") -> Parts:
+    """The parts of a matrix of 8-bit values, by the last part of their names."""
+    high = 256 if dtype == torch.int8 else 120
+    return lambda rows, columns: {"weight": _raw(rows, columns, high=high).view(dtype), suffix: scale(rows, columns)}
+
+
+def _four_bit(suffix: str, group: int, scale: torch.dtype, factors: dict[str, torch.Tensor]) -> Parts:
+    def parts(rows: int, columns: int) -> dict[str, torch.Tensor]:
+        scales = _raw(rows, columns // group, high=8) + 124 if group == 32 else _raw(rows, columns // group, high=120)
+        return {suffix: _raw(rows, columns // 2), "weight_scale": scales.view(scale)} | {
+            role: factor.clone() for role, factor in factors.items()
+        }
+
+    return parts
+
+
+E4M3 = torch.float8_e4m3fn
+COMPRESSED = {"quant_method": "compressed-tensors"}
+KINDS: dict[str, tuple[dict[str, Any], Parts]] = {
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        _eight_bit(E4M3, lambda rows, columns: torch.rand(-(-rows // 128), -(-columns // 128)), "weight_scale_inv"),
+    ),
+    "fp8 channels": (COMPRESSED, _eight_bit(E4M3, lambda rows, _: torch.rand(rows, 1))),
+    "fp8 tensor": (COMPRESSED, _eight_bit(torch.float8_e5m2, lambda *_: torch.rand(1))),
+    "fp8 plain": ({}, lambda *shape: {"weight": _raw(*shape, high=120).view(E4M3)}),
+    "mxfp8": (COMPRESSED, _eight_bit(E4M3, lambda rows, columns: _raw(rows, columns // 32, high=8) + 118)),
+    "int8": (COMPRESSED, _eight_bit(torch.int8, lambda rows, _: torch.rand(rows, 1).half())),
+    "mxfp4": (COMPRESSED, _four_bit("weight_packed", 32, torch.uint8, {})),
+    "nvfp4": (COMPRESSED, _four_bit("weight_packed", 16, E4M3, {"weight_global_scale": torch.tensor([17.0])})),
+    "modelopt": (
+        {"quant_method": "modelopt"},
+        _four_bit("weight", 16, E4M3, {"weight_scale_2": torch.tensor(0.05)}),
+    ),
+    "bitsandbytes 8-bit": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        _eight_bit(torch.int8, lambda rows, _: torch.rand(rows), "SCB"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoded_sources(tmp_path: Path, gpu: list[CudaEngine], kind: str):
+    description, parts = KINDS[kind]
+    tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
+    for name, shape in (("mlp.up_proj", (136, 160)), ("mlp.down_proj", (72, 96)), ("self_attn.o_proj", (65, 64))):
+        tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts(*shape).items()}
+    source = write(tmp_path / "source", tensors, description)
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
+    quantize_checkpoint(source, tmp_path / "bare", None, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert len(gpu) == 1
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+def test_four_bit_sources_repacked_and_decoded(tmp_path: Path, gpu: list[CudaEngine], double_quant: bool):
+    source = write(tmp_path / "source", weights(torch.float16))
+    by_torch(quantize_checkpoint, source, tmp_path / "packed", QuantizeOptions(double_quant=double_quant))
+    for command, options, name in (
+        (quantize_checkpoint, QuantizeOptions(blocksize=128), "again"),
+        (dequantize_checkpoint, None, "plain"),
+    ):
+        command(tmp_path / "packed", tmp_path / f"bare {name}", options, BARE)
+        by_torch(command, tmp_path / "packed", tmp_path / f"torch {name}", options)
+        same(tmp_path / f"bare {name}", tmp_path / f"torch {name}")
+    assert len(gpu) == 2
+
+
+@pytest.mark.parametrize("why", ["cast", "kept but encoded", "transposed"])
+def test_what_takes_torch_takes_it(tmp_path: Path, gpu: list[CudaEngine], why: str):
+    options = QuantizeOptions(dtype="float32" if why == "cast" else None)
+    description, parts = KINDS["fp8 channels"]
+    tensors = weights(torch.float16)
+    if why == "kept but encoded":
+        tensors = {f"model.layers.0.mlp.up_proj.{role}": part for role, part in parts(64, 32).items()}
+        tensors |= {f"model.layers.0.self_attn.o_proj.{role}": part for role, part in parts(64, 32).items()}
+        options = QuantizeOptions(exclude=("*o_proj*",))
+    source = write(tmp_path / "source", tensors, description if why == "kept but encoded" else None)
+    if why == "transposed":
+        config = json.loads((source / "config.json").read_text())
+        save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()}, source / "model.safetensors")
+        (source / "config.json").write_text(
+            json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+        )
+    report = quantize_checkpoint(source, tmp_path / "out", options, RunOptions("auto", 2, 2 * PIECE))
+    assert report.packed
+    assert not gpu
