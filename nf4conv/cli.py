@@ -25,6 +25,7 @@ from nf4conv.options import (
     PLANNERS,
     QUANT_STORAGES,
     QUANT_TYPES,
+    SCALES,
     CompareOptions,
     DequantizeOptions,
     PushOptions,
@@ -214,6 +215,11 @@ def _chosen(name: str, kind: Any, help: str) -> Callable[..., Any]:
     None,
     "Quantize the scales too: 4.13 instead of 4.5 bits per weight.  [default: do, or as in SRC]",
     default=None,
+)
+@_option(
+    "--scales",
+    click.Choice(SCALES),
+    "Scale blocks as bitsandbytes does, or so that their error is small.  [default: absmax, or SRC's own]",
 )
 @_option(
     "--quant-storage",

@@ -9,6 +9,7 @@ DTYPES: Final = ("bfloat16", "float16", "float32")
 QUANT_STORAGES: Final = ("uint8", *DTYPES)
 PLANNERS: Final = ("rules", "transformers")
 MOE: Final = ("portable", "per-expert")
+SCALES: Final = ("absmax", "search")
 NON_FINITE: Final = ("refuse", "keep")
 
 
@@ -101,6 +102,8 @@ class QuantizeOptions:
             as for quant_type, or else "uint8".
         base_model: "org/name" of the original, for the model card; None takes where the source is from, or what its
             config.json says.
+        scales: "absmax", with the bytes of bitsandbytes; or "search", which makes the squared error of every block
+            smaller in as many bytes, by a scale of its own, of either sign. None as for quant_type, or else "absmax".
     """
 
     quant_type: str | None = None
@@ -119,6 +122,7 @@ class QuantizeOptions:
     lora: tuple[str, ...] = ()
     quant_storage: str | None = None
     base_model: str | None = None
+    scales: str | None = None
 
 
 @dataclass(frozen=True)

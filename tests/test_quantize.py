@@ -103,7 +103,7 @@ def test_config_and_auxiliary_files(tmp_path):
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert sorted(contents(tmp_path / "out")) == [
         "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors",
-        "modeling_own.py", "tokenizer.json", "tokenizer.model",
+        "modeling_own.py", "nf4conv.json", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
     assert "must not" not in (tmp_path / "out/README.md").read_text()
     config = json.loads((tmp_path / "out/config.json").read_text())

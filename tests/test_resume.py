@@ -35,7 +35,9 @@ def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path
         assert not result["looks finished and is not"], result
 
 
-def stop_after_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def stop_after_the_first_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: QuantizeOptions = OPTIONS
+) -> tuple[Path, Path]:
     """A source, and an output that a run left behind with a finished shard."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     written = 0
@@ -51,7 +53,7 @@ def stop_after_the_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
         with pytest.raises(OutputError, match="No space left on device"):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            quantize_checkpoint(source, out, options, RUN)
     assert written
     assert not (out / "config.json").exists()
     return source, out

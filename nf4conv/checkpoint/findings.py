@@ -15,7 +15,7 @@ CHECKS: Final = {
     "uniform": "one data type and one nesting for the whole checkpoint",
     "config": "config.json describes what is stored",
     "skip list": "every loader would make those modules 4-bit that are packed, and no others",
-    "scales": "every absmax is finite and not negative; with a source, it is that of the source",
+    "scales": "every scale is finite and, if not searched, not negative; with a source, it is that of the source",
     "names": "the tensors are those of the source",
     "copies": "tensors that are not packed equal the source's",
     "codes": "every code is the nearest to its value in the source",

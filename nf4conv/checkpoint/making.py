@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.source import AdapterFiles, Source
 from nf4conv.errors import SourceError
+from nf4conv.format.codebook import SCALES
 
 MAKING: Final = "nf4conv.json"
 
@@ -70,6 +71,13 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
     known = isinstance(record, dict) and {*map(type, map(record.get, ("options", "source")))} == {dict}
     return record if known else None
+
+
+def recorded_scales(folder: Path) -> str:
+    """Which of SCALES a checkpoint was made with: absmax, unless it says otherwise."""
+    record = read_record(folder)
+    scales = None if record is None else record["options"].get("scales")
+    return scales if isinstance(scales, str) and scales in SCALES else "absmax"
 
 
 def known_as(source: Source) -> str:

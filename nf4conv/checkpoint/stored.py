@@ -26,6 +26,7 @@ class StoredWeight:
     components: Mapping[str, TensorInfo]  # the tensors beside them, by suffix
     state: QuantStateFields  # what the JSON blob says
     blob: bytes | None = None  # its bytes, where it is not on disk yet; then it is not among the components
+    scales: str = "absmax"  # what its blocks were scaled by, as far as that is recorded, of codebook.SCALES
 
     @property
     def name(self) -> str:

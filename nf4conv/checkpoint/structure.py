@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
 from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
@@ -43,6 +44,7 @@ class Structure:
     plain: dict[str, TensorInfo] = field(default_factory=dict)  # the tensors that belong to no packed weight, by name
     findings: list[Finding] = field(default_factory=list)  # what is wrong so far
     read: Callable[[TensorInfo], bytes] = read_bytes  # reads a small tensor
+    scales: str = "absmax"  # what all weights are said to be scaled by, of codebook.SCALES
 
     def note(self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True) -> None:
         name = file if isinstance(file, str) else file.name
@@ -68,6 +70,7 @@ def read_structure(path: Path) -> Structure:
         listed, weight_map = _find_files(structure)
     else:
         raise SourceError(f"{path}: no such file or folder")
+    structure.scales = recorded_scales(structure.folder)
     readable = _read_headers(structure, listed)
     if weight_map is not None:
         _check_index(structure, weight_map, readable)
@@ -197,7 +200,7 @@ def check_weight(structure: Structure, owner: str, components: Mapping[str, Tens
     state = _read_state(structure, components[states[0]], states[0], "nested_absmax" in components)
     if state is None:
         return None
-    weight = StoredWeight(values, components, state)
+    weight = StoredWeight(values, components, state, scales=structure.scales)
     _check_maps(structure, weight)
     return weight if _check_layout(structure, weight) else None
 
@@ -227,7 +230,9 @@ def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: 
     except (ValueError, RecursionError) as error:
         structure.note("quant state", blob.file, blob.name, f"not JSON: {error}")
         return None
-    faults = list(_state_faults(fields, is_nested)) if isinstance(fields, dict) else ["not a JSON object"]
+    faults = (
+        list(_state_faults(fields, is_nested, structure.scales)) if isinstance(fields, dict) else ["not a JSON object"]
+    )
     for text in faults:
         structure.note("quant state", blob.file, blob.name, text)
     if faults:
@@ -244,7 +249,7 @@ def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: 
     )
 
 
-def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
+def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> Iterator[str]:
     keys = (*_JSON_KEYS, *_NESTED_JSON_KEYS) if is_nested else _JSON_KEYS
     for key in keys:
         if key not in fields:
@@ -272,8 +277,9 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool) -> Iterator[str]:
             "quantizes the absmax again; give it the original"
         )
     offset = fields.get("nested_offset", 0.0)
-    if type(offset) not in (int, float) or not 0 <= offset <= 3.4028235e38:
-        yield f"nested_offset is {offset!r}, expected a finite number, not negative"
+    least, also = (0.0, ", not negative") if scales == "absmax" else (-3.4028235e38, "")
+    if type(offset) not in (int, float) or not least <= offset <= 3.4028235e38:
+        yield f"nested_offset is {offset!r}, expected a finite number{also}"
 
 
 def _is_shape(shape: object) -> bool:

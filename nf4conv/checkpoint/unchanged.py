@@ -70,13 +70,14 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
 
     Args:
         tensor: a weight of a 4-bit source.
-        format: that is asked for; its dtype, which is that of other tensors, does not matter.
+        format: that is asked for; its dtype, which is that of other tensors, does not matter, nor do its scales: a
+            search finds nothing better than what has no error.
         read: reads one of `small_parts`.
     """
     mine, encoding = stored_format(tensor), tensor.encoding
     if mine is None or encoding is None:
         return "not in 4 bits"
-    if replace(mine, dtype=format.dtype, quant_storage=format.quant_storage) != format:
+    if replace(mine, dtype=format.dtype, quant_storage=format.quant_storage, scales=format.scales) != format:
         return f"stored as {mine}"
     parts = dict(encoding.parts)
     values, role = parts.pop("values"), f"{QUANT_STATE_PREFIX}{mine.quant_type}"
@@ -89,7 +90,8 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
         parts["quant_map"] = values._replace(name=f"{tensor.name}.quant_map", dtype="F32", shape=(16,))
         written["quant_map"] = struct.pack("<16f", *table)
     given = {parts[suffix].name: content for suffix, content in written.items()}
-    structure = Structure(Path(), {tensor.name: values}, read=lambda part: given.get(part.name) or read(part))
+    tensors = {tensor.name: values}
+    structure = Structure(Path(), tensors, read=lambda part: given.get(part.name) or read(part), scales=format.scales)
     check_weight(structure, tensor.name, parts)
     for finding in structure.findings:
         if finding.is_fault and finding.check != "one shard":

@@ -1,6 +1,6 @@
 """From a plan to a finished output folder: what every command that writes a checkpoint does around its tasks.
 
-space ▸ shard tasks ▸ auxiliary files ▸ index ▸ config.json: that last, because it makes the folder a checkpoint.
+space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json: it makes the folder a checkpoint.
 """
 
 import hashlib

@@ -266,6 +266,7 @@ def _settings(subject: _Subject, compute: str | None) -> str:
         "4-bit data type": format.quant_type.upper(),
         "block size": str(format.blocksize),
         "double quantization": "yes" if format.double_quant else "no",
+        "scales": "absmax" if format.scales == "absmax" else "searched",
         "what is not packed": format.dtype,
         **({} if compute is None else {"computed in": str(compute)}),
         "packed": f"{len(packed):,} weights, {100 * share:.1f} % of {parameters:,} parameters",
@@ -320,8 +321,13 @@ def _checking(subject: _Subject) -> str:
     original += "".join(
         f" --lora {Path(part.place).name if part.origin is None else part}" for part in subject.adapters
     )
+    meaning = {
+        "absmax": "Every packed byte is the one that bitsandbytes' CUDA kernels make of the original weight.",
+        "search": "Every block has the scale, of either sign, that was found to make its squared error small; "
+        "bitsandbytes decodes it as any other.",
+    }
     return (
-        "## Check\n\nEvery packed byte is the one that bitsandbytes' CUDA kernels make of the original weight. "
+        f"## Check\n\n{meaning[subject.format.scales]} "
         f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"
     )
 

@@ -84,7 +84,7 @@ class WeightResult:
 
     Attributes:
         weight: as it is stored.
-        improper: scales that are infinite, NaN or negative.
+        improper: scales that are infinite, NaN or, if they were not searched, negative.
         scales: how the scales compare with the source's; None without a source.
     """
 

@@ -14,7 +14,7 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
     """(check, text) of everything that is wrong with a weight's values."""
     state, errors, scales = result.weight.state, result.errors, result.scales
     if result.improper:
-        yield "scales", f"{result.improper:,} scales are infinite, NaN or negative"
+        yield "scales", f"{result.improper:,} scales are infinite, NaN or, though not searched, negative"
     if errors is None or scales is None:
         return
     if scales.wrong:
@@ -40,7 +40,7 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
     if options.tolerance is not None:
         return options.tolerance
     state = result.weight.state
-    return TOLERANCES[state.quant_type][state.blocksize]
+    return TOLERANCES[result.weight.scales][state.quant_type][state.blocksize]
 
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:

@@ -15,6 +15,7 @@ from typing import Any
 from nf4conv.checkpoint.config import checkpoint_dtype, quantized_config
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Pack, Selection, demote, select
@@ -30,7 +31,7 @@ from nf4conv.commands.output import (
     write_checkpoint,
 )
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, SCALES
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
 from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
@@ -129,12 +130,14 @@ def _format(source: Source | None, dtype: str, options: QuantizeOptions) -> Form
     """What is asked for; what is not asked for is as in the source, if that is in 4 bits."""
     stored = common_format(source.tensors) if source is not None else None
     default = stored or Format("nf4", 64, True, dtype)
+    scales = recorded_scales(source.folder) if source is not None and stored is not None else default.scales
     return Format(
         options.quant_type or default.quant_type,
         options.blocksize or default.blocksize,
         default.double_quant if options.double_quant is None else options.double_quant,
         dtype,
         options.quant_storage or default.quant_storage,
+        options.scales or scales,
     )
 
 
@@ -160,13 +163,16 @@ def _unchanged(
         if stored_format(tensor) is not None and isinstance(selection.decisions[tensor.name], Pack)
     ]
     small = read_together(source, [part for tensor in packed for part in small_parts(tensor)])
+    is_searched = recorded_scales(source.folder) == "search"
     found: dict[str, Stored | str] = {}
     for tensor in packed:
         dtype = DTYPE_NAMES[tensor.dtype]
-        is_cast = options.dtype not in (None, dtype)
-        found[tensor.name] = (
-            f"stored as {dtype}" if is_cast else copied_from(tensor, format, lambda part: small[part.name])
-        )
+        if options.dtype not in (None, dtype):
+            found[tensor.name] = f"stored as {dtype}"
+        elif is_searched and format.scales == "absmax":
+            found[tensor.name] = "stored with searched scales"
+        else:
+            found[tensor.name] = copied_from(tensor, format, lambda part: small[part.name])
     return found
 
 
@@ -206,6 +212,7 @@ def _check_options(options: QuantizeOptions) -> None:
     for name, value, allowed in (
         ("quant-type", options.quant_type, (None, *CODEBOOKS)),
         ("blocksize", options.blocksize, (None, *BLOCKSIZES)),
+        ("scales", options.scales, (None, *SCALES)),
         ("quant-storage", options.quant_storage, (None, *QUANT_STORAGES)),
         ("moe", options.moe, (None, *MOE)),
         ("dtype", options.dtype, (None, *DTYPES)),

@@ -135,6 +135,7 @@ def verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int]
         settings={
             "tolerance": plan.options.tolerance if plan.options.tolerance is not None else "default",
             "exact": plan.options.exact,
+            "scales": structure.scales,
             "device": pipeline.engine.device,
             "nf4conv": __version__,
             "torch": version("torch"),

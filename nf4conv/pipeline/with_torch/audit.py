@@ -85,4 +85,4 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
     values, format = parts.pop(""), progress.format
     dtype = DTYPE_NAMES[job.source.dtype] if job.stored is not None else format.dtype
     state = QuantStateFields(format.quant_type, format.blocksize, dtype, job.matrix.shape, None)
-    return StoredWeight(values, parts, state, blob)
+    return StoredWeight(values, parts, state, blob, format.scales)

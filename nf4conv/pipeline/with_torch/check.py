@@ -28,7 +28,7 @@ from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.stored import StoredWeight
 from nf4conv.checkpoint.unchanged import stored_format
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
-from nf4conv.codec.ops import backend, compress_absmax
+from nf4conv.codec.ops import backend, compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
@@ -102,7 +102,7 @@ def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iter
 
 @dataclass(frozen=True)
 class CheckScales:
-    """Whether the scales of elements start … stop are finite and not negative."""
+    """Whether the scales of elements start … stop are finite and, if they were not searched, not negative."""
 
     result: WeightResult
     start: int
@@ -117,7 +117,9 @@ class CheckScales:
             scales, allowed = decoded_absmax(decoding_of(state)), torch.zeros((), device=worker.device)
             if state.state2 is not None:
                 allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
-            improper = ~torch.isfinite(scales) | (scales < -allowed)
+            improper = ~torch.isfinite(scales)
+            if weight.scales == "absmax":
+                improper |= scales < -allowed
             self.result.add_improper(int(improper.sum()))
 
 
@@ -168,7 +170,7 @@ class CompareWeight:
         blocksize = state.blocksize
         with worker.timed(Activity.COMPUTE):
             absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
-            errors = _compare_piece(weight, packed, state, absmax)
+            errors = _compare_piece(weight, packed, state, absmax, self.result.weight.scales)
         self.result.add_piece(self.start, errors)
         whole = self.absmax.done()
         if whole is not None:
@@ -209,12 +211,13 @@ def _stored_piece(
     return packed_piece({**parts, suffix: described}, [*raws, torch.frombuffer(blob, dtype=torch.uint8)])
 
 
-def _compare_piece(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, absmax: torch.Tensor) -> PieceErrors:
-    """Compare a piece with what it was made from; writes the absmax that it should have."""
-    functions = backend(weight.device)
+def _compare_piece(
+    weight: torch.Tensor, packed: torch.Tensor, state: QuantState, absmax: torch.Tensor, scales: str
+) -> PieceErrors:
+    """Compare a piece with what it was made from; writes the absmax, or searched scales, that it should have."""
     expected = torch.empty_like(packed)
-    functions.quantize_blocks(weight, expected, absmax, state.quant_type, state.blocksize)
-    sums = functions.error_sums(weight, packed, decoding_of(state))
+    encoder(weight.device, scales)(weight, expected, absmax, state.quant_type, state.blocksize)
+    sums = backend(weight.device).error_sums(weight, packed, decoding_of(state)._replace(scales=scales))
     figures = {field.name: getattr(sums, field.name).double() for field in fields(sums)}
     figures["differing"] = (packed != expected).sum().double()
     found = dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))  # waits for the device once
@@ -244,7 +247,7 @@ def _count_not_nearest(
         original = weight[elements].float()
         far = (original - values[((packed[found] >> shift) & 15).int()] * scale).abs()
         near = (original - values[((expected[found] >> shift) & 15).int()] * scale).abs()
-        total += int((far > near + _TIE * scale + SMALLEST_NORMAL).sum())
+        total += int((far > near + _TIE * scale.abs() + SMALLEST_NORMAL).sum())
     return total
 
 

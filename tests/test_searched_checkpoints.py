@@ -1,0 +1,189 @@
+"""`quantize --scales search`: the same tensors with other values, which `verify` holds to what was promised."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from safetensors.torch import load_file, save_file
+from test_resume import stop_after_the_first_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nf4conv import QuantizeOptions, RunOptions, VerifyOptions, quantize_4bit, quantize_checkpoint, verify_checkpoint
+from nf4conv.codec import cpu_search, reference
+from nf4conv.codec.ops import dequantize_4bit, error_sums
+from nf4conv.codec.quant_state import Decoding, QuantState
+from nf4conv.format.codebook import BLOCKSIZES
+from nf4conv.report.tolerance import TOLERANCES
+
+CPU = RunOptions(device="cpu", workers=2)
+SEARCH = QuantizeOptions(scales="search")
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("searched") / "source")
+
+
+@pytest.fixture(scope="module")
+def searched(source: Path) -> Path:
+    out = source.parent / "searched"
+    quantize_checkpoint(source, out, SEARCH, CPU)
+    return out
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def faults(folder: Path, source: Path | None = None, **options: object) -> set[str]:
+    report = verify_checkpoint(folder, source, VerifyOptions(**options), CPU)
+    return {finding.check for finding in report.findings if finding.is_fault}
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(source, tmp_path, quant_type, double_quant):
+    options = QuantizeOptions(quant_type=quant_type, blocksize=32, double_quant=double_quant)
+    quantize_checkpoint(source, tmp_path / "absmax", options, CPU)
+    quantize_checkpoint(source, tmp_path / "search", dataclasses.replace(options, scales="search"), CPU)
+    found, others, originals = (tensors_of(folder) for folder in (tmp_path / "search", tmp_path / "absmax", source))
+    shapes = [
+        {name: (tensor.dtype, tensor.shape) for name, tensor in made.items() if "quant_state" not in name}
+        for made in (found, others)
+    ]
+    assert shapes[0] == shapes[1]
+    packed, state = quantize_4bit(originals[UP], quant_type, 32, double_quant, scales="search")
+    assert torch.equal(found[UP], packed)
+    for suffix, part in state.components().items():
+        assert torch.equal(found[f"{UP}.{suffix}"], part), suffix
+
+
+@pytest.mark.parametrize("run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"])
+def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, run):
+    quantize_checkpoint(source, tmp_path / "out", SEARCH, RunOptions(device="cpu", **run))
+    assert contents(tmp_path / "out") == contents(searched)
+
+
+def test_an_interrupted_search_resumes_to_the_same_bytes(tmp_path, monkeypatch):
+    options = QuantizeOptions(max_shard_size=60_000, scales="search")
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
+    assert quantize_checkpoint(source, out, options, CPU).shards_resumed > 0
+    quantize_checkpoint(source, tmp_path / "whole", options, CPU)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_it_is_written_down_how_it_was_made(searched):
+    record = json.loads((searched / "nf4conv.json").read_text())
+    assert record["options"]["scales"] == "search"
+    assert str(searched.parent) not in json.dumps(record)
+    assert "| scales | searched |" in (searched / "README.md").read_text()
+    states = [bytes(tensor.tolist()) for name, tensor in tensors_of(searched).items() if "quant_state" in name]
+    keys = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
+    assert all({*json.loads(state)} == keys for state in states)  # bitsandbytes takes no others
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path) -> Path:
+    """Without double quantization."""
+    out = source.parent / "plain"
+    quantize_checkpoint(source, out, dataclasses.replace(SEARCH, double_quant=False), CPU)
+    return out
+
+
+def test_verify_takes_negative_scales_where_they_were_searched(source, searched, plain):
+    for folder in (searched, plain):
+        assert faults(folder) == set()
+        assert faults(folder, source, exact=True) == set()
+
+
+def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(searched, plain, tmp_path):
+    for folder, fault in ((searched, "quant state"), (plain, "scales")):  # the first it has is its nested_offset
+        quiet = Path(shutil.copytree(folder, tmp_path / folder.name))
+        (quiet / "nf4conv.json").unlink()
+        assert fault in faults(quiet)
+
+
+def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
+    out = Path(shutil.copytree(plain, tmp_path / "out"))
+    file = next(path for path in out.glob("*.safetensors") if UP in load_file(path))
+    tensors = load_file(file)
+    tensors[f"{UP}.absmax"][3] *= -1
+    save_file(tensors, file, {"format": "pt"})
+    assert faults(out) == set()
+    assert faults(out, source) >= {"scales", "bound"}
+
+
+def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
+    report = quantize_checkpoint(source, tmp_path / "out", SEARCH, dataclasses.replace(CPU, verify=True))
+    assert report.verification is not None
+    assert report.verification.largest_relative_error < 0.09
+
+
+def test_a_searched_source_stays_as_it_is(searched, tmp_path):
+    quantize_checkpoint(searched, tmp_path / "again", QuantizeOptions(), CPU)
+    again, before = tensors_of(tmp_path / "again"), tensors_of(searched)
+    assert all(torch.equal(again[name], before[name]) for name in before)
+    assert faults(tmp_path / "again", searched, exact=True) == set()
+    quantize_checkpoint(searched, tmp_path / "absmax", QuantizeOptions(scales="absmax"), CPU)
+    assert faults(tmp_path / "absmax", searched, exact=True) == set()
+    assert not torch.equal(tensors_of(tmp_path / "absmax")[UP], before[UP])
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES, ids="b{}".format)
+def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
+    """Of 2^20 weights at equal steps of the distribution's quantiles, in random order."""
+    count = 1 << 20
+    p = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    spread = 4 * p * (1 - p)
+    quantile = torch.cos(torch.arccos(spread.sqrt()) / 3) / spread.sqrt()
+    weight = (2 * torch.sign(p - 0.5) * (quantile - 1).clamp(min=0).sqrt()).float()  # Student's t, 4 degrees
+    weight = weight[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+    packed, scales, found = torch.empty(count // 2, dtype=torch.uint8), torch.empty(count // blocksize), weight.clone()
+    cpu_search.search_blocks(weight, packed, scales, quant_type, blocksize)
+    reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), found)
+    error = float((weight.double() - found.double()).norm() / weight.double().norm())
+    assert TOLERANCES["search"][quant_type][blocksize] - 0.003 < error <= TOLERANCES["search"][quant_type][blocksize]
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_no_value_of_either_sign_is_outside_the_bound(quant_type):
+    """Whatever the scales' signs; and one that was moved far away is."""
+    weight = torch.randn(1 << 16, generator=torch.Generator().manual_seed(5)).bfloat16()
+    packed, state = quantize_4bit(weight, quant_type, 64, scales="search")
+    assert int(error_sums(weight, packed, state, "search").outside) == 0
+    weight[100] = 40
+    assert int(error_sums(weight, packed, state, "search").outside) == 1
+
+
+@pytest.mark.oracle
+def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
+    """On the CPU, in float32: the same tokens as from the decoded weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, dtype="float32", bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(tmp_path / "source")
+    options = dataclasses.replace(SEARCH, compute_dtype="float32")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    decoded = LlamaForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    tensors, names = tensors_of(tmp_path / "out"), dict(decoded.named_parameters())
+    packed = sorted(name.removesuffix(".quant_map") for name in tensors if name.endswith(".quant_map"))
+    assert len(packed) == 14
+    for name in packed:
+        parts = {
+            part.removeprefix(f"{name}."): tensor for part, tensor in tensors.items() if part.startswith(f"{name}.")
+        }
+        names[name].data = dequantize_4bit(tensors[name], QuantState.from_components(parts))
+    ids = torch.arange(24)[None] * 7 % 256
+    found, expected = (one.generate(ids, max_new_tokens=16, do_sample=False) for one in (model, decoded))
+    assert found.tolist() == expected.tolist()
+    with torch.no_grad():
+        assert float((model(ids).logits - decoded(ids).logits).abs().max()) < 1e-4
