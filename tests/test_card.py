@@ -1,5 +1,6 @@
 """The model card: what the Hub reads in it, and what people do."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hub_server import Hub, Repo
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.options import SourceOptions
+from nf4conv.report.loading import loading_of
 
 CPU = RunOptions(device="cpu")
 REPO = "some-org/Some-Model_1.0"
@@ -95,3 +97,76 @@ def test_an_interrupted_run_writes_the_same_card(tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "once", None, CPU)
     quantize_checkpoint(source, tmp_path / "again", None, RunOptions(device="cpu", workers=3, buffer_size=1))
     assert (tmp_path / "once/README.md").read_bytes() == (tmp_path / "again/README.md").read_bytes()
+
+
+def named(tmp_path: Path, config: dict[str, str], **options: str) -> tuple[dict[str, object], str]:
+    """The card of a model on this disk."""
+    tmp_path.mkdir(exist_ok=True)
+    source = write_source(tmp_path / "my-model")
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | config))
+    (source / "README.md").write_text(CARD)
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(**options), CPU)
+    return parts(tmp_path / "out")
+
+
+def test_a_folder_is_called_by_its_own_name_and_never_by_its_path(tmp_path: Path):
+    front, body = named(tmp_path, {"_name_or_path": str(tmp_path / "my-model")})
+    assert "base_model" not in front
+    assert body.lstrip().startswith("# my-model in 4 bits\n")
+    assert str(tmp_path) not in body
+
+
+def test_the_config_or_the_user_says_what_the_original_is(tmp_path: Path):
+    front, body = named(tmp_path, {"_name_or_path": "some-org/Original"})
+    assert front["base_model"] == "some-org/Original"
+    assert body.lstrip().startswith("# Original in 4 bits\n")
+    assert "--source some-org/Original" in body
+    again, _ = named(tmp_path / "again", {"_name_or_path": "some-org/Original"}, base_model="me/Mine")
+    assert again["base_model"] == "me/Mine"
+
+
+def test_the_author_s_text_is_kept_below_ours(tmp_path: Path):
+    _, body = named(tmp_path, {})
+    ours, _, theirs = body.partition("\n---\n")
+    assert "nf4conv verify" in ours
+    assert theirs.strip() == "# Some Model"
+
+
+def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
+    """The scheduler/ of a pipeline is, see test_diffusers.py."""
+    source = write_source(tmp_path / "source")
+    leftovers = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"}
+    for name in leftovers:
+        (source / name).write_bytes(b"x")
+    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    assert "tokenizer.json" in contents(tmp_path / "out")
+    assert not leftovers & contents(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "code"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, (), 'AutoModelForCausalLM.from_pretrained("X", device_map="auto")'),
+        ({"architectures": ["GPT2LMHeadModel"]}, (), 'AutoModelForCausalLM.from_pretrained("X", device_map="auto")'),
+        ({"architectures": ["BertModel"]}, ("modules.json",), 'SentenceTransformer("X")'),
+        ({"architectures": ["BertModel"]}, (), 'AutoModel.from_pretrained("X", device_map="auto")'),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, (),
+            'AutoModelForSeq2SeqLM.from_pretrained("X", device_map="auto")',
+        ),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, (),
+            'AutoModelForImageTextToText.from_pretrained("X", device_map="auto")',
+        ),
+        (
+            {"_class_name": "FluxTransformer2DModel"}, (),
+            'FluxTransformer2DModel.from_pretrained("X", torch_dtype=torch.bfloat16)',
+        ),
+        ({"architectures": ["x; import os"]}, (), None),
+    ],
+    ids=["causal", "gpt2", "sentences", "plain", "seq2seq", "vision", "denoiser", "hostile"],
+)  # fmt: skip
+def test_how_to_load(config: dict[str, object], files: tuple[str, ...], code: str | None):
+    loading = loading_of(config, files, "bfloat16")
+    assert (None if loading is None else loading.call("X")) == code

@@ -142,7 +142,9 @@ def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
 def test_a_tolerance_that_is_none_is_refused_before_the_work(tmp_path: Path, tolerance: str, name: str):
     source = write_source(tmp_path / "source")
     arguments = {"verify": [source, "--source", source], "compare": [source, source]}
-    line = refused(command(name, *arguments.get(name, [source, tmp_path / "out"]), "--tolerance", tolerance))
+    line = refused(
+        command(name, *arguments.get(name, [source, tmp_path / "out", "--verify"]), "--tolerance", tolerance)
+    )
     assert line == f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
     assert not (tmp_path / "out").exists()
 

@@ -1,5 +1,6 @@
 """How much memory and how many files a hostile source can take, and where results may be written."""
 
+import importlib
 import json
 import os
 import resource
@@ -7,9 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import save_file
 
-from nf4conv.report.page import write_json
+from nf4conv.report.as_json import write_json
+from nf4conv.report.results import Environment
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch
         ("nf4conv.checkpoint.header", "expected"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(sys.modules[module], "MOST_TENSORS", 9)
+            patched.setattr(importlib.import_module(module), "MOST_TENSORS", 9)
             line = refused(command("inspect", source))
             assert "tensors" in line
             assert place in line
@@ -100,11 +100,7 @@ def test_descriptions_of_gigabytes_are_not_read(tmp_path: Path, name: str):
 # --- results for the user ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Found:
-    """A result, as small as one gets."""
-
-    verdict: ClassVar = "fine"
+FOUND = Environment("3.14", "a machine", {}, 1, (), "none: a test", {})
 
 
 def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
@@ -112,15 +108,15 @@ def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
     reader.start()
-    write_json(Found(), tmp_path / "pipe")  # type: ignore[arg-type]
+    write_json(FOUND, tmp_path / "pipe")
     reader.join(30)
-    assert json.loads(read[0]) == {"verdict": "fine"}
+    assert json.loads(read[0])["platform"] == "a machine"
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 def test_results_go_to_what_stdout_is(tmp_path: Path):
     out = write_packed(tmp_path / "out", packed())
-    words = [sys.executable, "-m", "nf4conv", "verify", str(out), "--device", "cpu", "-q", "--json", "/dev/stdout"]
+    words = [sys.executable, "-m", "nf4conv", "verify", str(out), "--device", "cpu", "-q", "--json-file", "/dev/stdout"]
     with (tmp_path / "file").open("wb") as file:
         subprocess.run(words, stdout=file, check=True)
     assert json.loads((tmp_path / "file").read_text())["passed"]
@@ -136,7 +132,7 @@ def test_a_link_that_waits_for_the_temporary_file_is_not_followed(tmp_path: Path
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: (names.add(str(path)), opening(path, *rest, **more))[1])
     (tmp_path / ".report.json.partial").symlink_to(victim)
     for _ in range(2):
-        write_json(Found(), tmp_path / "report.json")  # type: ignore[arg-type]
+        write_json(FOUND, tmp_path / "report.json")
     assert victim.read_text() == "precious"
     assert len({name for name in names if name.endswith(".partial")}) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [".report.json.partial", "report.json", "victim"]
