@@ -47,29 +47,19 @@ _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Targeted(NamedTuple):
-    """The LoRA tensors of one module, or of one parameter of it.
+    """The LoRA tensors of one module, or of one parameter of it."""
 
-    Attributes:
-        module: its path in the model.
-        depth: how many other wrappers are around it; those of several parameters are nested.
-        tensors: by role.
-    """
-
-    module: str
-    depth: int
-    tensors: Mapping[str, TensorInfo]
+    module: str  # its path in the model
+    depth: int  # how many other wrappers are around it; those of several parameters are nested
+    tensors: Mapping[str, TensorInfo]  # by role
 
 
 @dataclass(frozen=True)
 class Adapter(AdapterFiles):
-    """An adapter that can be merged.
+    """An adapter that can be merged."""
 
-    Attributes:
-        targeted: modules with LoRA tensors, outer wrappers of a module first.
-        replaced: tensors in the place of others, by the name of those in the model.
-    """
-
-    targeted: tuple[Targeted, ...] = ()
+    targeted: tuple[Targeted, ...] = ()  # modules with LoRA tensors, outer wrappers of a module first
+    # tensors in the place of others, by the name of those in the model
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def rank(self, path: str) -> int:

@@ -47,11 +47,9 @@ def is_packed_by_default(submodel: str) -> bool:
 
 
 def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> DiffusersFolder:
-    """Find out what a diffusers pipeline consists of; of one on the Hub, fetch what is not weights.
+    """Find out what a diffusers pipeline consists of, a folder or a repository of which what is not weights is fetched.
 
-    Args:
-        source: a folder, or "org/name" on the Hugging Face Hub.
-        where: revision and so on; a submodel that has no files of the variant is read without.
+    A submodel that has no files of the variant is read without.
 
     Raises:
         NoDiffusersFolderError: it is something else.

@@ -149,14 +149,7 @@ def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
 
 
 class Scratch:
-    """The temporaries of one thread, for chunks of up to n elements.
-
-    Attributes:
-        values: [n] float32.
-        magnitudes: [n] float32.
-        hits: [cuts, n] bool: whether an element is above a cut.
-        codes: [n] uint8.
-    """
+    """The temporaries of one thread, for chunks of up to n elements; `hits` says whether one is above a cut."""
 
     def __init__(self, elements: int, codebook: Codebook) -> None:
         self.values = torch.empty(elements, dtype=torch.float32)

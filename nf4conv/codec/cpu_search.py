@@ -13,22 +13,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import embedding_bag
 
-from nf4conv.codec import reference
+from nf4conv.codec import reference, search
 from nf4conv.codec.cpu import TINIEST, Scratch, count_cuts, find_absmax, pair_nibbles, pair_ranks, share
 from nf4conv.codec.cpu_errors import value_pairs
 from nf4conv.codec.reciprocal import reciprocal
-from nf4conv.codec.search import (
-    COST_UNITS,
-    GROUP,
-    LARGEST_ABSMAX,
-    LARGEST_FACTOR,
-    LEAST_ABSMAX,
-    LEAST_FACTOR,
-    ROUND,
-    UNIT,
-    candidates,
-    nearest_levels,
-)
+from nf4conv.codec.search import ROUND, UNIT
 from nf4conv.format.codebook import CODEBOOKS, Codebook
 
 _CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
@@ -64,7 +53,7 @@ def _search_chunk(
     rows, blocksize = blocks.shape
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
     find_absmax(blocks, values, scales, scratch)
-    special = ~((scales >= LEAST_ABSMAX) & (scales <= LARGEST_ABSMAX))
+    special = ~((scales >= search.LEAST_ABSMAX) & (scales <= search.LARGEST_ABSMAX))
     has_special = bool(special.any())
     if has_special:
         values[special], scales[special] = 1, 1
@@ -93,13 +82,13 @@ def _least_squares(values: torch.Tensor, top: torch.Tensor, quant_type: str) -> 
     rows, blocksize = values.shape
     # adding UNIT more than what rounds leaves the row of the table
     rounded = (values * (UNIT / top)[:, None]).add_(ROUND + UNIT).view(torch.int32)
-    positions = rounded.sub_(int(np.float32(ROUND).view(np.int32))).view(-1, min(blocksize, GROUP))
+    positions = rounded.sub_(int(np.float32(ROUND).view(np.int32))).view(-1, min(blocksize, search.GROUP))
     best = _by_row(embedding_bag(positions, costs_table, mode="sum"), rows).argmin(dim=1)  # the first of equals
     positions.view(rows, blocksize).add_((best * _POSITIONS).to(torch.int32)[:, None])
     shift, square = _by_row(embedding_bag(positions, step_table, mode="sum"), rows).to(torch.float32).unbind(dim=1)
-    factor = torch.from_numpy(candidates(quant_type)).index_select(0, best)
+    factor = torch.from_numpy(search.candidates(quant_type)).index_select(0, best)
     stepped = factor.abs() * (1 + shift / square / 16)
-    return top * stepped.clamp_(LEAST_FACTOR, LARGEST_FACTOR).copysign_(factor)
+    return top * stepped.clamp_(search.LEAST_FACTOR, search.LARGEST_FACTOR).copysign_(factor)
 
 
 def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
@@ -115,7 +104,7 @@ def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         costs: [positions, candidates] float32, the squared distance from the nearest level.
         step: [candidates · positions, 2] float32, the distance times the level, and the level's square in 16ths.
     """
-    levels = nearest_levels(quant_type)
+    levels = search.nearest_levels(quant_type)
     distances = np.arange(-UNIT, UNIT + 1) - levels
     step = np.stack((distances * levels, levels**2 // 16), axis=-1).reshape(-1, 2)
     costs = np.ascontiguousarray((distances**2).T, dtype=np.float32)
@@ -144,6 +133,6 @@ def _encode(
     packed = torch.from_numpy(codes)
     errors = value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32)).view(torch.float32)
     errors = errors.view(-1, blocksize).mul_(scale[:, None])
-    torch.sub(values, errors, out=errors).square_().mul_(COST_UNITS).add_(ROUND).sub_(ROUND)
-    sums = errors.view(-1, min(blocksize, GROUP)).sum(dim=1, keepdim=True)
+    torch.sub(values, errors, out=errors).square_().mul_(search.COST_UNITS).add_(ROUND).sub_(ROUND)
+    sums = errors.view(-1, min(blocksize, search.GROUP)).sum(dim=1, keepdim=True)
     return packed.view(rows, -1), _by_row(sums, rows).view(-1)

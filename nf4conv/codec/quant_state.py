@@ -12,15 +12,9 @@ from typing import NamedTuple
 import torch
 
 from nf4conv.errors import CodecError
+from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import (
-    COMPONENT_SUFFIXES,
-    QUANT_STATE_PREFIX,
-    Format,
-    nested_offset_of,
-    parse_quant_state,
-    quant_state_json,
-)
+from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -56,23 +50,14 @@ class NestedState:
 
 
 class Decoding(NamedTuple):
-    """What the codes of a packed weight of n elements are decoded by.
+    """What the codes of a packed weight of n elements are decoded by."""
 
-    Attributes:
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: how absmax is decoded; None when it is float32.
-        offset: 0-d float32, added to the decoded absmax; None without `state2`.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
-        scales: what absmax is; "search" widens the bound of errors, and nothing else.
-    """
-
-    absmax: torch.Tensor
-    state2: NestedState | None
-    offset: torch.Tensor | None
-    quant_type: str
-    blocksize: int
-    scales: str = "absmax"
+    absmax: torch.Tensor  # [ceil(n / blocksize)] float32, or uint8 codes with `state2`
+    state2: NestedState | None  # how absmax is decoded; None when it is float32
+    offset: torch.Tensor | None  # 0-d float32, added to the decoded absmax; None without `state2`
+    quant_type: str  # "nf4" or "fp4"
+    blocksize: int  # elements that share one absmax, a power of two from 32 to 4096
+    scales: str = "absmax"  # what absmax is; "search" widens the bound of errors, and nothing else
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """What kernels read: absmax; and the code, nested absmax and offset that decode it, or absmax instead."""
@@ -114,8 +99,8 @@ class QuantState:
 
         Reads the offset back from the device, which waits for it.
         """
-        format = Format(self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype])
-        blob = quant_state_json(format, self.shape, None if self.offset is None else float(self.offset.item()))
+        format = layout.Format(self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype])
+        blob = layout.quant_state_json(format, self.shape, None if self.offset is None else float(self.offset.item()))
         parts = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
             parts |= {"nested_absmax": self.state2.absmax, "nested_quant_map": self.state2.code}
@@ -133,13 +118,13 @@ class QuantState:
         """
         named = _by_suffix(parts)
         tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
-        fields = parse_quant_state(bytes(named[tag].cpu().numpy().tobytes()))
+        fields = layout.parse_quant_state(bytes(named[tag].cpu().numpy().tobytes()))
         absmax = _component(named, "absmax")
         device = absmax.device
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if "nested_absmax" in named:
-            offset = torch.tensor(nested_offset_of(fields), dtype=torch.float32, device=device)
+            offset = torch.tensor(layout.nested_offset_of(fields), dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.uint8 if state2 is not None else torch.float32
         if absmax.dtype != expected:

@@ -84,14 +84,7 @@ def _squares() -> Words:
 
 
 def reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """1 / x of every value, as rcp.approx.ftz gives it. Computed on the host.
-
-    Args:
-        values: float32, any shape.
-
-    Returns:
-        float32, of that shape and on that device.
-    """
+    """float32 1 / x of every float32, in the same shape, as rcp.approx.ftz gives it. Computed on the host."""
     numbers = values.cpu().contiguous().numpy()
     with np.errstate(all="ignore"):
         found = np.reciprocal(numbers)

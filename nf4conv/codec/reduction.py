@@ -30,13 +30,9 @@ _Floats = npt.NDArray[np.float32]
 
 
 def cuda_mean(values: torch.Tensor) -> torch.Tensor:
-    """The mean of `values` as torch computes it on an H100. Computed on the host.
+    """0-d float32: the mean of [n] float32 as torch computes it on an H100. Computed on the host.
 
-    Args:
-        values: [n] float32, contiguous; on the GPU it would start at a multiple of 16 bytes.
-
-    Returns:
-        0-d float32 on the device of `values`.
+    The values are contiguous, and on the GPU they would start at a multiple of 16 bytes.
     """
     with np.errstate(all="ignore"):
         mean = _cuda_sum(values.cpu().numpy()) * (np.float32(1) / np.float32(values.numel()))

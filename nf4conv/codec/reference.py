@@ -16,20 +16,11 @@ from typing import Final
 
 import torch
 
+from nf4conv.codec import search
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
 from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.reduction import cuda_mean
-from nf4conv.codec.search import (
-    COST_UNITS,
-    LARGEST_ABSMAX,
-    LARGEST_FACTOR,
-    LEAST_ABSMAX,
-    LEAST_FACTOR,
-    UNIT,
-    candidates,
-    nearest_levels,
-)
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE, Codebook
 
 _TINIEST: Final = torch.finfo(torch.float32).tiny
@@ -67,12 +58,7 @@ def search_blocks(
 ) -> None:
     """Quantize a weight in blocks, each with the scale that codec/search.py finds for it.
 
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous.
-        packed: [ceil(n / 2)] uint8, written.
-        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale.
+    Arguments as `quantize_blocks`; the scales take the place of absmax.
     """
     for start in range(0, weight.numel(), CHUNK):
         found, codes = _search(padded_blocks(weight[start : start + CHUNK], blocksize), quant_type)
@@ -83,7 +69,7 @@ def search_blocks(
 def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales, [rows] float32, and codes, [rows, blocksize] uint8, of flushed blocks."""
     absmax = _absmax(blocks)
-    searched = (absmax >= LEAST_ABSMAX) & (absmax <= LARGEST_ABSMAX)
+    searched = (absmax >= search.LEAST_ABSMAX) & (absmax <= search.LARGEST_ABSMAX)
     power = (absmax.view(torch.int32) & 0x7F800000).view(torch.float32).where(searched, 1)
     scaled, top = _flushed(blocks / power[:, None]), absmax / power
     known = scaled.where(searched[:, None] & ~scaled.isnan(), 0)
@@ -96,18 +82,18 @@ def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.
 
 def _least_squares(known: torch.Tensor, top: torch.Tensor, quant_type: str) -> torch.Tensor:
     """[rows] float32: the scale that the search and its one step come to, of blocks whose absmax is `top`."""
-    positions = (known * (UNIT / top)[:, None]).round().to(torch.int64)
+    positions = (known * (search.UNIT / top)[:, None]).round().to(torch.int64)
     costs, shifts, squares = [], [], []
-    for nearest in torch.from_numpy(nearest_levels(quant_type)).to(known.device, torch.int64):
-        level = nearest.index_select(0, (positions + UNIT).view(-1)).view(positions.shape)
+    for nearest in torch.from_numpy(search.nearest_levels(quant_type)).to(known.device, torch.int64):
+        level = nearest.index_select(0, (positions + search.UNIT).view(-1)).view(positions.shape)
         costs.append((positions - level).square().sum(dim=1))
         shifts.append(((positions - level) * level).sum(dim=1))
         squares.append((level.square() // 16).sum(dim=1))
     best = torch.stack(costs).argmin(dim=0)  # the first of equals
     shift, square = (torch.stack(sums).gather(0, best[None])[0].float() for sums in (shifts, squares))
-    factor = torch.from_numpy(candidates(quant_type)).to(known.device).index_select(0, best)
+    factor = torch.from_numpy(search.candidates(quant_type)).to(known.device).index_select(0, best)
     stepped = factor.abs() * (1 + shift / square / 16)
-    return top * stepped.clamp(LEAST_FACTOR, LARGEST_FACTOR).copysign(factor)
+    return top * stepped.clamp(search.LEAST_FACTOR, search.LARGEST_FACTOR).copysign(factor)
 
 
 def _searched_codes(scaled: torch.Tensor, scale: torch.Tensor, quant_type: str) -> torch.Tensor:
@@ -118,7 +104,7 @@ def _searched_codes(scaled: torch.Tensor, scale: torch.Tensor, quant_type: str) 
 def _cost(known: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, quant_type: str) -> torch.Tensor:
     """[rows] int64: the squared errors, each rounded to units of 1 / COST_UNITS."""
     values = decoded_values(quant_type, known.device).index_select(0, codes.view(-1).int()).view(codes.shape)
-    return ((known - values * scale[:, None]).square() * COST_UNITS).round().to(torch.int64).sum(dim=1)
+    return ((known - values * scale[:, None]).square() * search.COST_UNITS).round().to(torch.int64).sum(dim=1)
 
 
 def _store(codes: torch.Tensor, packed: torch.Tensor) -> None:
@@ -160,7 +146,9 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         target = out[start : start + CHUNK]
         codes = _unpacked(packed[start // 2 : (start + CHUNK) // 2])[: target.numel()]
         target.copy_(_flushed(values.index_select(0, codes) * _spread(scales, blocksize, start, target.numel())))
-        _canonical_nans(target)
+        # every NaN has the bits that the GPU's multiply and conversion give it: all ones below the sign
+        bits = target.view(torch.int32 if target.dtype == torch.float32 else torch.int16)
+        bits.masked_fill_(target.isnan(), torch.iinfo(bits.dtype).max)
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
@@ -297,9 +285,3 @@ def _spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> 
     """[blocks] → [count]: what elements start, start + 1, … have of their blocks; start is the first of one."""
     blocks = per_block[start // blocksize : -(-(start + count) // blocksize)]
     return blocks.repeat_interleave(blocksize)[:count]
-
-
-def _canonical_nans(values: torch.Tensor) -> None:
-    """Give every NaN the bits that the GPU's multiply and conversion give it: all ones below the sign."""
-    bits = values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
-    bits.masked_fill_(values.isnan(), torch.iinfo(bits.dtype).max)

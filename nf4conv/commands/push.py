@@ -75,14 +75,7 @@ class Push:
         self._queue.put((name, path))
 
     def commit(self, folder: Path, message: str) -> str:
-        """Make the files of a folder a model, when those that were offered are uploaded.
-
-        Args:
-            folder: that holds all files of the model.
-            message: of the commit.
-
-        Returns:
-            The address of the commit.
+        """Make the files of a folder a model, when those that were offered are uploaded; the address of the commit.
 
         Raises:
             Nf4convError: the hub did not take them.

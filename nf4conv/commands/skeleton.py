@@ -86,11 +86,7 @@ def _select_twice(
 
 
 def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
-    """Build the model of a config on the meta device and follow the names on disk into it.
-
-    Args:
-        names: of the tensors on disk.
-        config: the content of config.json.
+    """Build the model of a config.json on the meta device, and follow the names of tensors on disk into it.
 
     Raises:
         PlanError: transformers is not installed, is older than 5, or cannot build the model.

@@ -26,24 +26,19 @@ def _floats(patterns: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Codebook:
-    """One 4-bit data type.
+    """One 4-bit data type."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        values: the 16 values in code order, as stored in `quant_map`. FP4 code 8 is +0.0 here, as bitsandbytes
-            stores it, although its CUDA kernels decode that code to -0.0.
-        cuts: ascending cut points. NF4: 15 of them on the signed quotient; the code is the number of cuts below it.
-            FP4: 7 of them on the magnitude of the quotient.
-        ranks: the code for each number of cuts passed. NF4: 0..15. FP4: the magnitudes in ascending order are the
-            codes 0, 1, 6, 7, 4, 5, 2, 3, to which the sign adds 8.
-        signed_cuts: whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4).
-    """
-
-    quant_type: str
+    quant_type: str  # "nf4" or "fp4"
+    # the 16 values in code order, as stored in `quant_map`. FP4 code 8 is +0.0 here, as bitsandbytes stores it,
+    # although its CUDA kernels decode that code to -0.0
     values: tuple[float, ...]
+    # ascending cut points. NF4: 15 of them on the signed quotient; the code is the number of cuts below it. FP4: 7 of
+    # them on the magnitude of the quotient
     cuts: tuple[float, ...]
+    # the code for each number of cuts passed. NF4: 0..15. FP4: the magnitudes in ascending order are the codes 0, 1, 6,
+    # 7, 4, 5, 2, 3, to which the sign adds 8
     ranks: tuple[int, ...]
-    signed_cuts: bool
+    signed_cuts: bool  # whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4)
 
 
 NF4: Final = Codebook(

@@ -56,24 +56,16 @@ _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are packed: one choice for a whole checkpoint, as loaders require.
+    """How weights are packed: one choice for a whole checkpoint, as loaders require."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-        double_quant: whether absmax is quantized too.
-        dtype: "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other
-            float tensors are stored in.
-        quant_storage: what packed codes are stored as, of STORAGE_DTYPES.
-        scales: "absmax", or "search" for those that make the error small.
-    """
-
-    quant_type: str
-    blocksize: int
-    double_quant: bool
+    quant_type: str  # "nf4" or "fp4"
+    blocksize: int  # elements that share one absmax
+    double_quant: bool  # whether absmax is quantized too
+    # "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other float tensors
+    # are stored in
     dtype: str
-    quant_storage: str = "uint8"
-    scales: str = "absmax"
+    quant_storage: str = "uint8"  # what packed codes are stored as, of STORAGE_DTYPES
+    scales: str = "absmax"  # "absmax", or "search" for those that make the error small
 
     @property
     def storage_tag(self) -> str:
@@ -87,17 +79,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor that a 4-bit weight becomes on disk.
+    """One tensor that a 4-bit weight becomes on disk."""
 
-    Attributes:
-        suffix: what follows `W.` in its name; empty for the packed codes themselves.
-        dtype: safetensors' dtype tag, of STORAGE_DTYPES.
-        shape: its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary.
-    """
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
+    suffix: str  # what follows `W.` in its name; empty for the packed codes themselves
+    dtype: str  # safetensors' dtype tag, of STORAGE_DTYPES
+    shape: tuple[int, ...]  # its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary
 
     @property
     def nbytes(self) -> int:

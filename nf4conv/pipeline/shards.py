@@ -127,12 +127,7 @@ M = TypeVar("M")
 
 
 class Gathered(Generic[M]):
-    """The absmax of a weight that several workers pack piece by piece, in memory of the device.
-
-    Args:
-        blocks: of the whole weight.
-        pieces: that fill it.
-    """
+    """The absmax of a weight of so many blocks that several workers pack in so many pieces, in memory of the device."""
 
     def __init__(self, blocks: int, pieces: int) -> None:
         self.blocks = blocks

@@ -25,12 +25,7 @@ class StreamedTask:
 
 
 def streamed(shards: Iterable[Sequence[ShardTask[Any]]], stream: ShardStream) -> Iterator[Task[Any]]:
-    """The tasks of one shard after the other, those of each by source file.
-
-    Args:
-        shards: their tasks; shards, too, come in the order of the files.
-        stream: that fetches the files.
-    """
+    """The tasks of one shard after the other, those of each by source file; shards, too, come in the files' order."""
     for tasks in shards:
         for task in sorted(tasks, key=lambda task: stream.order[task.file]):
             stream.expect(task.file)

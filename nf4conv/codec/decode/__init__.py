@@ -19,19 +19,13 @@ from nf4conv.format.encodings import Method
 def decode(
     method: Method, parts: Mapping[str, torch.Tensor], block: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode one tensor.
+    """Decode one tensor, which is contiguous then; a CodecError if its parts contradict each other.
 
     Args:
         method: how, which checkpoint/encoded.py has found out.
         parts: the tensors that it takes, by role, in the shapes and dtypes in which they are stored.
         block: values that share a scale, [rows, columns]; empty where the shape of the scales tells.
         dtype: of the result: float32, float16 or bfloat16.
-
-    Returns:
-        A contiguous tensor.
-
-    Raises:
-        CodecError: the parts contradict each other.
     """
     match method:
         case Method.SCALED:

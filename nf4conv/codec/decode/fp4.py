@@ -27,7 +27,7 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Decode a matrix.
+    """Decode a matrix to [rows, columns] `dtype`; a CodecError if the scales do not fit the values.
 
     Args:
         values: [rows, columns / 2] uint8 or int8, two values each.
@@ -35,12 +35,6 @@ def decode_fp4(
         divisor: one float32 that the scales are divided by, or None.
         multiplier: one float32 that the scales are multiplied with, or None.
         dtype: of the result.
-
-    Returns:
-        [rows, columns] `dtype`.
-
-    Raises:
-        CodecError: the scales do not fit the values.
     """
     rows, pairs = values.shape
     groups = scale.shape[-1]
@@ -71,14 +65,8 @@ def decode_stacked_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torc
 
     Args:
         blocks: [experts, out, groups, 16] uint8, two values each.
-        scales: [experts, out, groups] uint8.
-        dtype: of the result.
-
-    Returns:
-        [experts, 32 × groups, out] `dtype`.
-
-    Raises:
-        CodecError: the scales do not fit the values.
+        scales: [experts, out, groups] uint8; a CodecError if they do not fit the values.
+        dtype: of the result, [experts, 32 × groups, out].
     """
     if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
         raise CodecError(f"scales of shape {list(scales.shape)} for MXFP4 blocks of shape {list(blocks.shape)}")

@@ -23,7 +23,7 @@ _GPU_CHUNK = 2**24
 def decode_scaled(
     values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode 8-bit values.
+    """Decode 8-bit values to [..., rows, columns] `dtype`; a CodecError if the scales do not fit them.
 
     Args:
         values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
@@ -32,12 +32,6 @@ def decode_scaled(
             Without: one value, or [rows], or a shape that broadcasts against the values'. None: all ones.
         block: (rows, columns) that share a scale, or empty.
         dtype: of the result.
-
-    Returns:
-        [..., rows, columns] `dtype`.
-
-    Raises:
-        CodecError: the scales do not fit the values.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
@@ -61,10 +55,7 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     Args:
         values: [rows, columns] int8 (`weight`).
         scale: [rows] float32, the largest magnitudes (`SCB`).
-        dtype: of the result.
-
-    Returns:
-        [rows, columns] `dtype`, rounded as bitsandbytes' int8_vectorwise_dequant is: twice in float32.
+        dtype: of the result, [rows, columns], rounded as bitsandbytes' int8_vectorwise_dequant: twice in float32.
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")

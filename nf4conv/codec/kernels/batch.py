@@ -88,13 +88,7 @@ def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, R
     absmax_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(tl.float32))
     codes_ptr = tl.load(table_ptr + tensors + tensor).to(tl.pointer_type(tl.uint8))
     nested_absmax_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(tl.float32))
-    compress_tile(
-        absmax_ptr + first,
-        means_ptr + tensor,
-        codes_ptr + first,
-        nested_absmax_ptr + block,
-        middle_ptr,
-        count,
-        ROWS,
-        PTX,
-    )
+    absmax_ptr += first
+    codes_ptr += first
+    nested_absmax_ptr += block
+    compress_tile(absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS, PTX)

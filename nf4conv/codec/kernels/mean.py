@@ -28,10 +28,7 @@ def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: np
     Args:
         values: one flat float32 buffer.
         offsets: [vectors] where each begins: multiples of 4.
-        counts: [vectors] lengths.
-
-    Returns:
-        [vectors] float32; NaN for those of more than TORCH_BLOCK values.
+        counts: [vectors] lengths; of more than TORCH_BLOCK the mean, [vectors] float32, is NaN.
     """
     means = torch.full((len(counts),), torch.nan, device=values.device)
     lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)

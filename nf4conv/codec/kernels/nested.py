@@ -21,13 +21,8 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     offset = absmax.mean()
     blocks = absmax.numel()
     if blocks:
-        _launch(
-            -(-nested_absmax.numel() // ROWS),
-            (absmax, offset, codes, nested_absmax, middle_table(absmax.device), blocks),
-            (ROWS, absmax.is_cuda),
-            None,
-            NUM_WARPS,
-        )
+        arguments = (absmax, offset, codes, nested_absmax, middle_table(absmax.device), blocks)
+        _launch(-(-nested_absmax.numel() // ROWS), arguments, (ROWS, absmax.is_cuda), None, NUM_WARPS)
     return offset
 
 
@@ -57,16 +52,10 @@ def _compress_kernel(
     block = tl.program_id(0).to(tl.int64) * ROWS
     first = block * 256
     count = tl.minimum(blocks - first, ROWS * 256).to(tl.int32)
-    compress_tile(
-        absmax_ptr + first,
-        offset_ptr,
-        codes_ptr + first,
-        nested_absmax_ptr + block,
-        middle_ptr,
-        count,
-        ROWS,
-        PTX,
-    )
+    absmax_ptr += first
+    codes_ptr += first
+    nested_absmax_ptr += block
+    compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS, PTX)
 
 
 _launch = Launcher(_compress_kernel)

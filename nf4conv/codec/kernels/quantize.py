@@ -39,13 +39,8 @@ def quantize_blocks(
         return
     tile, num_warps = configuration(weight.dtype, blocksize)
     constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
-    _launch(
-        -(-n // tile),
-        (weight, packed, absmax, bucket_table(quant_type, weight.device), n),
-        constants,
-        weight.dtype,
-        num_warps,
-    )
+    arguments = (weight, packed, absmax, bucket_table(quant_type, weight.device), n)
+    _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
 
 
 def configuration(
@@ -94,18 +89,10 @@ def _quantize_kernel(
     """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
-    quantize_tile(
-        weight_ptr + first,
-        packed_ptr + first // 2,
-        absmax_ptr + first // BLOCKSIZE,
-        table_ptr,
-        count,
-        BLOCKSIZE,
-        TILE,
-        IS_FP4,
-        ACCESS,
-        PTX,
-    )
+    weight_ptr += first
+    packed_ptr += first // 2
+    absmax_ptr += first // BLOCKSIZE
+    quantize_tile(weight_ptr, packed_ptr, absmax_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
 
 
 _launch = Launcher(_quantize_kernel)

@@ -15,39 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
+from nf4conv.codec import search
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.quantize import access, configuration, plain_code
 from nf4conv.codec.kernels.tables import search_table
-from nf4conv.codec.search import (
-    COST_UNITS,
-    FACTORS,
-    GROUP,
-    LARGEST_ABSMAX,
-    LARGEST_FACTOR,
-    LEAST_ABSMAX,
-    LEAST_FACTOR,
-    ROUND,
-    UNIT,
-)
 
 CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}  # as of quantize.py
 
-_FACTORS = tl.constexpr(len(FACTORS))
-_GROUP = tl.constexpr(GROUP)
-_UNIT = tl.constexpr(UNIT)
-_ROUND = tl.constexpr(ROUND)
-_COST_UNITS = tl.constexpr(COST_UNITS)
-_LEAST_ABSMAX = tl.constexpr(LEAST_ABSMAX)
-_LARGEST_ABSMAX = tl.constexpr(LARGEST_ABSMAX)
-_LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
-_LARGEST_FACTOR = tl.constexpr(LARGEST_FACTOR)
+_FACTORS = tl.constexpr(len(search.FACTORS))
+_GROUP = tl.constexpr(search.GROUP)
+_UNIT = tl.constexpr(search.UNIT)
+_ROUND = tl.constexpr(search.ROUND)
+_COST_UNITS = tl.constexpr(search.COST_UNITS)
+_LEAST_ABSMAX = tl.constexpr(search.LEAST_ABSMAX)
+_LARGEST_ABSMAX = tl.constexpr(search.LARGEST_ABSMAX)
+_LEAST_FACTOR = tl.constexpr(search.LEAST_FACTOR)
+_LARGEST_FACTOR = tl.constexpr(search.LARGEST_FACTOR)
 # where the parts of tables.search_table begin
 _VALUES = tl.constexpr(448)
 _LEVELS = tl.constexpr(480)
-_CANDIDATES = tl.constexpr(480 + 8 * len(FACTORS))
-_NEAREST = tl.constexpr(480 + 8 * len(FACTORS) + 32)
+_CANDIDATES = tl.constexpr(480 + 8 * len(search.FACTORS))
+_NEAREST = tl.constexpr(480 + 8 * len(search.FACTORS) + 32)
 
 
 def search_blocks(

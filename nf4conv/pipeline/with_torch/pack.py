@@ -16,18 +16,9 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
 from nf4conv.format.layout import Format, block_count
+from nf4conv.pipeline import shards
 from nf4conv.pipeline.loop import Activity
-from nf4conv.pipeline.shards import (
-    CopyPart,
-    Gathered,
-    NonFiniteError,
-    ShardProgress,
-    ShardTask,
-    fill,
-    json_blobs,
-    pack_groups,
-    spans,
-)
+from nf4conv.pipeline.shards import CopyPart, Gathered, NonFiniteError, ShardProgress, ShardTask
 from nf4conv.pipeline.with_torch.reading import (
     TORCH_DTYPES,
     check_cast,
@@ -42,7 +33,7 @@ from nf4conv.pipeline.with_torch.worker import TorchWorker
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
     tasks: list[ShardTask[TorchWorker]] = []
-    for jobs in pack_groups(progress.shard, piece):
+    for jobs in shards.pack_groups(progress.shard, piece):
         job, pieces = jobs[0], _pieces(jobs[0], piece, progress.format.blocksize)
         if len(pieces) > 1:
             absmax: Gathered[torch.Tensor] = Gathered(block_count(job.elements, progress.format.blocksize), len(pieces))
@@ -51,11 +42,11 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
             tasks.append(PackBatch(progress, job.source.file, jobs))
     for kept in progress.shard.jobs:
         if isinstance(kept, CopyJob) and kept.source.encoding is not None:
-            file, encoded = kept.source.file, encoded_pieces(kept.source, _decoded(piece))
+            file, encoded = kept.source.file, encoded_pieces(kept.source, piece // 2)
             parts = packed_spans_of(kept, piece) if progress.audit is None else []
             tasks += [UnpackPiece(progress, file, kept, *part) for part in parts]
             tasks += [] if parts else [CopyDecoded(progress, file, kept, part) for part in encoded]
-    return fill(progress, tasks, piece, CastCopies)
+    return shards.fill(progress, tasks, piece, CastCopies)
 
 
 def _pieces(job: PackJob, piece: int, blocksize: int) -> list[tuple[int, int, TensorInfo | None]]:
@@ -64,14 +55,9 @@ def _pieces(job: PackJob, piece: int, blocksize: int) -> list[tuple[int, int, Te
     A weight that is cut out of its source can be taken piece by piece only if it is encoded by rows.
     """
     if job.is_cut_out:
-        encoded = matrix_pieces(job, _decoded(piece), blocksize)
+        encoded = matrix_pieces(job, piece // 2, blocksize)  # elements: as many as a piece holds in 16 bits
         return [(start, start + tensor.elements, tensor) for tensor, start in encoded]
-    return [(*span, None) for span in spans(job, piece)]
-
-
-def _decoded(piece: int) -> int:
-    """Elements that are decoded at a time: as many as a piece holds in 16 bits."""
-    return piece // 2
+    return [(*span, None) for span in shards.spans(job, piece)]
 
 
 def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -208,10 +194,9 @@ def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.T
 def _complete(
     worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
 ) -> dict[str, bytes]:
-    """Write all components but the codes and the JSON blobs of neighbouring weights, and look at what is written.
+    """Write all components of neighbouring weights but the codes and the JSON blobs; the latter, by the weights' names.
 
-    Returns:
-        The blobs, by name of the weight.
+    What is written is looked at, if there is an audit.
     """
     format = progress.format
     quant_map = code_table(format.quant_type, worker.device).repeat(len(jobs))
@@ -230,7 +215,7 @@ def _complete(
             parts = [torch.cat(list(absmaxes)), quant_map]
     # parts stand in the order of layout.components, of which the packed codes are the first
     worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
-    blobs = json_blobs(format, jobs, offsets)
+    blobs = shards.json_blobs(format, jobs, offsets)
     if progress.audit is not None:
         progress.audit.check_weights(worker, progress, jobs, blobs)
     return blobs

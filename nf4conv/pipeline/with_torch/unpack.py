@@ -64,12 +64,7 @@ def decode_piece(packed: torch.Tensor, state: QuantState, elements: int, dtype: 
 
 
 def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:
-    """The codes of a piece and its state; the state's shape is that of the whole weight.
-
-    Args:
-        parts: from `cut_parts`.
-        raws: their bytes, in the same order.
-    """
+    """The codes of a piece and its state, whose shape is that of the whole weight, from `cut_parts` and their bytes."""
     tensors = {role: raw.view(TORCH_DTYPES[part.dtype]) for (role, part), raw in zip(parts.items(), raws, strict=True)}
     packed = tensors.pop("values")
     return packed, QuantState.from_components(tensors)

@@ -18,14 +18,7 @@ _OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")
 
 
 class TorchEngine:
-    """torch on one device.
-
-    Args:
-        device: "auto", "cpu", "cuda" or "cuda:N".
-
-    Raises:
-        PlanError: there is no such device.
-    """
+    """torch on one device: "auto", "cpu", "cuda" or "cuda:N"; a PlanError if there is no such device."""
 
     def __init__(self, device: str) -> None:
         self._device = _find_device(device)
@@ -66,11 +59,7 @@ class _Kept:
 
 
 class TorchWorker(Worker):
-    """A thread's buffers.
-
-    Attributes:
-        device: where tensors are computed.
-    """
+    """A thread's buffers."""
 
     def __init__(
         self,
@@ -89,14 +78,10 @@ class TorchWorker(Worker):
         super().__init__(reader, self._input.numpy().data, advance)
 
     def read(self, ranges: Sequence[FileRange]) -> list[torch.Tensor]:
-        """The bytes of some file ranges, on the device.
+        """The bytes of some file ranges on the device: a uint8 tensor for each, aligned to 64 bytes.
 
-        Args:
-            ranges: of files.
-
-        Returns:
-            One uint8 tensor for each range, aligned to 64 bytes; on the CPU they are the worker's own buffer and live
-            until the next call. Ranges larger than the buffer (`aligned` and summed) get one of their own.
+        On the CPU they are the worker's own buffer and live until the next call. Ranges larger than the buffer
+        (`aligned` and summed) get one of their own.
         """
         positions = list(accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0))
         fits = positions[-1] <= self._input.numel()
@@ -118,11 +103,7 @@ class TorchWorker(Worker):
             return self._kept.tensors[tensor]
 
     def write(self, writes: Sequence[tuple[ShardWriter, int, torch.Tensor]]) -> None:
-        """Write tensors to their places.
-
-        Args:
-            writes: (shard, offset in its data, contiguous tensor of any dtype on the device or the CPU).
-        """
+        """Write tensors to their places: (shard, offset in its data, contiguous tensor of any dtype, anywhere)."""
         with self.timed(Activity.COMPUTE):
             fetched = self._fetch(writes)
         with self.timed(Activity.WRITE):

@@ -74,11 +74,7 @@ def device_count() -> int:
 
 
 class Device:
-    """One GPU and its primary context, the one that torch would use too.
-
-    Args:
-        ordinal: as the driver counts, after CUDA_VISIBLE_DEVICES.
-    """
+    """One GPU, as the driver counts after CUDA_VISIBLE_DEVICES, and its primary context, which torch would use too."""
 
     def __init__(self, ordinal: int) -> None:
         _call("cuInit", 0)
@@ -156,13 +152,7 @@ class Function:
             _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, stream: "Stream", programs: int, arguments: Sequence[int]) -> None:
-        """Launch on a stream.
-
-        Args:
-            stream: of the current device.
-            programs: grid size.
-            arguments: addresses and 64-bit integers, in the kernel's order.
-        """
+        """Launch so many programs on a stream of the current device; arguments are addresses and 64-bit integers."""
         # Triton's kernels take two more pointers, for scratch memory that ours do not use
         values = (ctypes.c_uint64 * (len(arguments) + 2))(*[value % 2**64 for value in arguments], 0, 0)
         start, width = ctypes.addressof(values), ctypes.sizeof(ctypes.c_uint64)
