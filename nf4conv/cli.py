@@ -56,10 +56,7 @@ completion bash >> ~/.bashrc
 """
 
 
-@click.group(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(nf4conv.__version__, "-V", "--version", message="%(version)s")
 def main() -> None:
     """Turn Hugging Face checkpoints into 4-bit bitsandbytes checkpoints (NF4 or FP4), and back.

@@ -58,11 +58,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 
 
 class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """A path or a Hub id, as it was given.
-
-    Args:
-        completes: "file" or "dir": which paths a shell offers.
-    """
+    """A path or a Hub id, as it was given; a shell completes paths of a "file" or a "dir"."""
 
     name = "place"
 
@@ -184,13 +180,9 @@ def tell(line: str) -> None:
 
 @contextmanager
 def progress(verb: str, total: int, *, hidden: bool, last: str = "finishing") -> Iterator[Callable[[int], None]]:
-    """How far a run is, on stderr: a bar on a terminal, and elsewhere a line now and then.
+    """How far a run is, on stderr: a bar on a terminal, and elsewhere a line now and then; none if it is to be hidden.
 
-    Args:
-        verb: what is being done, such as "quantizing".
-        total: bytes of source.
-        hidden: whether the user wants none.
-        last: what is done when all of them have been read.
+    `verb` says what is being done with so many bytes of source in total, `last` what when all of them have been read.
     """
     if hidden or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE"):
         yield lambda _: None

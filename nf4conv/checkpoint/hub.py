@@ -129,13 +129,9 @@ class Repository:
             )
 
     def download(self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool) -> Path:
-        """Fetch a file into a folder of ours, where an earlier, interrupted try is continued.
+        """Fetch a file into a folder of ours, where an earlier, interrupted try is continued; `again` starts anew.
 
-        Args:
-            file: of this repository.
-            folder: in which it gets its name.
-            go_on: asked now and then, from the calling thread; it raises what is to end the download.
-            again: whether to fetch it although it is there.
+        `go_on` is asked now and then, from the calling thread; it raises what is to end the download.
 
         Raises:
             OSError and others of HUB_ERRORS: the hub did not give it.
@@ -203,11 +199,7 @@ class Fetched:
 
 
 def fetch_source(repo: str, where: SourceOptions) -> Fetched:
-    """Get what is needed of a repository: weights of one kind, config, and what is copied beside them.
-
-    Args:
-        repo: "org/name".
-        where: revision, token, cache, subfolder, variant, and whether the weights are streamed.
+    """Get what is needed of a repository, "org/name": weights of one kind, config, and what is copied beside them.
 
     Raises:
         SourceError: it does not exist, may not be read, is not in the cache when offline, or holds no weights.
@@ -240,12 +232,8 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
 
 
 def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
-    """The folder, in the cache, that holds an adapter of PEFT, and what it is.
-
-    Raises:
-        SourceError: it does not exist, may not be read, or is not in the cache when offline.
-    """
-    if where.local_files_only or huggingface_hub.constants.is_offline_mode():
+    """The folder, in the cache, that holds an adapter of PEFT, and what it is; errors as `fetch_source`."""
+    if where.local_files_only or is_offline():
         fetched = _from_cache(repo, where, (ADAPTER_CONFIG,))
         return fetched.folder, fetched.origin
     repository = Repository(repo, where)
@@ -275,12 +263,7 @@ class Listing:
 def list_diffusers(repo: str, where: SourceOptions) -> Listing:
     """What a repository that holds a diffusers pipeline consists of; only model_index.json is fetched.
 
-    Args:
-        repo: "org/name".
-        where: revision, token, cache and subfolder.
-
-    Raises:
-        SourceError: it does not exist, may not be read, or is not in the cache when offline.
+    Errors as `fetch_source`.
     """
     if where.local_files_only or is_offline():
         folder = _from_cache(repo, where).folder

@@ -24,10 +24,8 @@ from nf4conv.format.codebook import SCALES
 MAKING: Final = "nf4conv.json"
 
 _LARGEST: Final = 2**20
-_SAMPLES: Final = 256
-"""Of a file, roughly."""
-_SAMPLE: Final = 4096
-"""Bytes."""
+_SAMPLES: Final = 256  # of a file, roughly
+_SAMPLE: Final = 4096  # bytes
 
 
 def record_of(source: Source, command: str, version: str, options: Mapping[str, Any]) -> dict[str, Any]:

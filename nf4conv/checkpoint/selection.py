@@ -110,10 +110,7 @@ def demote(
 
 
 def with_skip_list(
-    decisions: Mapping[str, Pack | Keep],
-    names: ModuleNames,
-    notes: Sequence[str],
-    not_on_disk: Collection[str] = (),
+    decisions: Mapping[str, Pack | Keep], names: ModuleNames, notes: Sequence[str], not_on_disk: Collection[str] = ()
 ) -> Selection:
     """Complete the decisions for all tensors with the list of modules to skip.
 

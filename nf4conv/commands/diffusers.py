@@ -98,19 +98,7 @@ def write_submodels(
     write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
     card: Callable[[ReportT], str | None],
 ) -> ReportT:
-    """Carry out the plans of all submodels.
-
-    Args:
-        plan: of the pipeline.
-        out: the output folder.
-        run: how to use the machine.
-        progress: told how many more source bytes have been read.
-        write: carries out the plan of one submodel.
-        card: the output's README.md; None when it gets none.
-
-    Returns:
-        One report of all.
-    """
+    """Carry out the plans of all submodels by `write`; one report of all, of which `card` makes a README.md or none."""
     reports: list[ReportT] = []
     if not run.overwrite and _is_complete(plan, out):
         reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]

@@ -95,9 +95,5 @@ _DYNAMIC_POSITIVE: Final = _floats(
     """
 )
 
-DYNAMIC_MAP: Final = (
-    *(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])),
-    0.0,
-    *_DYNAMIC_POSITIVE,
-)
+DYNAMIC_MAP: Final = (*(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])), 0.0, *_DYNAMIC_POSITIVE)
 """bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at index 255."""

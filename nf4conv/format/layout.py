@@ -109,11 +109,7 @@ def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float 
         "shape": list(shape),
     }
     if nested_offset is not None:
-        state |= {
-            "nested_blocksize": NESTED_BLOCKSIZE,
-            "nested_dtype": "float32",
-            "nested_offset": nested_offset,
-        }
+        state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": nested_offset}
     return json.dumps(state).encode()
 
 

@@ -37,44 +37,26 @@ _HUB: Final = "https://huggingface.co"
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run measured.
+    """What a run measured."""
 
-    Attributes:
-        bytes_before: of all tensors of the source.
-        bytes_after: of the output's weight files.
-        verified: an audit's summary; None if nothing was verified.
-    """
-
-    bytes_before: int
-    bytes_after: int
-    verified: VerificationSummary | None = None
+    bytes_before: int  # of all tensors of the source
+    bytes_after: int  # of the output's weight files
+    verified: VerificationSummary | None = None  # an audit's summary; None if nothing was verified
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a card is about.
+    """What a card is about."""
 
-    Attributes:
-        origin: where the original came from; None for one on this disk.
-        base: the name of the original on the Hub; None if unknown.
-        name: what the original is called: the last part of that name, or of its folder.
-        front: what the original's own card says at its top.
-        library: that loads it.
-        format: of the packed weights.
-        jobs: what was written.
-        figures: sizes.
-        adapters: what has been merged into it.
-    """
-
-    origin: "Origin | None"
-    base: str | None
-    name: str
-    front: Mapping[str, Any]
-    library: str
-    format: Format
-    jobs: Sequence[Job]
-    figures: Figures
-    adapters: tuple[AdapterFiles, ...] = ()
+    origin: "Origin | None"  # where the original came from; None for one on this disk
+    base: str | None  # the name of the original on the Hub; None if unknown
+    name: str  # what the original is called: the last part of that name, or of its folder
+    front: Mapping[str, Any]  # what the original's own card says at its top
+    library: str  # that loads it
+    format: Format  # of the packed weights
+    jobs: Sequence[Job]  # what was written
+    figures: Figures  # sizes
+    adapters: tuple[AdapterFiles, ...] = ()  # what has been merged into it
 
 
 def model_card(

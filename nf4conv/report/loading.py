@@ -13,11 +13,8 @@ _TASKS: Final = (
     *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM"),
     "ForImageClassification",
 )
-_CUDA_ITSELF: Final = 5 * 10**8
-"""Bytes that CUDA and its libraries take of a GPU, roughly, before a weight is loaded."""
-
-_MANY_BITS: Final = 6.0
-"""Per parameter: half as much again as a checkpoint of linear layers alone."""
+_CUDA_ITSELF: Final = 5 * 10**8  # bytes that CUDA and its libraries take of a GPU, roughly, before a weight is loaded
+_MANY_BITS: Final = 6.0  # per parameter: half as much again as a checkpoint of linear layers alone
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,11 @@ _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 
 
 class ModulePlace(NamedTuple):
-    """Where a weight stands in a model.
+    """Where a weight stands in a model."""
 
-    Attributes:
-        stack: the path before the first number, such as "model.layers"; empty if there is no number.
-        layer: that number; None if there is none.
-        kind: the rest of the module's path without further numbers, such as "mlp.experts.down_proj".
-    """
-
-    stack: str
-    layer: int | None
-    kind: str
+    stack: str  # the path before the first number, such as "model.layers"; empty if there is no number
+    layer: int | None  # that number; None if there is none
+    kind: str  # the rest of the module's path without further numbers, such as "mlp.experts.down_proj"
 
 
 def place_of(name: str) -> ModulePlace:
@@ -39,58 +33,34 @@ def place_of(name: str) -> ModulePlace:
 
 
 class PieceErrors(NamedTuple):
-    """What one piece of a weight adds; sums in float64, see codec/error_sums.py.
+    """What one piece of a weight adds; sums in float64, see codec/error_sums.py."""
 
-    Attributes:
-        squared_error: Σ error².
-        squared_weight: Σ weight².
-        max_error: the largest |error|.
-        max_relative_error: the largest |error| / absmax of its block.
-        outside: values beyond the format's worst case.
-        differing: bytes of codes that quantizing the source would make otherwise.
-        not_nearest: codes for which another is nearer to the value.
-    """
-
-    squared_error: float
-    squared_weight: float
-    max_error: float
-    max_relative_error: float
-    outside: int
-    differing: int
-    not_nearest: int
+    squared_error: float  # Σ error²
+    squared_weight: float  # Σ weight²
+    max_error: float  # the largest |error|
+    max_relative_error: float  # the largest |error| / absmax of its block
+    outside: int  # values beyond the format's worst case
+    differing: int  # bytes of codes that quantizing the source would make otherwise
+    not_nearest: int  # codes for which another is nearer to the value
 
 
 class ScaleErrors(NamedTuple):
-    """How the scales of a weight compare with those of its source.
+    """How the scales of a weight compare with those of its source."""
 
-    Attributes:
-        wrong: absmax, or their codes, that are not the source's.
-        first: index of the first of them.
-        wrong_nested: nested absmax that are not the largest of what they scale.
-        differing: bytes of scales that quantizing the source would make otherwise, the offset counting as one.
-        described: bytes of the code maps and of the JSON blob that it would.
-    """
-
-    wrong: int = 0
-    first: int = 0
-    wrong_nested: int = 0
-    differing: int = 0
-    described: int = 0
+    wrong: int = 0  # absmax, or their codes, that are not the source's
+    first: int = 0  # index of the first of them
+    wrong_nested: int = 0  # nested absmax that are not the largest of what they scale
+    differing: int = 0  # bytes of scales that quantizing the source would make otherwise, the offset counting as one
+    described: int = 0  # bytes of the code maps and of the JSON blob that it would
 
 
 @dataclass
 class WeightResult:
-    """One packed weight.
+    """One packed weight."""
 
-    Attributes:
-        weight: as it is stored.
-        improper: scales that are infinite, NaN or, if they were not searched, negative.
-        scales: how the scales compare with the source's; None without a source.
-    """
-
-    weight: StoredWeight
-    improper: int = 0
-    scales: ScaleErrors | None = None
+    weight: StoredWeight  # as it is stored
+    improper: int = 0  # scales that are infinite, NaN or, if they were not searched, negative
+    scales: ScaleErrors | None = None  # how the scales compare with the source's; None without a source
     _pieces: dict[int, PieceErrors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -133,15 +103,10 @@ class WeightResult:
 
 @dataclass
 class CopyResult:
-    """One tensor that is not packed.
+    """One tensor that is not packed."""
 
-    Attributes:
-        tensor: as it is stored.
-        differing: elements that are not the source's.
-    """
-
-    tensor: TensorInfo
-    differing: int = 0
+    tensor: TensorInfo  # as it is stored
+    differing: int = 0  # elements that are not the source's
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, differing: int) -> None:
@@ -150,33 +115,22 @@ class CopyResult:
 
 
 class PieceDifference(NamedTuple):
-    """What one piece of a tensor adds to its comparison with another; sums in float64.
+    """What one piece of a tensor adds to its comparison with another; sums in float64."""
 
-    Attributes:
-        squared_difference: Σ (a - b)².
-        squared_values: Σ a², of the values that are finite.
-        largest_difference: the largest |a - b|; infinite where one of the two is NaN or infinite, and the other is not.
-        differing: values that are not equal; NaN equals NaN.
-    """
-
-    squared_difference: float
-    squared_values: float
+    squared_difference: float  # Σ (a - b)²
+    squared_values: float  # Σ a², of the values that are finite
+    # the largest |a - b|; infinite where one of the two is NaN or infinite, and the other is not
     largest_difference: float
-    differing: int
+    differing: int  # values that are not equal; NaN equals NaN
 
 
 @dataclass
 class TensorDifference:
-    """The tensors of one name in two checkpoints.
+    """The tensors of one name in two checkpoints."""
 
-    Attributes:
-        a: in the one, as what it is decoded to.
-        b: in the other.
-        is_identical: whether all bytes are equal; None where the two are not stored alike, or not compared yet.
-    """
-
-    a: TensorInfo
-    b: TensorInfo
+    a: TensorInfo  # in the one, as what it is decoded to
+    b: TensorInfo  # in the other
+    # whether all bytes are equal; None where the two are not stored alike, or not compared yet
     is_identical: bool | None = None
     _pieces: dict[int, PieceDifference] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

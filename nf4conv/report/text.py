@@ -9,19 +9,10 @@ from nf4conv.report.rows import kind_name
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10
 _LONGEST_LINE: Final = 2000
-_NARROWEST: Final = 16
-"""Characters that are left of a name, at least."""
+_NARROWEST: Final = 16  # characters that are left of a name, at least
 _TITLES: Final = {"place": "kind of module", "bytes": "size", "bits_per_parameter": "bits"}
 _MEASURED: Final = {"relative_error": "relative", "largest_relative_error": "worst"}
-_ERRORS: Final = {
-    "relative_error": "relative",
-    "snr_db": "SNR dB",
-    "largest_error_of_absmax": "max/absmax",
-    "outside": "",
-}
-_DIFFERENCES: Final = {
-    "relative_error": "relative", "snr_db": "SNR dB", "largest_difference": "max |A-B|", "differing": "values",
-}  # fmt: skip
+_FAR: Final = {"relative_error": "relative", "snr_db": "SNR dB"}
 
 
 def printable(text: str) -> str:
@@ -49,7 +40,9 @@ def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]
     yield from _more(report.findings)
     compared = [row for row in report.weights if row.relative_error is not None]
     worst = sorted(compared, key=lambda row: -row.error)[:_MOST_WEIGHTS]
-    yield from table(worst, width, {"name": "largest errors", **_ERRORS})
+    yield from table(
+        worst, width, {"name": "largest errors", **_FAR, "largest_error_of_absmax": "max/absmax", "outside": ""}
+    )
     yield from table(report.kinds, width, {"place": "", "weights": "", "parameters": "", "bytes": "", **_MEASURED})
     yield ""
     yield from (f"normal for {name} on trained weights: {low:g} to {high:g}" for name, low, high in report.normal)
@@ -64,7 +57,8 @@ def comparison_lines(report: ComparisonReport, width: int | None) -> Iterator[st
         yield f"{row.status:14} {printable(row.name)}  {described}"
     yield from _more(unmeasured)
     differing = sorted((row for row in report.tensors if row.differing), key=lambda row: -(row.relative_error or 0.0))
-    titles = {"name": "largest differences", "format_a": "A", "format_b": "B", **_DIFFERENCES}
+    titles = {"name": "largest differences", "format_a": "A", "format_b": "B", **_FAR}
+    titles |= {"largest_difference": "max |A-B|", "differing": "values"}
     yield from table(differing[:_MOST_WEIGHTS], width, titles)
     counts = dict.fromkeys(("place", "tensors", "identical", "parameters", "differing"), "")
     yield from table(report.kinds, width, {**counts, **_MEASURED})

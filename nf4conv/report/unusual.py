@@ -7,8 +7,7 @@ from typing import Final
 from nf4conv.report.measured import place_of
 from nf4conv.report.rows import kind_name
 
-_FEWEST: Final = 3
-"""Modules of one kind, of which one can be unlike the others."""
+_FEWEST: Final = 3  # modules of one kind, of which one can be unlike the others
 _MOST_LINES: Final = 8
 _MOST_LAYERS: Final = 6
 
@@ -16,8 +15,7 @@ _MOST_LAYERS: Final = 6
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """A line for each kind of tensor of which most are treated alike, and some are not.
 
-    Args:
-        treated: the name of each tensor, and what becomes of it or how it is stored, in a few words.
+    `treated` is the name of each tensor, and what becomes of it or how it is stored, in a few words.
     """
     lines, kinds = [], defaultdict(list)
     for name, treatment in treated:

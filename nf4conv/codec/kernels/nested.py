@@ -63,14 +63,7 @@ _launch = Launcher(_compress_kernel)
 
 @triton.jit
 def compress_tile(
-    absmax_ptr,
-    offset_ptr,
-    codes_ptr,
-    nested_absmax_ptr,
-    middle_ptr,
-    count,
-    ROWS: tl.constexpr,
-    PTX: tl.constexpr,
+    absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS: tl.constexpr, PTX: tl.constexpr
 ):
     """Encode ROWS nested blocks, `count` ≤ 256 ROWS values."""
     row = tl.arange(0, ROWS)

@@ -38,21 +38,13 @@ TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Two checkpoints whose headers have been looked at.
+    """Two checkpoints whose headers have been looked at."""
 
-    Attributes:
-        a: the one.
-        b: the other.
-        options: what was asked for.
-        tensors: (in A, in B) of every name; None where there is none.
-        notes: what the user should know.
-    """
-
-    a: str
-    b: str
-    options: CompareOptions
-    tensors: TensorPairs
-    notes: tuple[str, ...]
+    a: str  # the one
+    b: str  # the other
+    options: CompareOptions  # what was asked for
+    tensors: TensorPairs  # (in A, in B) of every name; None where there is none
+    notes: tuple[str, ...]  # what the user should know
 
     @property
     def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
