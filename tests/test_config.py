@@ -7,8 +7,10 @@ import pytest
 
 from nf4conv.checkpoint.config import architecture_of, checkpoint_dtype, quantized_config, without_quantization
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.format.layout import Format
 
-SETTINGS = {"quant_type": "nf4", "double_quant": True, "compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}
+FORMAT = Format("nf4", 64, True, "bfloat16")
+SETTINGS = {"compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}
 
 
 def tensor(name: str, dtype: str = "BF16") -> TensorInfo:
@@ -29,8 +31,8 @@ def test_the_keys_and_values_are_those_that_transformers_writes(quant_type, doub
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=["lm_head"],
     ).to_dict()
-    settings = {**SETTINGS, "quant_type": quant_type, "double_quant": double_quant}
-    ours = quantized_config({}, **settings, dtype=None)["quantization_config"]
+    format = Format(quant_type, 64, double_quant, "bfloat16")
+    ours = quantized_config({}, format, **SETTINGS, dtype=None)["quantization_config"]
     assert ours == {**theirs, "quant_method": "bitsandbytes"}
     assert len(ours) == 13
 
@@ -53,7 +55,7 @@ def test_the_architecture_is_a_name_or_nothing(stored, expected):
 
 
 def test_the_threshold_is_a_json_float():
-    assert '"llm_int8_threshold": 6.0' in json.dumps(quantized_config({}, **SETTINGS, dtype=None))
+    assert '"llm_int8_threshold": 6.0' in json.dumps(quantized_config({}, FORMAT, **SETTINGS, dtype=None))
 
 
 def test_leftovers_of_a_quantization_are_removed_at_every_level():
@@ -64,7 +66,7 @@ def test_leftovers_of_a_quantization_are_removed_at_every_level():
         "text_config": {"hidden_size": 64, "quantization_config": {"quant_method": "fp8"}},
     }
     assert without_quantization(config) == {"model_type": "llava", "text_config": {"hidden_size": 64}}
-    edited = quantized_config(config, **SETTINGS, dtype=None)
+    edited = quantized_config(config, FORMAT, **SETTINGS, dtype=None)
     assert edited["quantization_config"]["quant_method"] == "bitsandbytes"
     assert "quantization_config" not in edited["text_config"]
     assert config["text_config"]["quantization_config"] == {"quant_method": "fp8"}, "the source's config was changed"
@@ -84,7 +86,7 @@ def test_leftovers_of_a_quantization_are_removed_at_every_level():
     ids=["old-key", "new-key", "no-key", "nested"],
 )
 def test_the_dtype_is_named_where_old_and_new_readers_look(config, expected):
-    edited = quantized_config(config, **SETTINGS, dtype="bfloat16")
+    edited = quantized_config(config, FORMAT, **SETTINGS, dtype="bfloat16")
     del edited["quantization_config"]
     assert edited == expected
 

@@ -6,6 +6,8 @@ The keys and their order are those that transformers 4.57.6 and 5.23.0 write (Bi
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from nf4conv.format.layout import Format
+
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
@@ -20,23 +22,15 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def quantized_config(
-    config: Mapping[str, Any],
-    *,
-    quant_type: str,
-    double_quant: bool,
-    compute_dtype: str,
-    skip_modules: Sequence[str],
-    dtype: str | None,
-    quant_storage: str = "uint8",
+    config: Mapping[str, Any], format: Format, *, compute_dtype: str, skip_modules: Sequence[str], dtype: str | None
 ) -> dict[str, Any]:
     """The content of config.json for a 4-bit checkpoint.
 
     Args:
         config: the content of the source's.
-        quant_type: "nf4" or "fp4"; without it transformers assumes fp4.
-        double_quant: must match what is stored: transformers 4.57 counts the tensors of a weight.
+        format: that must be what is stored: transformers assumes fp4 without a quant_type, and 4.57 counts the tensors
+            of a weight.
         compute_dtype: "bfloat16", "float16" or "float32": what a loaded model multiplies in.
-        quant_storage: what packed codes are stored as; must match, too.
         skip_modules: null would let every loader guess its own list.
         dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
     """
@@ -47,9 +41,9 @@ def quantized_config(
         "_load_in_4bit": True,
         "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": quant_storage,
-        "bnb_4bit_quant_type": quant_type,
-        "bnb_4bit_use_double_quant": double_quant,
+        "bnb_4bit_quant_storage": format.quant_storage,
+        "bnb_4bit_quant_type": format.quant_type,
+        "bnb_4bit_use_double_quant": format.double_quant,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
         "llm_int8_skip_modules": list(skip_modules),

@@ -17,7 +17,7 @@ from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import Structure
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.format.layout import DTYPE_NAMES, STORAGE_DTYPES, TAGS
+from nf4conv.format.layout import DTYPE_NAMES, STORAGE_DTYPES, TAGS, Format
 from nf4conv.options import QuantizeOptions
 
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
@@ -70,15 +70,11 @@ def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config")
     if weight is None or not isinstance(found, Mapping):
         return
-    expected = quantized_config(
-        {},
-        quant_type=weight.state.quant_type,
-        double_quant=weight.is_nested,
-        compute_dtype=found.get("bnb_4bit_compute_dtype", "bfloat16"),  # a choice, which another check looks at
-        skip_modules=(),
-        dtype=None,
-        quant_storage=STORAGE_DTYPES.get(weight.values.dtype, "uint8"),
-    )["quantization_config"]
+    state, storage = weight.state, STORAGE_DTYPES.get(weight.values.dtype, "uint8")
+    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype, storage)
+    compute = found.get("bnb_4bit_compute_dtype", "bfloat16")  # a choice, which another check looks at
+    written = quantized_config({}, format, compute_dtype=compute, skip_modules=(), dtype=None)
+    expected = written["quantization_config"]
     for key in sorted({*expected, *found} - {"llm_int8_skip_modules"}):
         values = [json.dumps(place[key]) if key in place else "missing" for place in (found, expected)]
         if values[0] != values[1]:

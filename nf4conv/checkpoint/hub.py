@@ -76,11 +76,7 @@ class Origin:
 
 
 class Repository:
-    """A model repository at one commit.
-
-    Args:
-        repo: "org/name".
-        where: revision, token and cache.
+    """A model repository, "org/name", at the commit that a revision stands for.
 
     Attributes:
         commit: what the revision stood for.

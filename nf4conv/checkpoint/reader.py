@@ -31,11 +31,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `path` from `start` on.
-
-        Raises:
-            SourceError: the file cannot be read, or ends early.
-        """
+        """Fill `buffer` with the bytes of `path` from `start` on; a SourceError if it cannot be read, or ends early."""
         position = 0
         with named(path, SourceError), self._opened(path) as descriptor:
             while position < len(buffer):

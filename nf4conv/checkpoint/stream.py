@@ -32,9 +32,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class RemoteReader(Reader):
     """Reads files that are local from where they are, and files that are absent by ranges from the hub.
 
-    Args:
-        repository: that holds the absent files.
-        absent: their names there, by the path they would have.
+    It is told the names of those in the repository by the path they would have.
     """
 
     def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:

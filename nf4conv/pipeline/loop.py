@@ -45,15 +45,9 @@ _CUDA_WORKERS: Final = 8
 
 
 class Worker:
-    """What one thread works with: a buffer to read into, and where its time went.
+    """What one thread works with: a reader of the source, host memory to read into, a piece long, and where time went.
 
-    Args:
-        reader: of the source files.
-        buffer: host memory, a piece long.
-        advance: told how many source bytes have been read.
-
-    Attributes:
-        seconds: time spent by activity.
+    `advance` is told how many source bytes have been read.
     """
 
     def __init__(self, reader: Reader, buffer: memoryview, advance: Callable[[int], None]) -> None:
@@ -95,14 +89,11 @@ class Task(Protocol[W_contra]):
 
 
 class Engine(Protocol[W_co]):
-    """How workers compute.
-
-    Attributes:
-        device: "cpu", or "cuda:N".
-    """
+    """How workers compute."""
 
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """Such as "cpu" or "cuda:0"."""
 
     def worker(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> AbstractContextManager[W_co]:
         """A worker for the calling thread, which alone uses it, with buffers for `piece` bytes."""
@@ -144,11 +135,8 @@ class Pipeline(Generic[W]):
     def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.
 
-        An interrupt stops the workers after the piece in hand. However the call ends, no worker is left.
-
-        Args:
-            tasks: taken one by one, in this order.
-            reader: of the source, which the caller closes; None for one of local files.
+        They are taken one by one, in their order. The caller closes the reader; None reads local files. An interrupt
+        stops the workers after the piece in hand. However the call ends, no worker is left.
         """
         with nullcontext(reader) if reader is not None else Reader() as reader:
             crew = _Crew(tasks, reader)
@@ -244,14 +232,9 @@ def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
 def batches(
     items: Iterable[T], size: Callable[[T], int], room: int, kind: Callable[[T], object], most: int | None = None
 ) -> Iterator[tuple[T, ...]]:
-    """Neighbours that are taken together: items of one kind whose sizes fit a room; a larger one comes alone.
+    """Neighbours that are taken together: at most so many items of one kind whose sizes add up to no more than a room.
 
-    Args:
-        items: in their order.
-        size: of an item.
-        room: what the sizes of several items may add up to.
-        kind: of an item; only items of equal kinds are taken together.
-        most: how many items are taken together; None for any number.
+    An item that is larger comes alone.
     """
     batch: list[T] = []
     left = room

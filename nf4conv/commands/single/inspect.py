@@ -30,11 +30,9 @@ from nf4conv.report.unusual import unusual
 def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
     """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     source = open_stored(path, replace(where or SourceOptions(), stream=True))
-    described = [
-        tensor
-        for tensor in source.tensors
-        if tensor.nbytes <= LARGEST_QUANT_STATE and _is_description(split_component(tensor.name)[1])
-    ]
+    small_ones = (tensor for tensor in source.tensors if tensor.nbytes <= LARGEST_QUANT_STATE)
+    suffixes = ((tensor, split_component(tensor.name)[1]) for tensor in small_ones)
+    described = [tensor for tensor, suffix in suffixes if _is_state(suffix) or suffix.endswith("_map")]
     small = read_together(source, described)
     rows = tuple(_rows(source, small))
     config = source.config or {}
@@ -72,10 +70,6 @@ def _rows(source: Source, states: Mapping[str, bytes]) -> Iterator[InspectedRow]
         owner, suffix = split_component(tensor.name)
         if not suffix or owner not in names:
             yield _row(tensor, components.get(tensor.name, {}), states)
-
-
-def _is_description(suffix: str) -> bool:
-    return _is_state(suffix) or suffix.endswith("_map")
 
 
 def _is_state(suffix: str) -> bool:

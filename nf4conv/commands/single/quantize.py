@@ -251,12 +251,10 @@ def _new_config(
     default = before if before in DTYPES else format.dtype if format.dtype != "float32" else "bfloat16"
     return quantized_config(
         source.config,
-        quant_type=format.quant_type,
-        double_quant=format.double_quant,
+        format,
         compute_dtype=options.compute_dtype or str(default),
         skip_modules=selection.skip_modules,
         dtype=None if "_class_name" in source.config else format.dtype,  # a key that diffusers does not know
-        quant_storage=format.quant_storage,
     )
 
 
