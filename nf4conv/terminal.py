@@ -28,7 +28,8 @@ _COMMANDS: Final = ("inspect", "quantize", "verify", "compare", "dequantize", "e
 """In the order of their use."""
 
 _GROUPS: Final = {
-    "What is made": "quant_type blocksize double_quant scales quant_storage lora dtype compute_dtype max_shard_size",
+    "What is made": "quant_type blocksize double_quant scales quant_storage lora dtype compute_dtype max_shard_size "
+    "single_file",
     "Which weights": "include exclude skip_modules quantize_towers moe plan_with non_finite",
     "Checks": "verify source tolerance exact",
     "Publishing": "push_to_hub public base_model",

@@ -245,12 +245,9 @@ class _Merging:
         """An embedding, and the head that is stored beside it although it is the same."""
         yield embedding
         head = self._find("lm_head.weight")
-        if self._is_tied and head is not None and head != embedding and head.shape == embedding.shape:
+        is_said_to_be = self._config.get("tie_word_embeddings") is True
+        if is_said_to_be and head is not None and head != embedding and head.shape == embedding.shape:
             yield head
-
-    @property
-    def _is_tied(self) -> bool:
-        return self._config.get("tie_word_embeddings", True) is not False
 
     def _untie(self, adapter: Adapter) -> tuple[Adapter, str]:
         """Give a head that is the embedding a tensor of its own, if the adapter was trained to make them differ.
@@ -268,7 +265,8 @@ class _Merging:
         embedding = next((name for name in made if is_embedding(_leaf(name)) and self._find(name)), None)
         has_two = architecture_of(self._config).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
         has_two = has_two and not self._config.get("is_encoder_decoder")  # which scales a tied head, and no other
-        if not self._is_tied or not (heads or (embedding and has_two)):
+        is_tied = self._config.get("tie_word_embeddings", True) is not False
+        if not is_tied or not (heads or (embedding and has_two)):
             return adapter, ""
         if adapter.config.get("ensure_weight_tying"):
             heads = [name for name in heads if self._find(name) is None]

@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.structure import Structure, check_weight
-from nf4conv.errors import CodecError
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
@@ -101,16 +100,10 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
 
 
 def _written_state(blob: bytes, format: Format) -> bytes:
-    """A quant state as it is if bitsandbytes reads it, or else what it says as bitsandbytes writes it."""
+    """What a quant state says, as bitsandbytes writes it."""
     fields = json.loads(blob)
     offset = float(fields["nested_offset"]) if format.double_quant else None
-    canonical = layout.quant_state_json(format, fields["shape"], offset)
-    try:
-        layout.parse_quant_state(blob)
-    except CodecError:
-        return canonical
-    is_current = fields.get("nested_dtype", "float32") == "float32"
-    return blob if is_current and len(blob) <= len(canonical) else canonical
+    return layout.quant_state_json(format, fields["shape"], offset)
 
 
 def _is_close(raw: bytes, table: tuple[float, ...]) -> bool:

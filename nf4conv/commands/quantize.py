@@ -20,7 +20,14 @@ from nf4conv.commands.diffusers import (
     write_submodels,
 )
 from nf4conv.commands.output import check_apart, ignore
-from nf4conv.commands.single.quantize import QuantizationPlan, plan_one, plan_submodel, prepared, write_one
+from nf4conv.commands.single.quantize import (
+    QuantizationPlan,
+    plan_one,
+    plan_submodel,
+    prepared,
+    write_one,
+    write_one_file,
+)
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport
@@ -126,6 +133,8 @@ def execute_quantization(
     if isinstance(plan, QuantizationPlan):
         check_apart(plan.source.folder, out)
         plan = prepared(plan, run)
+        if plan.options.single_file:
+            return write_one_file(plan, out, run, progress, push)
     else:
         check_apart(plan.folder.folder, out)
         submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}

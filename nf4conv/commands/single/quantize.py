@@ -7,6 +7,7 @@ auxiliary files ▸ index ▸ config.json       config.json last: it is what mak
 
 import gc
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.merging import open_merged
+from nf4conv.checkpoint.original_names import within_blocks
 from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
-from nf4conv.checkpoint.selection import Pack, Selection, demote, select
+from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
 from nf4conv.commands.complete import finished_earlier
@@ -30,10 +32,10 @@ from nf4conv.commands.output import (
     read_front,
     write_checkpoint,
 )
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, SCALES
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
-from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
 from nf4conv.report.loading import advice, gpu_bytes
@@ -58,7 +60,7 @@ class QuantizationPlan(WritingPlan):
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
         """The model card; None for a submodel."""
-        if self.is_submodel:
+        if self.is_submodel or self.options.single_file:
             return None
         from nf4conv.report.card import Figures, model_card  # importing a reader of YAML takes a moment
 
@@ -99,7 +101,8 @@ def plan_one(source: str | Path, options: QuantizeOptions, where: SourceOptions 
     was_enabled = gc.isenabled()
     gc.disable()  # planning makes many small objects that live on: looking for dead ones takes a quarter of the time
     try:
-        return _plan(open_merged(source, where, options.lora), options, frozenset())
+        opened = open_merged(source, where, options.lora)
+        return _plan(opened, within_blocks(opened, options) if options.single_file else options, frozenset())
     finally:
         if was_enabled:
             gc.enable()
@@ -111,6 +114,10 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
         selection = demote(selection, sorted(non_finite), opened.config or {})
     format = _format(opened, _dtype(opened, selection, options), options)
     selection = _storable(opened, selection, format)
+    if options.single_file:  # what is not packed is often float32 for a reason, such as a VAE
+        kept = {name: part for name, part in selection.decisions.items() if isinstance(part, Keep)}
+        as_stored = {name: replace(part, keep_dtype=True) for name, part in kept.items()}
+        selection = replace(selection, decisions={**selection.decisions, **as_stored})
     unchanged = _unchanged(opened, selection, format, options)
     output = make_plan(
         opened.tensors,
@@ -285,6 +292,23 @@ def write_one(
         loading="" if loading is None else loading.call(str(out)),
         advice=advice(plan.rows()),
     )
+
+
+def write_one_file(
+    plan: QuantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None], push: PushOptions | None
+) -> QuantizeReport:
+    """Carry out a plan by way of a folder beside the file, which an interrupted run leaves to be resumed."""
+    if run.checksum or (push is not None and push.push_to_hub is not None):
+        raise PlanError("--single-file: --push-to-hub and --checksum are for folders")
+    if out.suffix != ".safetensors":
+        raise PlanError(f"{out}: --single-file writes one file, such as OUT.safetensors")
+    if out.exists() and not run.overwrite:
+        raise OutputError(f"{out}: exists; choose another file, or --overwrite")
+    folder = out.with_name(f"{out.name}.unfinished")
+    report = write_one(plan, folder, run, progress)
+    (folder / plan.output.shards[0].name).replace(out)
+    shutil.rmtree(folder)
+    return replace(report, out=str(out))
 
 
 def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:

@@ -132,10 +132,11 @@ class CopyDecoded(ShardTask[TorchWorker]):
     def run(self, worker: TorchWorker) -> None:
         tensor = read_decoded(worker, self.piece.tensor)
         with worker.timed(Activity.COMPUTE):
-            tensor = tensor.to(TORCH_DTYPES[self.job.dtype])
-            check_cast(tensor, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
-        offset = self.job.offset + self.piece.start * tensor.element_size()
-        worker.write([(self.progress.writer, offset, tensor)])
+            cast = tensor.to(TORCH_DTYPES[self.job.dtype])
+            if cast is not tensor or cast.dtype is torch.float16:  # the other dtypes hold whatever decoding gives
+                check_cast(cast, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
+        offset = self.job.offset + self.piece.start * cast.element_size()
+        worker.write([(self.progress.writer, offset, cast)])
         if self.progress.audit is not None:
             self.progress.audit.check_decoded(worker, self.progress, self.job, self.piece)
         self.progress.done()

@@ -1,0 +1,144 @@
+"""`--single-file`: what ComfyUI's and Forge's loaders of NF4 do with the keys of a file, done to ours.
+
+Both read a linear layer P so: if any key that begins with "P.weight." names bitsandbytes, P.weight is the packed codes
+and those keys, without the prefix, are the quant state; if none does, P.weight is the weight. Which model a file is
+they tell by the shapes of layers outside the blocks (ComfyUI_bitsandbytes_NF4, stable-diffusion-webui-forge,
+huggingface_guess).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Params4bit
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from nf4conv.cli import main
+from nf4conv.codec.ops import dequantize_4bit as decode
+from nf4conv.codec.ops import quantize_4bit
+from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
+from nf4conv.errors import Nf4convError, OutputError, PlanError
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions
+
+pytestmark = pytest.mark.oracle
+CPU = RunOptions(device="cpu")
+ONE = QuantizeOptions(single_file=True)
+BUNDLED = "model.diffusion_model."
+FLUX = {
+    "double_blocks.0.img_attn.qkv": (192, 64), "double_blocks.0.txt_mlp.0": (256, 64),
+    "double_blocks.0.img_mod.lin": (384, 64), "single_blocks.1.linear1": (448, 64),
+    "single_blocks.1.linear2": (64, 320),
+}  # fmt: skip
+UNET = {
+    "input_blocks.4.1.transformer_blocks.0.attn1.to_k": (64, 64),
+    "input_blocks.4.1.transformer_blocks.0.attn2.to_v": (64, 128),
+    "middle_block.1.transformer_blocks.1.attn2.to_k": (64, 128),
+    "output_blocks.3.1.transformer_blocks.0.ff.net.0.proj": (512, 64),
+}
+TELLING = {
+    "flux": {"img_in": (64, 64), "txt_in": (64, 128), "vector_in.in_layer": (64, 48), "final_layer.linear": (64, 64)},
+    "unet": {
+        "input_blocks.0.0": (64, 4, 3, 3), "label_emb.0.0": (256, 128), "time_embed.0": (256, 64),
+        "out.2": (4, 64, 3, 3),
+        "input_blocks.4.1.proj_in": (64, 64), "input_blocks.4.1.transformer_blocks.0.attn2.to_k": (64, 128),
+        "output_blocks.3.1.transformer_blocks.0.attn2.to_k": (64, 128),
+    },
+}  # fmt: skip
+OTHERS = {
+    "first_stage_model.decoder.conv_in": (64, 4, 3, 3),
+    "first_stage_model.decoder.mid.attn_1.q": (64, 64),
+    "text_encoders.clip_l.transformer.text_model.encoder.layers.0.self_attn.q_proj": (64, 64),
+}
+KINDS = {
+    "flux": (FLUX, TELLING["flux"], ""),
+    "flux in a bundle": (FLUX, TELLING["flux"], BUNDLED),
+    "unet in a bundle": (UNET, TELLING["unet"], BUNDLED),
+}
+
+
+def write(folder: Path, kind: str) -> Path:
+    packed, kept, prefix = KINDS[kind]
+    torch.manual_seed(0)
+    tensors = {f"{prefix}{name}.weight": torch.randn(shape).bfloat16() for name, shape in (packed | kept).items()}
+    tensors |= {f"{prefix}{name}.bias": torch.randn(shape[0]).bfloat16() for name, shape in packed.items()}
+    if prefix:  # a VAE in float32, which stays in it
+        tensors |= {f"{name}.weight": torch.randn(shape) for name, shape in OTHERS.items()}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "original.safetensors")
+    return folder / "original.safetensors"
+
+
+def loaded(tensors: dict[str, torch.Tensor], prefix: str) -> tuple[torch.Tensor, bool]:
+    """A linear layer's weight as those loaders read it, and whether it was packed."""
+    state_keys = {key[len(f"{prefix}.weight.") :] for key in tensors if key.startswith(f"{prefix}.weight.")}
+    if not any("bitsandbytes" in key for key in state_keys):
+        return tensors[f"{prefix}.weight"], False
+    stats = {key: tensors[f"{prefix}.weight.{key}"] for key in state_keys}
+    weight = Params4bit.from_prequantized(tensors[f"{prefix}.weight"], stats, requires_grad=False, device="cpu")
+    assert weight.bnb_quantized
+    return dequantize_4bit(weight.data, weight.quant_state), True
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_image_tools_find_what_they_look_for(tmp_path, kind, double_quant):
+    source, out = write(tmp_path / "source", kind), tmp_path / "nf4.safetensors"
+    options = QuantizeOptions(single_file=True, double_quant=double_quant)
+    report = quantize_checkpoint(source, out, options, RunOptions(device="cpu", verify=True))
+    before, after = load_file(source), load_file(out)
+    packed, kept, prefix = KINDS[kind]
+    for name in packed:
+        values, is_packed = loaded(after, prefix + name)
+        expected = decode(*quantize_4bit(before[f"{prefix}{name}.weight"], double_quant=double_quant))
+        assert is_packed
+        assert torch.equal(values, expected), name
+    for name, tensor in before.items():
+        if name.removesuffix(".weight").removeprefix(prefix) not in packed:
+            assert after[name].dtype == tensor.dtype
+            assert torch.equal(after[name], tensor), name
+    for name, shape in kept.items():
+        assert after[f"{prefix}{name}.weight"].shape == shape
+    assert report.packed == len(packed)
+    assert [path.name for path in tmp_path.iterdir() if path != source.parent] == [out.name]
+    assert verify_checkpoint(out, source, run=CPU).passed
+
+
+def test_other_names_are_refused(tmp_path):
+    tensors = {"transformer_blocks.0.attn.to_q.weight": torch.ones(64, 64)}
+    (tmp_path / "transformer").mkdir()
+    save_file(tensors, tmp_path / "transformer/diffusion_pytorch_model.safetensors")
+    (tmp_path / "transformer/config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(PlanError, match="not a component of diffusers"):
+        plan_quantization(tmp_path / "transformer", ONE)
+
+
+def test_the_output_is_one_file_and_never_a_half_of_one(tmp_path, monkeypatch):
+    source, out = write(tmp_path / "source", "flux"), tmp_path / "nf4.safetensors"
+    with pytest.raises(PlanError, match=r"such as OUT\.safetensors"):
+        quantize_checkpoint(source, tmp_path / "out", ONE, CPU)
+    with pytest.raises(PlanError, match="are for folders"):
+        quantize_checkpoint(source, out, ONE, RunOptions(device="cpu", checksum=True))
+    with pytest.raises(PlanError, match="are for folders"):
+        quantize_checkpoint(source, out, ONE, CPU, push=PushOptions(push_to_hub="org/name"))
+    with monkeypatch.context() as patched:
+        patched.setattr("nf4conv.checkpoint.workspace.Workspace.complete", stop)
+        with pytest.raises(Nf4convError, match="stopped"):
+            quantize_checkpoint(source, out, ONE, CPU)
+    assert not out.exists()
+    assert quantize_checkpoint(source, out, ONE, CPU).shards_resumed == 1
+    content = out.read_bytes()
+    with pytest.raises(OutputError, match="exists"):
+        quantize_checkpoint(source, out, ONE, CPU)
+    shown = CliRunner().invoke(
+        main, ["quantize", str(source), "--single-file", str(out), "--overwrite", "--device", "cpu"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert out.read_bytes() == content
+
+
+def stop(*_: object) -> None:
+    raise OutputError("stopped")
