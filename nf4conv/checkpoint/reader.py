@@ -1,9 +1,15 @@
-"""Positional reads: many threads share one open file, and none of them moves a file position."""
+"""Positional reads: many threads share one open file, and none of them moves a file position.
+
+What is in the page cache is read by whoever wants it. Where that takes long, because it comes from a disk or over a
+network, a read is cut into blocks for many threads: so many in flight fill a disk and hide the latency of a network.
+"""
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -13,14 +19,28 @@ from nf4conv.errors import SourceError, named
 
 _MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
 _LARGEST_READ: Final = 2**22
+_BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
+_IN_FLIGHT: Final = 32  # such reads, of all files
+_SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
 
 
 class _Open:
-    """An open file, and how many threads are reading it."""
+    """An open file, how many threads are reading it, and whether the last large read took long."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.readers = 0
+        self.is_slow = False
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        position = 0
+        while position < len(buffer):
+            count = os.preadv(self.descriptor, [buffer[position:]], start + position)
+            if count == 0:
+                end = start + position
+                raise SourceError(f"{self._path}: ends at byte {end:,}; it was cut off while being read")
+            position += count
 
 
 class Reader:
@@ -29,16 +49,22 @@ class Reader:
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _Open] = OrderedDict()  # those read last are last
         self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "nf4conv-read")  # whose threads start when there is work
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `path` from `start` on; a SourceError if it cannot be read, or ends early."""
-        position = 0
-        with named(path, SourceError), self._opened(path) as descriptor:
-            while position < len(buffer):
-                count = os.preadv(descriptor, [buffer[position:]], start + position)
-                if count == 0:
-                    raise SourceError(f"{path}: ends at byte {start + position:,}; it was cut off while being read")
-                position += count
+        with named(path, SourceError), self._opened(path) as file:
+            started = time.perf_counter()
+            if file.is_slow and len(buffer) > _BLOCK:
+                places = range(0, len(buffer), _BLOCK)
+                blocks = [self._pool.submit(file.read, start + at, buffer[at : at + _BLOCK]) for at in places]
+                wait(blocks)  # after an error too: then the buffer is the caller's again
+                for block in blocks:
+                    block.result()
+            else:
+                file.read(start, buffer)
+            if len(buffer) >= _BLOCK:
+                file.is_slow = time.perf_counter() - started > len(buffer) * _SLOW
 
     def forget(self, path: Path) -> None:
         """Close a file that is not read any more."""
@@ -51,15 +77,15 @@ class Reader:
         """Let whoever waits for data give up; local files keep nobody waiting."""
 
     @contextmanager
-    def _opened(self, path: Path) -> Iterator[int]:
-        """The descriptor of a file, which is not closed meanwhile."""
+    def _opened(self, path: Path) -> Iterator[_Open]:
+        """A file, which is not closed meanwhile."""
         with self._lock:
             file = self._files.get(path) or self._open(path)
             self._files[path] = file
             self._files.move_to_end(path)
             file.readers += 1
         try:
-            yield file.descriptor
+            yield file
         finally:
             with self._lock:
                 file.readers -= 1
@@ -75,6 +101,7 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
         for file in self._files.values():
             os.close(file.descriptor)
         self._files.clear()

@@ -1,0 +1,95 @@
+"""Files that are not in the page cache: read by many threads, with the same bytes and the same errors."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import contents, write_source
+from test_resume import OPTIONS, RUN
+
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.errors import SourceError
+
+BLOCK = 2**20
+LATENCY = 0.05
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read takes as long as over a network."""
+    preadv = os.preadv
+
+    def delayed(descriptor: int, views: list[memoryview], position: int) -> int:
+        time.sleep(LATENCY)
+        return preadv(descriptor, views, position)
+
+    monkeypatch.setattr(os, "preadv", delayed)
+
+
+def write(path: Path, blocks: int) -> bytes:
+    content = random.Random(1).randbytes(blocks * BLOCK + 12_345)
+    path.write_bytes(content)
+    return content
+
+
+@pytest.mark.usefixtures("slow")
+def test_many_reads_are_in_flight_at_a_time(tmp_path: Path):
+    content = write(tmp_path / "file", 64)
+    buffer = memoryview(bytearray(len(content)))
+    with Reader() as reader:
+        reader.read_into(tmp_path / "file", 0, buffer[:BLOCK])
+        started = time.perf_counter()
+        reader.read_into(tmp_path / "file", 7, buffer[7:])
+        seconds = time.perf_counter() - started
+    assert buffer == content
+    assert seconds < 64 * LATENCY / 2  # one after the other they take 64 of these
+
+
+@pytest.mark.usefixtures("slow")
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content, preadv = write(tmp_path / "file", 3), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:300_000]], at))
+    buffer = memoryview(bytearray(len(content)))
+    with Reader() as reader:
+        for start in (0, 100):
+            reader.read_into(tmp_path / "file", start, buffer[start:])
+            assert buffer == content
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content, preadv = write(tmp_path / "file", 4), os.preadv
+
+    def failing(descriptor: int, views: list[memoryview], position: int) -> int:
+        if position >= 2 * BLOCK:
+            raise OSError(5, "Input/output error")
+        return preadv(descriptor, views, position)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with Reader() as reader:
+        reader.read_into(tmp_path / "file", 0, memoryview(bytearray(BLOCK)))
+        with pytest.raises(SourceError, match="file: Input/output error"):
+            reader.read_into(tmp_path / "file", 0, memoryview(bytearray(len(content))))
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("left", [0, 4096, 2 * BLOCK, 2 * BLOCK + 4099])
+def test_a_file_that_shrinks_once_it_is_open(tmp_path: Path, left: int):
+    content = write(tmp_path / "file", 3)
+    with Reader() as reader:
+        reader.read_into(tmp_path / "file", 0, memoryview(bytearray(BLOCK)))
+        os.truncate(tmp_path / "file", left)
+        with pytest.raises(SourceError, match=r"file: ends at byte [\d,]+; it was cut off while being read"):
+            reader.read_into(tmp_path / "file", 0, memoryview(bytearray(len(content))))
+
+
+def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, preadv = write_source(tmp_path / "source"), os.preadv
+    quantize_checkpoint(source, tmp_path / "fast", OPTIONS, RUN)
+    monkeypatch.setattr("nf4conv.checkpoint.reader._BLOCK", 4096)
+    monkeypatch.setattr(os, "preadv", lambda *read: (time.sleep(0.002), preadv(*read))[1])
+    quantize_checkpoint(source, tmp_path / "slow", OPTIONS, RUN)
+    assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
