@@ -89,9 +89,9 @@ docs: $(VENV)/.installed ## tables of options and of JSON fields, from the code,
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/terminal.py
 
-# the oldest releases that pyproject.toml allows, and what their time's transformers is not needed for
+# the oldest releases that pyproject.toml allows, and the tests that need no transformers and no bitsandbytes
 FLOORS := torch==2.6.0 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0
-CORE   := cli making inspect quantize dequantize source plan writer workspace header layout selection codebook reference ops
+CORE   := cli making inspect quantize compare source plan writer workspace header layout selection codebook reference ops
 
 $(VENV)/floors/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/floors

@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 
 import click
 import pytest
@@ -190,7 +191,7 @@ def test_paths_are_completed():
 
 def test_env_says_who_would_compute():
     found = json.loads(run("env", "--json").stdout)
-    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["torch"] == version("torch")
     assert found["engine"].startswith("CUDA kernels" if torch.cuda.is_available() else "CPU code: ")
     lines = run("env").stdout.splitlines()
     assert f"nf4conv{nf4conv.__version__:>18}" in lines[0] or lines[0].split() == ["nf4conv", nf4conv.__version__]

@@ -105,7 +105,9 @@ def test_config_and_auxiliary_files(tmp_path):
         "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors",
         "modeling_own.py", "nf4conv.json", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
-    assert "must not" not in (tmp_path / "out/README.md").read_text()
+    ours, _, theirs = (tmp_path / "out/README.md").read_text().rpartition("\n---\n")
+    assert "must not" not in ours
+    assert "must not" in theirs  # what the author wrote
     config = json.loads((tmp_path / "out/config.json").read_text())
     quantization = config.pop("quantization_config")
     assert sorted(quantization) == KEYS
