@@ -1,5 +1,7 @@
 """For type checkers and editors: the names that __init__.py looks up on first use."""
 
+from nf4conv.codec.linear import linear_4bit as linear_4bit
+from nf4conv.codec.linear import patch_linear_4bit as patch_linear_4bit
 from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
 from nf4conv.codec.ops import quantize_4bit as quantize_4bit
 from nf4conv.codec.quant_state import QuantState as QuantState

@@ -129,7 +129,7 @@ def test_custom_op_is_registered_correctly() -> None:
     packed, state = quantized()
     out = torch.empty(96 * 64, device=DEVICE)
     torch.library.opcheck(
-        ops._dequantize_op,
+        ops.dequantize_op,
         (packed.view(-1), state.absmax, state.state2.absmax, state.state2.code, state.offset, out, "nf4", 64),
     )
 

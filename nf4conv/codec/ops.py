@@ -122,14 +122,15 @@ def dequantize_4bit(
         raise CodecError(f"out has the shape {list(out.shape)}, expected {list(shape)}")
     if out.dtype not in DTYPE_NAMES:
         raise CodecError(f"cannot decode to {out.dtype}; expected float32, float16 or bfloat16")
-    _check_decodable(packed, quant_state, out)
+    check_decodable(packed, quant_state, out.numel())
+    _check_flat("weight", out, out.numel(), packed.device)
     if packed.dtype != torch.uint8:
         packed = packed.view(torch.uint8)
     decoding = decoding_of(quant_state)
     if torch.compiler.is_compiling():
         absmax, state2, offset, quant_type, blocksize, _ = decoding
         nested = (None, None) if state2 is None else (state2.absmax, state2.code)
-        _dequantize_op(packed, absmax, *nested, offset, out, quant_type, blocksize)
+        dequantize_op(packed, absmax, *nested, offset, out, quant_type, blocksize)
         return out
     functions = backend(out.device)
     if functions in (cpu, reference):
@@ -140,7 +141,7 @@ def dequantize_4bit(
 
 
 @torch.library.custom_op("nf4conv::dequantize_blocks", mutates_args=("out",))
-def _dequantize_op(
+def dequantize_op(
     packed: torch.Tensor,
     absmax: torch.Tensor,
     nested_absmax: torch.Tensor | None,
@@ -156,7 +157,7 @@ def _dequantize_op(
     backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
 
 
-@_dequantize_op.register_fake
+@dequantize_op.register_fake
 def _(*_: object) -> None:
     """Nothing but `out` is touched."""
 
@@ -178,7 +179,8 @@ def error_sums(
     _check_dtype(tensor)
     if tensor.shape != quant_state.shape:
         raise CodecError(f"the weight has the shape {list(tensor.shape)}, its state {list(quant_state.shape)}")
-    _check_decodable(packed, quant_state, tensor)
+    check_decodable(packed, quant_state, tensor.numel())
+    _check_flat("weight", tensor, tensor.numel(), packed.device)
     flat = packed.view(torch.uint8).view(-1)
     decoding = decoding_of(quant_state)._replace(scales=scales)
     sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, decoding)
@@ -199,13 +201,11 @@ def _check_dtype(tensor: torch.Tensor) -> None:
         )
 
 
-def _check_decodable(packed: torch.Tensor, quant_state: QuantState, weight: torch.Tensor) -> None:
-    """Raise unless every tensor can be read, or written, as one flat piece of memory of the right size."""
-    elements = weight.numel()
+def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int) -> None:
+    """Raise unless every tensor can be read as one flat piece of memory of the size that so many elements need."""
     absmax, state2 = quant_state.absmax, quant_state.state2
     check_options(quant_state.quant_type, quant_state.blocksize)
     blocks = block_count(elements, quant_state.blocksize)
-    _check_flat("weight", weight, elements, packed.device)
     if packed.numel() * packed.itemsize != -(-elements // 2):
         raise CodecError(f"packed: {packed.numel() * packed.itemsize} bytes, expected {-(-elements // 2)}")
     if not packed.is_contiguous():

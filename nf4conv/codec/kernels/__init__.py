@@ -14,14 +14,17 @@
     ahead.py        compiled kernels as bytes, for programs without torch
     error.py        weight, packed codes → error sums, nothing materialised
     eight_bit.py    a byte of FP8, INT8 or E8M0 → float32
+    product.py      few rows of x, packed codes, absmax → product; its PTX is in product_assembly.py
     scaled.py       8-bit values, scales → weight
     fp4.py          MXFP4 and NVFP4 → weight
 
 Functions write into the tensors they are given, launch on the calling thread's current stream and validate nothing.
 Each kernel has a constexpr `PTX`: where it is false, every step in inline assembly is replaced by plain Triton, which
-is how Triton's interpreter runs the same indexing, masks and packing without a GPU.
+is how Triton's interpreter runs the same indexing, masks and packing without a GPU. product.py has none: a test runs
+its PTX.
 """
 
+from nf4conv.codec.kernels import product as product
 from nf4conv.codec.kernels.dequantize import dequantize_blocks as dequantize_blocks
 from nf4conv.codec.kernels.error import error_sums as error_sums
 from nf4conv.codec.kernels.nested import compress_absmax as compress_absmax

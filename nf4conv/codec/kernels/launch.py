@@ -30,19 +30,23 @@ class Launcher:
     def __call__(
         self,
         programs: int,
-        arguments: tuple[torch.Tensor | int, ...],
-        constants: tuple[bool | int, ...],
+        arguments: tuple[torch.Tensor | float, ...],
+        constants: tuple[Hashable, ...],
         variant: Hashable,
         num_warps: int,
+        registers: int | None = None,
+        begins_early: bool = False,
     ) -> None:
         """Launch on the current stream of the first argument's device.
 
         Args:
             programs: grid size.
-            arguments: tensors and integers, in the kernel's order; the first is a tensor.
+            arguments: tensors and numbers, in the kernel's order; the first is a tensor.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
             num_warps: of 32 threads, for each program.
+            registers: at most, for each thread; by default what the compiler likes.
+            begins_early: whether the kernel may begin before its predecessor has ended, and waits where it must.
         """
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
@@ -52,19 +56,20 @@ class Launcher:
         device = first.device.index
         if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
-                self(programs, arguments, constants, variant, num_warps)
+                self(programs, arguments, constants, variant, num_warps, registers, begins_early)
             return
         key = (device, variant, num_warps, constants)
         compiled = self._compiled.get(key)
         if compiled is None:
             with _first_call:
+                options = {"num_warps": num_warps, "maxnreg": registers, "launch_pdl": begins_early}
                 self._compiled[key] = self.kernel[(programs,)](
-                    *arguments, *constants, num_warps=num_warps, enable_fp_fusion=False
+                    *arguments, *constants, enable_fp_fusion=False, **options
                 )
             return
         compiled.run(
             *(programs, 1, 1, driver.active.get_current_stream(device)),
             *(compiled.function, compiled.packed_metadata, None, None, None),
-            *[argument if isinstance(argument, int) else argument.data_ptr() for argument in arguments],
+            *[one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments],
             *constants,
         )

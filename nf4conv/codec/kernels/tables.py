@@ -14,6 +14,21 @@ from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 _NO_CUT = 2.0  # above every quotient, so never passed
 
+_HALF, _BRAIN = torch.float16, torch.bfloat16
+MULTIPLES = {("nf4", _BRAIN): 1.43671, ("nf4", _HALF): 1.36619, ("fp4", _BRAIN): 12.0, ("fp4", _HALF): 12.0}
+"""What the values of a codebook are multiplied with before they are rounded for a product. Of NF4's multiples between 1
+and 2 these lose least, weighted by how often normal weights have each code: 0.00078 of the root mean square in
+bfloat16, where the rounding of every decoded weight loses 0.00166. Twelve times FP4's values are exact."""
+
+
+@functools.cache
+def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[304] int32: for each byte of codes the two values in 16 bits, times MULTIPLES, the even one low; 48 zeros."""
+    values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float64) * MULTIPLES[quant_type, dtype]
+    bits = values.to(dtype).view(torch.int16).int() & 0xFFFF
+    pairs = bits[:, None] | (bits << 16)[None, :]
+    return torch.cat((pairs.view(-1), torch.zeros(48, dtype=torch.int32))).to(device)
+
 
 @functools.cache
 def value_table(quant_type: str, device: torch.device) -> torch.Tensor:

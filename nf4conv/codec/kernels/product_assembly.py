@@ -1,0 +1,100 @@
+"""PTX of product.py: the table of decoded pairs, and what a warp does with a stage of codes.
+
+A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`: it holds rows g and g + 8
+of the left operand, column g of the right one, columns 2 t and 2 t + 1 of the result, and t says which of the 16 k are
+its own. Which k those are does not matter as long as both operands agree.
+"""
+
+import triton
+import triton.language as tl
+
+READ = tl.constexpr(
+    "{ .reg .b64 a; mad.wide.u32 a, $5, 8, $4; ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
+)
+"""Operands: four words; base; pieces of 8 bytes behind it."""
+
+
+@triton.constexpr_function
+def letters(outputs: str, inputs: str) -> str:
+    """The constraints of an asm statement; no output shares a register with an input."""
+    return ",".join([f"=&{kind}" for kind in outputs] + list(inputs))
+
+
+@triton.constexpr_function
+def kinds(outputs: str) -> tuple[tl.dtype, ...]:
+    return tuple(tl.float32 if kind == "f" else tl.int32 for kind in outputs)
+
+
+@triton.constexpr_function
+def fill_assembly(nested: bool) -> str:
+    """Fill `pairs` of shared memory: both values of byte b, once for each of 32 banks, at 256 * (b % 128) +
+    128 * (b // 128); and `codes`, the values of nested absmax. Nothing that another kernel may have written is read
+    before `wait`. The names live on to the end of the kernel.
+
+    Operands: $0 the thread; $1, $2 addresses of the [256] words of either; $3 the thread.
+    """
+    stores = 8  # of 16 bytes a lane: 16 lanes write the copies of two pairs
+    lines = [".shared .align 256 .b8 pairs[32768]; .shared .align 16 .b8 codes[1024];"]
+    lines += [f"{{ .reg .b32 b, a, w, h, v<{stores}>, c; .reg .b64 o;"]
+    lines += [f"mov.u32 b, pairs; shr.u32 w, $3, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $3, 4, 1;"]
+    lines += ["add.u32 w, w, h; and.b32 a, $3, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
+    lines += ["and.b32 h, $3, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $1;"]
+    lines += [f"ld.global.nc.b32 v{i}, [o+{8 * i}];" for i in range(stores)]
+    lines += [f"st.shared.v4.b32 [a+{512 * i}], {{v{i}, v{i}, v{i}, v{i}}};" for i in range(stores)]
+    lines += ["griddepcontrol.wait; griddepcontrol.launch_dependents;"]
+    if nested:  # by 256 threads
+        lines += ["mad.wide.u32 o, $3, 4, $2; mov.u32 b, codes; mad.lo.u32 w, $3, 4, b;"]
+        lines += ["ld.global.b32 c, [o]; st.shared.b32 [w], c;"]
+    return "\n".join([*lines, "bar.sync 0; mov.u32 $0, $3; }"])
+
+
+@triton.constexpr_function
+def _decode(word: int, target: int) -> str:
+    """v[target…target + 3], two values in each; a permute makes an address of two bytes."""
+    lines = [f"lop3.b32 l, ${word}, 0x80808080, $26, 0xea; and.b32 h, ${word}, 0x7f7f7f7f;"]
+    for i, pick in enumerate(("0xcc40", "0xdd51", "0xee62", "0xff73")):
+        lines += [f"prmt.b32 a, l, h, {pick}; add.u32 a, a, b; ld.shared.b32 v{target + i}, [a];"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def stage_assembly(dtype: tl.dtype) -> str:
+    """A stage: two row tiles. Operands: $0…$3 totals of four slots; $4…$7 the same before;
+    $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x.
+    """
+    kind = dtype.name.replace("fp", "f")
+    lines = ["{ .reg .b32 b, a, l, h, x<16>, v<8>; .reg .f32 c<8>, s; mov.u32 b, pairs;"]
+    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8)]
+    for i in range(0, 16, 4):
+        lines += [f"ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
+    for word in range(4):
+        for c in (0, 4):
+            lines += [_decode(8 + 2 * c + word, 0), _decode(12 + 2 * c + word, 4)]
+            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
+            for i in (0, 2):
+                left, right = f"v{i}, v{i + 4}, v{i + 1}, v{i + 5}", f"x{4 * word + i}, x{4 * word + i + 1}"
+                mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+                lines += [f"{mma} {sums}, {{{left}}}, {{{right}}}, {sums};"]  # newer Tritons put .loc between lines
+    for index in range(8):
+        slot = index // 2
+        lines += [f"shfl.sync.idx.b32 s, ${24 + index // 4}, {index % 4}, 0x1c03, -1;"]  # of lane index % 4 of the quad
+        lines += [f"fma.rn.f32 ${slot}, c{index}, s, ${slot if index % 2 else slot + 4};"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def gather_assembly(parts: int, count: int) -> str:
+    """Lanes leave totals in shared memory: `parts` times `count` sums, which the first `count` threads add up.
+
+    One barrier is enough if it is next reached with the other of two buffers: whoever writes to the same one again has
+    passed the barrier in between. Operands: $0 the sum; $1…$4 totals; $5 thread; $6 which buffer; $7 whether a lane's
+    totals are meant; $8 where they go.
+    """
+    size = 4 * parts * count
+    lines = [f"{{ .shared .align 16 .b8 sums[{2 * size}]; .reg .b32 b, a; .reg .f32 v; .reg .pred p;"]
+    lines += [f"mov.u32 b, sums; mad.lo.u32 b, $6, {size}, b; add.u32 a, b, $8; setp.ne.b32 p, $7, 0;"]
+    lines += ["@p st.shared.v4.f32 [a], {$1, $2, $3, $4}; bar.sync 0; mad.lo.u32 a, $5, 4, b;"]
+    lines += [f"mov.f32 $0, 0f00000000; setp.lt.u32 p, $5, {count};"]
+    for part in range(parts):
+        lines += [f"@p ld.shared.f32 v, [a+{4 * part * count}]; @p add.f32 $0, $0, v;"]
+    return "\n".join([*lines, "}"])

@@ -1,0 +1,129 @@
+"""linear_4bit: its definition on a CPU, what torch asks of an operator, and the kernel's PTX, emulated."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from products import assert_close_to_exact, packed_weight
+
+import nf4conv
+from nf4conv.codec import linear
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.errors import CodecError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n", "k", "blocksize"), [(7, 33, 64), (96, 128, 32), (1, 1, 64), (40, 192, 256)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
+def test_is_the_product(shape: tuple[int, ...], n: int, k: int, blocksize: int, dtype: torch.dtype, bias: bool) -> None:
+    packed, state = packed_weight(n, k, "fp4", blocksize)
+    x, added = torch.randn(*shape, k).to(dtype), torch.randn(n).to(dtype) if bias else None
+    assert_close_to_exact(nf4conv.linear_4bit(x, packed, state, added), x, packed, state, added)
+
+
+@pytest.mark.oracle
+def test_takes_the_state_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, state = functional.quantize_4bit(torch.randn(40, 128), quant_type="nf4", compress_statistics=True)
+    x = torch.randn(3, 128)
+    assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
+def test_a_patched_layer_of_bitsandbytes_means_the_same(trains: bool) -> None:
+    modules = pytest.importorskip("bitsandbytes.nn")
+    layer = modules.Linear4bit(128, 40, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    model = torch.nn.Sequential(layer, torch.nn.ReLU())
+    x, patched = torch.randn(2, 3, 128), torch.randn(2, 3, 128)
+    patched.copy_(x)
+    inputs = [tensor.requires_grad_(trains) for tensor in (x, patched)]
+    expected = model(inputs[0])
+    assert nf4conv.patch_linear_4bit(model) == 1
+    found = model(inputs[1])
+    torch.testing.assert_close(found, expected)
+    if trains:
+        for out in (expected, found):
+            out.square().sum().backward()
+        torch.testing.assert_close(patched.grad, x.grad)
+
+
+def test_the_gradient_is_that_of_the_decoded_weight() -> None:
+    packed, state = quantize_4bit(torch.randn(24, 128))
+    x = torch.randn(2, 3, 128, requires_grad=True)
+    bias = torch.randn(24, requires_grad=True)
+    weight = dequantize_4bit(packed, state)
+    probe = torch.randn(2, 3, 24)
+    ours = torch.autograd.grad((nf4conv.linear_4bit(x, packed, state, bias) * probe).sum(), (x, bias))
+    theirs = torch.autograd.grad((torch.nn.functional.linear(x, weight, bias) * probe).sum(), (x, bias))
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_custom_op_is_registered_correctly() -> None:
+    packed, state = quantize_4bit(torch.randn(24, 128, device=DEVICE))
+    x = torch.randn(2, 128, device=DEVICE, requires_grad=True)
+    nested = state.state2.absmax, state.state2.code, state.offset
+    torch.library.opcheck(linear._linear_op, (x, None, packed, state.absmax, *nested, 24, "nf4", 64))
+
+
+def test_compiles_as_one_graph() -> None:
+    packed, state = quantize_4bit(torch.randn(24, 128, device=DEVICE))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nf4conv.linear_4bit(x * 2, packed, state))
+
+    x = torch.randn(2, 128, device=DEVICE)
+    assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+
+
+def test_notices_what_has_been_replaced_and_forgets_what_is_gone() -> None:
+    packed, state = quantize_4bit(torch.randn(24, 128))
+    x = torch.randn(2, 128)
+    first = nf4conv.linear_4bit(x, packed, state)
+    state.absmax, state.offset, state.state2 = torch.ones(48), None, None
+    second = nf4conv.linear_4bit(x, packed, state)
+    assert not torch.equal(first, second)
+    assert not torch.equal(nf4conv.linear_4bit(x, packed.clone() ^ 1, state), second)
+    known = id(state)
+    assert known in linear._weights
+    del state
+    gc.collect()
+    assert known not in linear._weights
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "told"),
+    [
+        (torch.zeros(2, 64), None, r"\[2, 64\]"),
+        (torch.zeros(2, 128, dtype=torch.float64), None, "float64"),
+        (torch.zeros(2, 128), torch.zeros(23), r"\[23\] on"),
+    ],
+    ids=["columns", "dtype", "bias"],
+)
+def test_says_what_does_not_belong_together(x: torch.Tensor, bias: torch.Tensor | None, told: str) -> None:
+    packed, state = quantize_4bit(torch.randn(24, 128))
+    with pytest.raises(CodecError, match=told):
+        nf4conv.linear_4bit(x, packed, state, bias)
+
+
+def test_refuses_a_weight_that_is_no_matrix() -> None:
+    packed, state = quantize_4bit(torch.randn(2, 12, 128))
+    with pytest.raises(CodecError, match="expected \\[N, K\\]"):
+        nf4conv.linear_4bit(torch.zeros(128), packed, state)
+
+
+def test_the_kernel_multiplies() -> None:
+    """Its PTX for an H200, executed without one: several units and stages, and what hangs over an edge."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).with_name("emulator.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 7
