@@ -114,6 +114,20 @@ def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
     assert line.endswith("config.json: not JSON: nested more than 64 times")
 
 
+def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
+    """In the config of an adapter, which nf4conv.json repeats after all work."""
+    source, adapter = write_source(tmp_path / "source"), tmp_path / "adapter"
+    adapter.mkdir()
+    place = f"base_model.model.{UP.removesuffix('.weight')}"
+    factors = {f"{place}.lora_A.weight": torch.randn(4, 128), f"{place}.lora_B.weight": torch.randn(512, 4)}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "x\ud800", "note": "\ud800"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert command("quantize", source, tmp_path / "out", "--lora", adapter).exit_code == 0
+    record = json.loads((tmp_path / "out/nf4conv.json").read_bytes())
+    assert "\\ud800" in json.dumps(record)
+
+
 @pytest.mark.parametrize("name", ["quantize", "verify"])
 def test_what_is_wrong_is_said_in_a_line_however_much_it_is(tmp_path: Path, name: str):
     source = write_packed(tmp_path / "source", packed(), {UP.replace("up", "down"): torch.ones(64, 64)})

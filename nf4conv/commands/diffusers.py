@@ -128,7 +128,7 @@ def write_submodels(
         report = _joined(plan, out, reports, kept)
         readme = card(report)
         if readme is not None:
-            workspace.write("README.md", readme.encode())
+            workspace.write("README.md", readme.encode(errors="backslashreplace"))
         workspace.complete({plan.folder.index.name: plan.folder.index.read_bytes()})
     return report
 

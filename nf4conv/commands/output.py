@@ -265,7 +265,7 @@ def _write(
     verified = None if audit is None else audit.summary()
     card = plan.card(size, verified)
     if card is not None:
-        workspace.write("README.md", card.encode())
+        workspace.write("README.md", card.encode(errors="backslashreplace"))
     measured = {} if verified is None else {"verified": verified.measured()}
     workspace.write(MAKING, as_bytes(plan.record | measured))
     workspace.complete({} if plan.config_bytes is None else {"config.json": plan.config_bytes})
