@@ -98,7 +98,8 @@ def rows_for(dtype: str, quant_type: str, rounds: int) -> list[Row]:
             lambda packed=packed, state=state: functional.dequantize_4bit(packed, state),
             weight.clone,
         )
-        for verb, contestants in (("quantize", quantize), ("dequantize", decode)):
+        search = (lambda nested=nested: quantize_4bit(weight, quant_type, 64, nested, "search"), *quantize[1:])
+        for verb, contestants in (("quantize", quantize), ("search", search), ("dequantize", decode)):
             rows.append(compare((f"{verb} {mark}", dtype, quant_type), contestants, weight.numel(), rounds))
             print(format_row(rows[-1]), flush=True)
     return rows

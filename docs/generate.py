@@ -24,6 +24,7 @@ RESULTS: Final = {
     results.DequantizeReport: "`dequantize`",
     results.VerifyReport: "`verify`",
     results.ComparisonReport: "`compare`",
+    results.Evaluation: "`evaluate`",
     results.Inspection: "`inspect`",
     results.Environment: "`env`",
 }

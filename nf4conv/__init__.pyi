@@ -13,6 +13,7 @@ from nf4conv.commands.dequantize import execute_dequantization as execute_dequan
 from nf4conv.commands.dequantize import plan_dequantization as plan_dequantization
 from nf4conv.commands.describe import describe_plan as describe_plan
 from nf4conv.commands.environment import environment as environment
+from nf4conv.commands.evaluate import evaluate_checkpoint as evaluate_checkpoint
 from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
 from nf4conv.commands.quantize import execute_quantization as execute_quantization
 from nf4conv.commands.quantize import plan_quantization as plan_quantization
@@ -29,6 +30,7 @@ from nf4conv.errors import SourceError as SourceError
 from nf4conv.errors import VerificationError as VerificationError
 from nf4conv.options import CompareOptions as CompareOptions
 from nf4conv.options import DequantizeOptions as DequantizeOptions
+from nf4conv.options import EvaluateOptions as EvaluateOptions
 from nf4conv.options import PushOptions as PushOptions
 from nf4conv.options import QuantizeOptions as QuantizeOptions
 from nf4conv.options import RunOptions as RunOptions
@@ -40,6 +42,7 @@ from nf4conv.report.page import write_page as write_page
 from nf4conv.report.results import ComparisonReport as ComparisonReport
 from nf4conv.report.results import DequantizeReport as DequantizeReport
 from nf4conv.report.results import Environment as Environment
+from nf4conv.report.results import Evaluation as Evaluation
 from nf4conv.report.results import Inspection as Inspection
 from nf4conv.report.results import PlanReport as PlanReport
 from nf4conv.report.results import QuantizeReport as QuantizeReport

@@ -28,6 +28,7 @@ from nf4conv.options import (
     SCALES,
     CompareOptions,
     DequantizeOptions,
+    EvaluateOptions,
     PushOptions,
     QuantizeOptions,
     RunOptions,
@@ -351,6 +352,32 @@ def compare(a: str, b: str, **chosen: Any) -> None:
     with progress("comparing", plan.bytes_to_read, hidden=shown.quiet) as advance:
         found = nf4conv.execute_comparison(plan, run, advance)
     shown.show(found, comparison_lines(found, _width()))
+    sys.exit(0 if found.passed else 1)
+
+
+@main.command()
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_option("--source", Place("dir"), "Ask this model too, from which OUT was made.", metavar="SRC", required=True)
+@_option("--text", _FILE, "Ask about this text, or these token ids (.npy).  [default: Python's own reference]")
+@_option("--tokens", click.IntRange(2), "Read so many.  [default: 16384, or fewer, to write no more than 2 GiB]")
+@_option("--max-kl", click.FloatRange(0), "Let the mean divergence be no larger, in nats.")
+@click.option("--card", is_flag=True, help="Write the figures into OUT/README.md, and renew its line in SHA256SUMS.")
+@_option("--device", None, "Compute on auto, cpu, cuda or cuda:N.", default="auto", show_default=True)
+@_json_options
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress and no table: the exit code tells.")
+@_repository_options
+def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
+    """Ask the models OUT and SRC the same, and compare what they say.
+
+    It needs pip install 'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 the model or the tokens cannot be
+    used.
+    """
+    from tqdm import tqdm
+
+    shown, options, where = _read(chosen, [source], EvaluateOptions, SourceOptions)
+    with tqdm(unit=" windows", desc="evaluating", disable=True if shown.quiet else None, leave=False) as bar:
+        found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
+    shown.show(found, (f"{name:<20}{value}" for name, value in found.rows().items()))
     sys.exit(0 if found.passed else 1)
 
 

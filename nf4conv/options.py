@@ -177,3 +177,20 @@ class VerifyOptions:
     tolerance: float | None = None
     exact: bool = False
     lora: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """How `evaluate` compares two models.
+
+    Attributes:
+        text: a file of UTF-8 text, or of token ids (.npy); None takes the reference of the Python language.
+        tokens: how many to read; None: 16,384, or as many as 2 GiB of log-probabilities are of.
+        max_kl: fail if the mean divergence is larger, in nats.
+        card: whether to write the figures into OUT/README.md, and to renew its line in SHA256SUMS.
+    """
+
+    text: Path | None = None
+    tokens: int | None = None
+    max_kl: float | None = None
+    card: bool = False

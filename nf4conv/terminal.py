@@ -24,14 +24,14 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
-_COMMANDS: Final = ("inspect", "quantize", "verify", "compare", "dequantize", "env", "completion")
+_COMMANDS: Final = ("inspect", "quantize", "verify", "compare", "evaluate", "dequantize", "env", "completion")
 """In the order of their use."""
 
 _GROUPS: Final = {
     "What is made": "quant_type blocksize double_quant scales quant_storage lora dtype compute_dtype max_shard_size "
     "single_file",
     "Which weights": "include exclude skip_modules quantize_towers moe plan_with non_finite",
-    "Checks": "verify source tolerance exact",
+    "Checks": "verify source text tokens max_kl card tolerance exact",
     "Publishing": "push_to_hub public base_model",
     "Where it comes from": "revision subfolder variant stream cache_dir local_files_only token",
     "This machine": "device workers buffer_size overwrite checksum",

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from nf4conv.checkpoint.reader import read_chunks
 from nf4conv.checkpoint.structure import Structure
+from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import SourceError
 
 _LONGEST = 2**24
@@ -55,3 +56,12 @@ def _sha256(path: Path) -> str:
     except SourceError as error:
         return str(error).removeprefix(f"{path}: ")
     return digest.hexdigest()
+
+
+def renew_checksum(folder: Path, name: str) -> None:
+    """Let SHA256SUMS, if there is one, say what a file is now."""
+    manifest = folder / "SHA256SUMS"
+    if manifest.is_file():
+        kept = [line for line in manifest.read_text().splitlines() if line[64:] not in (f"  {name}", f" *{name}")]
+        lines = sorted([*kept, f"{_sha256(folder / name)}  {name}"], key=lambda line: line[66:])
+        write_file(manifest, ["".join(f"{line}\n" for line in lines).encode()])

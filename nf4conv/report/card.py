@@ -16,6 +16,7 @@ from nf4conv.checkpoint.source import AdapterFiles, Source, is_repo_id
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 from nf4conv.report.loading import Loading
+from nf4conv.report.results import Evaluation
 from nf4conv.report.rows import VerificationSummary
 from nf4conv.report.text import printable
 
@@ -33,6 +34,7 @@ _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 """What Markdown takes for more than a character, HTML in it included."""
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
+_EVALUATED: Final = "## Against the original"
 
 
 @dataclass(frozen=True)
@@ -316,3 +318,10 @@ def _checking(subject: _Subject) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
+
+
+def with_evaluation(card: str, evaluation: Evaluation) -> str:
+    """A card with what `evaluate` found, in the place of what it found before."""
+    rows = "".join(f"| {name} | {value} |\n" for name, value in evaluation.rows().items())
+    rest = re.sub(rf"\n*{_EVALUATED}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).rstrip("\n")
+    return f"{rest}\n\n{_EVALUATED}\n\n| | |\n|---|---|\n{rows}".lstrip("\n")

