@@ -79,7 +79,7 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	mv $@.new $@
 
 test-gguf: $(VENV)/llama.cpp ## from 4 bits by way of an adapter to GGUF, with llama.cpp's converter
-	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_docs.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a table
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new

@@ -67,7 +67,12 @@ def test_the_recipes_of_the_readme(tmp_path: Path, hub: Hub):
     (tmp_path / "bin/nf4conv").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nf4conv "$@"\n')
     (tmp_path / "bin/nf4conv").chmod(0o755)
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_TOKEN": "hf_token"}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "HF_TOKEN": "hf_token",
+    }
     blocks = runnable()
     assert len(blocks) >= 4
     for language, text in blocks:
