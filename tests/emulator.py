@@ -7,6 +7,7 @@ taken by all threads or none. Run as a program: Triton can not compile in a proc
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from products import assert_close_to_exact, packed_weight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4conv.codec.kernels import product, tables
+from nf4conv.codec.kernels import matmul, product, tables
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray
@@ -35,7 +36,7 @@ COMPARE = {
     "ne": np.not_equal,
 }
 WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
-SKIPPED = ("bar", "griddepcontrol", "prefetch")
+SKIPPED = ("bar", "griddepcontrol", "prefetch", "fence", "cp.async.wait", "wgmma.fence", "wgmma.commit", "wgmma.wait")
 
 
 def width(kind: str) -> int:
@@ -188,6 +189,13 @@ class Machine:
         for memory, threads, places in self.memory(names[0], parts, mask):
             memory[places[:, None] + np.arange(values.shape[1])] = values[threads]
 
+    def do_cp(self, _: list[str], names: list[str], __: np.ndarray) -> None:
+        """cp.async of so many bytes, zeros where the last operand is 0."""
+        values = np.zeros((self.threads, int(names[2])), np.uint8)
+        for memory, threads, places in self.memory(names[1], ["global"], self.get(names[3]) > 0):
+            values[threads] = memory[places[:, None] + np.arange(values.shape[1])]
+        self.shared[self.get(names[0].strip("[] "))[:, None].astype(np.int64) + np.arange(values.shape[1])] = values
+
     def do_mov(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
         targets, sources = listed(names[0]), listed(names[1])
         count = width(parts[-1]) // max(len(targets), len(sources))
@@ -246,59 +254,81 @@ class Machine:
         lane, segment = np.arange(self.threads), int(names[3], 0) >> 8 & 31
         self.put(names[0], self.get(names[1])[lane // 32 * 32 + (lane % 32 & segment | int(names[2]))], mask)
 
-    def do_mma(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        """m16n8k16, as PTX places the operands in lanes (g, t)."""
+    def left(self, operand: str, kind: str) -> np.ndarray:
+        """[warps, 16, 16]: as PTX places them in lanes (g, t)."""
         g, t = np.divmod(np.arange(32), 4)
-        left, right = np.zeros((self.threads // 32, 16, 16)), np.zeros((self.threads // 32, 16, 8))
-        for i, one in enumerate(listed(names[1])):
-            for half, values in enumerate(halves(self.get(one), parts[-2])):
-                left[:, g + i % 2 * 8, 2 * t + i // 2 * 8 + half] = values.reshape(-1, 32)
+        found = np.zeros((self.threads // 32, 16, 16))
+        for i, one in enumerate(listed(operand)):
+            for half, values in enumerate(halves(self.get(one), kind)):
+                found[:, g + i % 2 * 8, 2 * t + i // 2 * 8 + half] = values.reshape(-1, 32)
+        return found
+
+    def put_sums(self, found: np.ndarray, targets: list[str], before: list[np.ndarray], mask: np.ndarray) -> None:
+        g, t = np.divmod(np.arange(32), 4)
+        for i, (target, old) in enumerate(zip(targets, before, strict=True)):
+            sums = found[:, g + i // 2 % 2 * 8, 2 * t + i // 4 * 8 + i % 2].reshape(-1)
+            self.put(target, raw(old + sums, "f32"), mask)
+
+    def do_mma(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+        """m16n8k16."""
+        g, t = np.divmod(np.arange(32), 4)
+        right = np.zeros((self.threads // 32, 16, 8))
         for i, one in enumerate(listed(names[2])):
             for half, values in enumerate(halves(self.get(one), parts[-2])):
                 right[:, 2 * t + i * 8 + half, g] = values.reshape(-1, 32)
-        found = left @ right
-        for i, (target, before) in enumerate(zip(listed(names[0]), listed(names[3]), strict=True)):
-            total = number(self.get(before), "f32") + found[:, g + i // 2 * 8, 2 * t + i % 2].reshape(-1)
-            self.put(target, raw(total, "f32"), mask)
+        before = [number(self.get(one), "f32") for one in listed(names[3])]
+        self.put_sums(self.left(names[1], parts[-2]) @ right, listed(names[0]), before, mask)
+
+    def do_wgmma(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+        """m64nNk16, the right operand in shared memory: rows of 128 bytes, whose pieces are swizzled."""
+        (descriptor,) = np.unique(self.get(names[2]))
+        assert descriptor >> np.uint64(16) == 0x400000400001
+        k, n = np.arange(16)[:, None], np.arange(int(parts[4].removeprefix("m64n").removesuffix("k16")))
+        place = (int(descriptor) & 0x3FFF) * 16 + n * 128 + k * 2
+        place ^= (place >> 7 & 7) << 4
+        low, _ = halves(
+            (self.shared[place] + self.shared[place + 1].astype(np.uint64) * np.uint64(256)).ravel(), parts[-1]
+        )
+        kept = self.mask(names[3])
+        before = [np.where(kept, number(self.get(one), "f32"), 0.0) if kept.all() else 0.0 for one in listed(names[0])]
+        self.put_sums(self.left(names[1], parts[-1]) @ low.reshape(16, -1), listed(names[0]), before, mask)
 
 
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = ("x", "packed", "absmax", "code", "nested_absmax", "offset", "pair", "out")
 
 
-def compiled(ranges: int, nested: bool, dtype: torch.dtype) -> str:
+def compiled(shape: matmul.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
     """The PTX of product_kernel."""
-    kind = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-    kinds = (kind, "*u8", "*u8" if nested else "*fp32", "*fp32", "*fp32", "*fp32", "*i32", kind)
-    signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, kinds, strict=True)}
-    signature |= dict.fromkeys(("m", "n", "k", "steps", "units", "block_shift"), "i32") | {"norm": "fp32"}
-    constants = {"RANGES": ranges, "NESTED": nested}
-    source = ASTSource(
-        fn=product.product_kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
-    options = {"num_warps": 8, "maxnreg": 128, "launch_pdl": True, "enable_fp_fusion": False}
+    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    pointers = (kinds[dtype], "*u8", "*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32", "*i32", kinds[out])
+    signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, pointers, strict=True)}
+    signature |= dict.fromkeys(("m", "n", "k", "steps", "units", "split_shift", "block_shift"), "i32")
+    signature |= {"norm": "fp32", "C": "constexpr"}
+    source = ASTSource(fn=product.product_kernel, signature=signature, constexprs={"C": shape})
+    options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": True, "enable_fp_fusion": False}
     return triton.compile(source, target=TARGET, options=options).asm["ptx"]
 
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs: int) -> torch.Tensor:
-    """The kernel's product, as `programs` programs, one after the other."""
+    """The kernel's product, as `programs` programs, one after the other; what stands around it in plain torch."""
     decoding, device = decoding_of(state), torch.device("cpu")
     (m, k), n = x.shape, state.shape[0]
-    ranges, sizes = product.plan(m, n, k)
-    out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    tensors = x, packed, *decoding.pointers(), tables.pair_table(decoding.quant_type, x.dtype, device), out
+    shape = replace(next(one for one in matmul.SHAPES if m <= one.rows), nested=state.nested)
+    sizes, shift = matmul.plan(shape, m, n, k, programs)
+    out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
+    ordered = x if shape.wide else x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
+    tensors = ordered, packed, *decoding.pointers(), tables.pair_table(decoding.quant_type, x.dtype, device), out
     buffers = {i + 1: one.reshape(-1).view(torch.uint8).numpy().copy() for i, one in enumerate(tensors)}
-    shift = (decoding.blocksize // 64).bit_length() - 1
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
-    values = [(i + 1) << 40 for i in range(8)] + [*sizes, shift, int(norm.view(np.uint32)), 0, 0]
+    scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
+    values = [(i + 1) << 40 for i in range(8)] + [*sizes, shift, *scaling, 0, 0]
     parameters = {f"product_kernel_param_{i}": value for i, value in enumerate(values)}
     grid = min(sizes[4], programs)
-    machine = Machine(compiled(ranges, state.nested, x.dtype), 256, parameters, buffers, grid)
+    machine = Machine(compiled(shape, x.dtype, out.dtype), 32 * shape.warps, parameters, buffers, grid)
     for program in range(grid):
         machine.run(program)
-    return torch.from_numpy(buffers[8]).view(x.dtype).view(m, n)
+    return torch.from_numpy(buffers[8]).view(out.dtype).view(out.shape).sum(0, dtype=torch.float32).to(x.dtype)
 
 
 if __name__ == "__main__":
@@ -311,6 +341,13 @@ if __name__ == "__main__":
         (2, 1, 64, "nf4", 64, False, torch.float16),
         (3, 70, 4160, "fp4", 4096, True, torch.float16),
         (4, 300, 1088, "nf4", 64, True, torch.bfloat16),
+        (5, 300, 576, "nf4", 64, True, torch.bfloat16),
+        (13, 1000, 320, "fp4", 64, True, torch.bfloat16),
+        (16, 130, 4160, "nf4", 128, True, torch.float16),
+        (32, 1500, 192, "fp4", 64, False, torch.bfloat16),
+        (31, 130, 2112, "nf4", 64, True, torch.float16),
+        (40, 300, 1088, "nf4", 64, True, torch.bfloat16),
+        (64, 900, 320, "nf4", 4096, False, torch.float16),
     ):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)

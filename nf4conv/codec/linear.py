@@ -105,11 +105,11 @@ class _Weight:
         m, n, k = count // max(self.k, 1), self.n, self.k
         if not has_kernels(self.device) or dtype == torch.float32 or self.decoding.blocksize < 64 or k % 64 or not n:
             return False
-        product = backend(self.device).product
-        fits = 0 < m <= product.MOST_ROWS and n * k < product.MOST_ELEMENTS and self.address % 16 == 0
-        if not fits or torch.cuda.get_device_capability(self.device)[0] != product.CAPABILITY:
+        matmul = backend(self.device).matmul
+        fits = 0 < m <= matmul.SHAPES[-1].rows and n * k < matmul.MOST_ELEMENTS and self.address % 16 == 0
+        if not fits or torch.cuda.get_device_capability(self.device)[0] != matmul.CAPABILITY:
             return False
-        return product.prepare_product(m, n, k, self.packed, self.decoding, dtype)
+        return matmul.prepare_product(m, n, k, self.packed, self.decoding, dtype)
 
     def _multiply_decoded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Decode, then torch's product; in float32 where there are no kernels, which is the definition."""

@@ -14,7 +14,7 @@
     ahead.py        compiled kernels as bytes, for programs without torch
     error.py        weight, packed codes → error sums, nothing materialised
     eight_bit.py    a byte of FP8, INT8 or E8M0 → float32
-    product.py      few rows of x, packed codes, absmax → product; its PTX is in product_assembly.py
+    product.py      x, packed codes, absmax → product; its PTX is in product_assembly.py, its launches in matmul.py
     scaled.py       8-bit values, scales → weight
     fp4.py          MXFP4 and NVFP4 → weight
 
@@ -24,7 +24,7 @@ is how Triton's interpreter runs the same indexing, masks and packing without a 
 its PTX.
 """
 
-from nf4conv.codec.kernels import product as product
+from nf4conv.codec.kernels import matmul as matmul
 from nf4conv.codec.kernels.dequantize import dequantize_blocks as dequantize_blocks
 from nf4conv.codec.kernels.error import error_sums as error_sums
 from nf4conv.codec.kernels.nested import compress_absmax as compress_absmax

@@ -1,109 +1,81 @@
-"""x · Wᵀ with a packed weight and one to four rows of x: every code is decoded once, in registers.
+"""x · Wᵀ with a packed weight: every code is decoded once, in registers, for up to 64 rows of x.
 
-A program takes *units* of rows of W, one after the other, and a unit in *stages*; codes and scales of the next stage
-are on their way. Weights are the left operand of a tensor core's product. The sums over 64 k are multiplied with the
-scale of their block in float32, which no weight is, so two blocks must not meet in one sum. A lane loads 16 bytes, half
-a block, and four lanes two blocks of a row. x is given in two columns, in either with zeros for the other block; the
-columns that are left hold another range of k. All warps share the rows, and meet when the sums are complete.
+A program takes *units*, rows of W and all k or a part of them, one after the other, and a unit in *stages*; codes and
+scales of the next stage are on their way. Weights are the left operand of a tensor core's product. The sums over 64 k
+are multiplied with the scale of their block in float32, which no weight is, so two blocks must not meet in one sum:
+
+    wide   1, 2 or 4 rows of x. A lane loads 16 bytes, half a block, and four lanes two blocks of a row. x is given in
+           two columns, in either with zeros for the other block. The columns that are left hold another range of k.
+           All warps share the rows, and meet when the sums of a unit are complete.
+    tile   8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one block of a row.
 
 Tensors have one element for each thread of a program, so an asm statement is the code of one thread. A lane (g, t)
-holds four *slots*, rows of W that are 8 / RANGES apart. tests/emulator.py runs what this compiles to.
+holds *slots*, rows of W that are 8 / ranges apart. C is a matmul.Shape. tests/emulator.py runs what this compiles to.
 """
 
-from collections.abc import Callable
-from typing import Final
-
-import torch
 import triton
 import triton.language as tl
 
 import nf4conv.codec.kernels.product_assembly as text
 from nf4conv.codec.kernels.arithmetic import multiply
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
-from nf4conv.codec.quant_state import Decoding
-
-CAPABILITY: Final = 9  # of GPUs that begin kernels early; the kernel was measured on no other
-MOST_ROWS: Final = 4  # of x; the crossover with decoding and the library's product is in docs/kernels.md
-MOST_ELEMENTS: Final = 1 << 34  # of a weight: its pieces of 8 bytes and blocks of 64 elements are counted in 32 bits
-THREADS = tl.constexpr(256)
-
-
-def prepare_product(
-    m: int, n: int, k: int, packed: torch.Tensor, decoding: Decoding, dtype: torch.dtype
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """What multiplies m rows of x with a weight; to be called again, since it takes as long as a launch to make it.
-
-    It is a function of x, [m, k] of `dtype`, 16 bits, and out, [m, n], which is written; contiguous. At most MOST_ROWS,
-    n * k below MOST_ELEMENTS, k and blocksize multiples of 64, x and packed, [n * k / 2], at multiples of 16 bytes.
-    """
-    programs = 2 * torch.cuda.get_device_properties(packed.device).multi_processor_count
-    ranges, sizes = plan(m, n, k)
-    weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, dtype, packed.device)
-    scaling = (decoding.blocksize // 64).bit_length() - 1, 1 / MULTIPLES[decoding.quant_type, dtype]
-    options = (ranges, decoding.state2 is not None), dtype, 8, 128, True
-
-    def run(x: torch.Tensor, out: torch.Tensor) -> None:
-        launch_product(min(sizes[4], programs), (x, *weight, out, *sizes, *scaling), *options)
-
-    return run
-
-
-def plan(m: int, n: int, k: int) -> tuple[int, tuple[int, ...]]:
-    """RANGES, and (m, n, k, steps, units) of product_kernel."""
-    ranges = 2 if m <= 2 else 1
-    return ranges, (m, n, k, -(-k // (1024 * ranges)), -(-n * ranges // 32))
 
 
 # fmt: off
 @triton.jit(
-    do_not_specialize=["m", "n", "k", "steps", "units", "block_shift", "norm"],
+    do_not_specialize=["m", "n", "k", "steps", "units", "split_shift", "block_shift", "norm"],
     do_not_specialize_on_alignment=[
         "x_ptr", "packed_ptr", "absmax_ptr", "code_ptr", "nested_absmax_ptr", "offset_ptr", "pair_ptr", "out_ptr"
     ],
 )
 def product_kernel(
     x_ptr, packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr, out_ptr,
-    m: tl.int32, n: tl.int32, k: tl.int32, steps: tl.int32, units: tl.int32, block_shift: tl.int32, norm: tl.float32,
-    RANGES: tl.constexpr, NESTED: tl.constexpr,
+    m: tl.int32, n: tl.int32, k: tl.int32, steps: tl.int32, units: tl.int32, split_shift: tl.int32,
+    block_shift: tl.int32, norm: tl.float32, C: tl.constexpr,
 ):
     # fmt: on
     """Compute units program_id, program_id + programs, … of `steps` stages each, times norm.
 
-    A block has 64 << block_shift elements. x_ptr: [m, k] float16 or bfloat16. packed_ptr: [n, k / 2] uint8.
-    absmax_ptr … offset_ptr: Decoding.pointers(). pair_ptr: tables.pair_table. out_ptr: [m, n], written.
-    RANGES: of k that a warp works on at once, 2 for up to two rows of x, or 1.
+    Unit u is part u % splits of k and tile u // splits of rows, splits = 1 << split_shift; a block has
+    64 << block_shift elements. x_ptr: [m, k], from matmul.order_kernel unless C.wide. packed_ptr: [n, k / 2] uint8.
+    absmax_ptr … offset_ptr: Decoding.pointers(). pair_ptr: tables.pair_table. out_ptr: [splits, m, n], written.
     """
-    thread = tl.arange(0, THREADS)
+    thread = tl.arange(0, 32 * C.warps)
     unit = tl.program_id(0)
     programs = tl.num_programs(0)
     weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift)
-    fill: tl.constexpr = text.fill_assembly(NESTED)
-    _prefetch(packed_ptr, unit, n, k, thread, RANGES)
-    # everything that follows depends on this one, which waits for the kernel before
-    thread = _asm(fill, "r", "llr", (pair_ptr.to(tl.int64), code_ptr.to(tl.int64), thread))[0]
-    offset = tl.load(offset_ptr) if NESTED else 0.0
-    ahead = _load_stage(weight, unit, 0, thread, RANGES, NESTED)
-    totals = (tl.zeros(thread.shape, tl.float32),) + (tl.zeros(thread.shape, tl.float32),)
-    totals = totals + totals
+    order = (steps, split_shift)
+    thread, tiles = _start(weight, unit, order, pair_ptr, code_ptr, thread, C)  # what follows must come after it
+    offset = tl.load(offset_ptr) if C.nested else 0.0
+    ahead = _load_stage(weight, unit, 0, order, thread, C)
+    if not C.wide:
+        _copy_x(x_ptr, tiles, _first_k(unit, 0, order, thread, C), m, k, thread, C)
+    totals = ()
+    for _ in tl.static_range(0 + C.totals):
+        totals = totals + (tl.zeros(thread.shape, tl.float32),)
     step = 0
     parity = 0
     for _ in range((units - unit + programs - 1) // programs * steps):
         current = ahead
-        first = _first_k(step, thread, RANGES)
+        first = _first_k(unit, step, order, thread, C)
         done = step == steps - 1
         next_unit = tl.where(done, unit + programs, unit)
         next_step = tl.where(done, 0, step + 1)
-        ahead = _load_stage(weight, next_unit, next_step, thread, RANGES, NESTED)
-        operands = current[:16] + _scales(current, offset, NESTED) + (thread % 32 * 0x04040404,)
-        totals = _add_stage(totals, operands, x_ptr, pair_ptr, m, k, first, thread, RANGES)
+        ahead = _load_stage(weight, next_unit, next_step, order, thread, C)
+        x = (x_ptr, pair_ptr, m, k, first, _first_k(next_unit, next_step, order, thread, C))
+        operands = current[: C.words] + _scales(current, offset, code_ptr, C) + (thread % 32 * 0x04040404,)
+        if C.wide:
+            totals = _wide_stage(totals, operands, x, thread, C)
+        else:
+            totals = _tile_stage(totals, operands, x, tiles, parity, thread, C)
         if done:
-            _finish(totals, out_ptr, m, n, norm, unit, parity, thread, RANGES)
+            part_ptr = out_ptr + (unit & ((1 << split_shift) - 1)).to(tl.int64) * m * n
+            _finish(totals, part_ptr, m, n, norm, unit >> split_shift, parity, thread, C)
         kept = ()
-        for i in tl.static_range(4):
+        for i in tl.static_range(0 + C.totals):
             kept = kept + (tl.where(done, 0.0, totals[i]),)
         totals = kept
-        parity = tl.where(done, 1 - parity, parity)
+        parity = tl.where(done if C.wide else C.parts % 2 == 1, 1 - parity, parity)
         unit = next_unit
         step = next_step
 
@@ -119,101 +91,152 @@ def _asm(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operan
 
 
 @triton.jit
-def _first_k(step, thread, RANGES: tl.constexpr):
-    """[threads] int32: the first k of each lane's stage."""
-    return step * (THREADS * 4 * RANGES) + thread // 32 * (128 * RANGES) + thread // 4 % RANGES * 128
-
-
-@triton.jit
-def _rows(unit, thread, n, RANGES: tl.constexpr):
-    """[threads] int32: the rows of W in a lane's slots; behind the last one it again, whose sums are not stored."""
-    APART: tl.constexpr = 8 // RANGES
-    row = unit * (4 * APART) + thread // 4 % 8 // RANGES
-    rows = ()
-    for slot in tl.static_range(4):
-        rows = rows + (tl.minimum(row + slot * APART, n - 1),)
-    return rows
-
-
-@triton.jit
-def _prefetch(packed_ptr, unit, n, k, thread, RANGES: tl.constexpr):
-    """Bring words of the first stage to L2, where they stay up to date, while the kernel before may still run."""
-    first = tl.minimum(_first_k(0, thread, RANGES) + thread % 4 * 32, k - 1)
-    rows = _rows(unit, thread, n, RANGES)
-    for slot in tl.static_range(4):
-        address = packed_ptr.to(tl.int64) + (rows[slot].to(tl.int64) * k + first) // 2
+def _start(weight, unit, order, pair_ptr, code_ptr, thread, C: tl.constexpr):
+    """Lay out shared memory and wait for the kernel before; meanwhile bring words to L2, which stays up to date."""
+    packed_ptr, _, _, n, k, _ = weight
+    first = tl.minimum(_first_k(unit, 0, order, thread, C) + thread % 4 * 32, k - 1)
+    for slot in tl.static_range(0 + C.slots * C.wide):
+        row = tl.minimum(_first_row(unit >> order[1], thread, C) + slot * C.apart, n - 1)
+        address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
         _asm("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
+    fill: tl.constexpr = text.fill_assembly(C.warps, C.tile_bytes, C.wide and C.nested)
+    return _asm(fill, "rr", "llr", (pair_ptr.to(tl.int64), code_ptr.to(tl.int64), thread))
 
 
 @triton.jit
-def _load_stage(weight, unit, step, thread, RANGES: tl.constexpr, NESTED: tl.constexpr):
-    """A stage as it is stored: four words of each slot; then what a lane loads of absmax, and of nested absmax.
+def _first_k(unit, step, order, thread, C: tl.constexpr):
+    """[threads] int32: the first k of each lane's stage; warps of a wide kernel have their own."""
+    first = ((unit & ((1 << order[1]) - 1)) * order[0] + step) * C.span + thread * 0
+    return first + (thread // 32 * (128 * C.ranges) + thread // 4 % C.ranges * 128 if C.wide else 0)
 
-    A quad needs two scales of each slot; lane t loads those of index t and t + 4 for all four. Behind the last k the
-    last ones are read again: there x is 0.
+
+@triton.jit
+def _first_row(tile, thread, C: tl.constexpr):
+    """[threads] int32: the row of W in each lane's first slot."""
+    return tile * C.unit_rows + thread // 4 % 8 // C.ranges + (0 if C.wide else thread // 32 * (8 * C.slots))
+
+
+@triton.jit
+def _load_stage(weight, unit, step, order, thread, C: tl.constexpr):
+    """A stage as it is stored: 2 * blocks words of each slot; then what a lane loads of absmax, and of nested absmax.
+
+    A quad needs slots * blocks scales; lane t loads those of index t, t + 4, …, for all four. Behind the last row and
+    the last k the last ones are read again: there the sums are not stored, and x is 0.
     """
     packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift = weight
-    read: tl.constexpr = text.READ
+    LOADS: tl.constexpr = 1 if C.wide else 0 + C.blocks
+    read: tl.constexpr = text.words_assembly(2 * C.blocks // LOADS, LOADS)
     t = thread % 4
-    first = _first_k(step, thread, RANGES)
-    rows = _rows(unit, thread, n, RANGES)
+    first = _first_k(unit, step, order, thread, C)
+    row = _first_row(unit >> order[1], thread, C)
     words = ()
-    for slot in tl.static_range(4):
-        piece = rows[slot] * (k >> 4) + (tl.minimum(first + t * 32, k - 32) >> 4)  # of 8 bytes
-        words = words + _asm(read, "rrrr", "lr", (packed_ptr.to(tl.int64), piece))
+    for slot in tl.static_range(0 + C.slots):
+        line = tl.minimum(row + slot * C.apart, n - 1) * (k >> 4)
+        pieces = (packed_ptr.to(tl.int64),)
+        for part in tl.static_range(LOADS):
+            at = first + (t * 32 if C.wide else part * 64)
+            pieces = pieces + (line + (tl.minimum(at, k - (32 if C.wide else 64)) >> 4) + (0 if C.wide else t),)
+        words = words + _asm(read, "r" * (2 * C.blocks), "l" + "r" * LOADS, pieces)
     codes = ()
     nested = ()
-    for i in tl.static_range(2):
-        row = tl.where(t < 2, rows[2 * i], rows[2 * i + 1])
-        block = (row * (k >> 6) + (tl.minimum(first + t % 2 * 64, k - 64) >> 6)) >> block_shift
+    for i in tl.static_range(0 + C.scales):
+        index = t + 4 * i
+        line = tl.minimum(row + index // C.blocks * C.apart, n - 1) * (k >> 6)
+        block = (line + (tl.minimum(first + index % C.blocks * 64, k - 64) >> 6)) >> block_shift
         codes = codes + (tl.load(absmax_ptr + block),)
-        nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if NESTED else block,)
+        nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if C.nested else block,)
     return words + codes + nested
 
 
 @triton.jit
-def _scales(stage, offset, NESTED: tl.constexpr):
+def _scales(stage, offset, code_ptr, C: tl.constexpr):
     """The absmax of a stage, decoded."""
     read: tl.constexpr = "{ .reg .b32 a; mov.u32 a, codes; mad.lo.u32 a, $1, 4, a; ld.shared.f32 $0, [a]; }"
     out = ()
-    for i in tl.static_range(16, 18):
-        scale = stage[i]
-        if NESTED:
-            scale = multiply(_asm(read, "f", "r", (scale.to(tl.int32),))[0], stage[i + 2], True) + offset
+    for i in tl.static_range(0 + C.scales):
+        scale = stage[C.words + i]
+        if C.nested:
+            code = scale.to(tl.int32)
+            code = _asm(read, "f", "r", (code,))[0] if C.wide else tl.load(code_ptr + code)
+            scale = multiply(code, stage[C.words + C.scales + i], True) + offset
         out = out + (scale,)
     return out
 
 
 @triton.jit
-def _add_stage(totals, operands, x_ptr, pair_ptr, m, k, first, thread, RANGES: tl.constexpr):
+def _wide_stage(totals, operands, x, thread, C: tl.constexpr):
     """Add a stage to the totals of the slots.
 
-    Column 2 * (RANGES * row of x + range) + block: a lane (g, t) gives x to column g, and finds the sums of row of x
-    t // RANGES and range t % RANGES; they are meant for it if its rows are of that range.
+    Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the sums of row of x
+    t // ranges and range t % ranges; they are meant for it if its rows are of that range.
     """
+    x_ptr, pair_ptr, m, k, first, _ = x
     g = thread // 4 % 8
     t = thread % 4
-    row = g // 2 // RANGES
-    at = first + (g // 2 % RANGES - g % RANGES) * 128 + t * 32
+    row = g // 2 // C.ranges
+    at = first + (g // 2 % C.ranges - g % C.ranges) * 128 + t * 32
     given = (g % 2 == t // 2) & (row < m) & (at < k)
     zeros = pair_ptr.to(tl.int64) + 1024
     address = tl.where(given, x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2, zeros)
-    add: tl.constexpr = text.stage_assembly(x_ptr.dtype.element_ty)
+    add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty)
     return _asm(add, "ffff", "ffff" + "r" * 16 + "ffrl", totals + operands + (address,))
 
 
 @triton.jit
-def _finish(totals, out_ptr, m, n, norm, unit, parity, thread, RANGES: tl.constexpr):
-    """Store the sums of all ranges and warps, by thread 4 * (columns * row + column) + slot."""
-    COLUMNS: tl.constexpr = 4 // RANGES
-    COUNT: tl.constexpr = 32 * COLUMNS // RANGES
-    g = thread // 4 % 8
-    t = thread % 4
-    place = (g // RANGES * COLUMNS + t // RANGES) * 16 + (thread // 32 * RANGES + g % RANGES) * (4 * COUNT)
-    add: tl.constexpr = text.gather_assembly(THREADS // 32 * RANGES, COUNT)
-    meant = (g % RANGES == t % RANGES).to(tl.int32)
-    found = _asm(add, "f", "ffffrrrr", totals + (thread, parity, meant, place))[0] * norm
-    column = thread // 4 % COLUMNS
-    row = unit * (32 // RANGES) + t * (8 // RANGES) + thread // 4 // COLUMNS
-    wanted = (thread < COUNT) & (column < m) & (row < n)
-    tl.store(out_ptr + column.to(tl.int64) * n + row, found.to(out_ptr.dtype.element_ty), mask=wanted)
+def _tile_stage(totals, operands, x, tiles, parity, thread, C: tl.constexpr):
+    """Add a stage to the totals: of each row tile and column tile two of row g, two of row g + 8."""
+    x_ptr, _, m, k, first, after = x
+    inputs: tl.constexpr = "f" * C.totals + "r" * C.words + "f" * C.scales + "rr"
+    for part in tl.static_range(0 + C.parts):
+        _asm("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, $1;", "r", "r", (thread,))
+        following = first + (part + 1) * 64 * C.copied if part < C.parts - 1 else after
+        _copy_x(x_ptr, tiles + (1 - parity) * (C.tile_bytes // 2), following, m, k, thread, C)
+        all_operands = totals + operands + (tiles + parity * (C.tile_bytes // 2),)
+        totals = _asm(text.tile_assembly(x_ptr.dtype.element_ty, C, part), "f" * C.totals, inputs, all_operands)
+        parity = 1 - parity
+    return totals
+
+
+@triton.jit
+def _copy_x(x_ptr, tiles, first, m, k, thread, C: tl.constexpr):
+    """Begin to copy 64 * copied k of x; zeros where there is none."""
+    copy: tl.constexpr = "cp.async.cg.shared.global [$2], [$1], 16, $3; mov.b32 $0, 0;"
+    for i in tl.static_range(C.copied * C.column_tiles * 2 // C.warps):
+        index = thread + i * 32 * C.warps
+        piece = index % 8
+        row = index // 8 % (8 * C.column_tiles)
+        at = first + index // (64 * C.column_tiles) * 64
+        given = (row < m) & (at < k)
+        source = x_ptr.to(tl.int64) + tl.where(given, (row.to(tl.int64) * k + at) * 2, 0) + piece * 16
+        target = tiles + index // 8 * 128 + ((piece ^ row) % 8 << 4)
+        _asm(copy, "r", "lrr", (source, target, given.to(tl.int32) * 16))
+
+
+@triton.jit
+def _finish(totals, out_ptr, m, n, norm, tile, parity, thread, C: tl.constexpr):
+    """Store the sums of a unit; wide: those of all ranges and warps, by thread 4 * (columns * row + column) + slot."""
+    if C.wide:
+        COLUMNS: tl.constexpr = 4 // C.ranges
+        COUNT: tl.constexpr = 32 * COLUMNS // C.ranges
+        g = thread // 4 % 8
+        t = thread % 4
+        place = (g // C.ranges * COLUMNS + t // C.ranges) * 16
+        place += (thread // 32 * C.ranges + g % C.ranges) * (4 * COUNT)
+        add: tl.constexpr = text.gather_assembly(C.warps * C.ranges, COUNT)
+        meant = (g % C.ranges == t % C.ranges).to(tl.int32)
+        found = _asm(add, "f", "ffffrrrr", totals + (thread, parity, meant, place))[0]
+        column = thread // 4 % COLUMNS
+        row = tile * C.unit_rows + t * C.apart + thread // 4 // COLUMNS
+        _store(found * norm, out_ptr, row, column, (thread < COUNT) & (column < m), n)
+    else:
+        first = _first_row(tile, thread, C)
+        for i in tl.static_range(0 + C.totals):
+            column = thread % 4 * 2 + (i // 4 % C.column_tiles * 8 + i % 2)
+            row = first + (i // 2 % 2 + i // (4 * C.column_tiles) * 2) * 8
+            _store(totals[i] * norm, out_ptr, row, column, column < m, n)
+
+
+@triton.jit
+def _store(found, out_ptr, row, column, wanted, n):
+    found = found.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + column.to(tl.int64) * n + row, found, mask=wanted & (row < n))

@@ -5,13 +5,10 @@ of the left operand, column g of the right one, columns 2 t and 2 t + 1 of the r
 its own. Which k those are does not matter as long as both operands agree.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
-
-READ = tl.constexpr(
-    "{ .reg .b64 a; mad.wide.u32 a, $5, 8, $4; ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
-)
-"""Operands: four words; base; pieces of 8 bytes behind it."""
 
 
 @triton.constexpr_function
@@ -26,40 +23,57 @@ def kinds(outputs: str) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
-def fill_assembly(nested: bool) -> str:
-    """Fill `pairs` of shared memory: both values of byte b, once for each of 32 banks, at 256 * (b % 128) +
-    128 * (b // 128); and `codes`, the values of nested absmax. Nothing that another kernel may have written is read
-    before `wait`. The names live on to the end of the kernel.
+def fill_assembly(warps: int, tile_bytes: int, shares_codes: bool) -> str:
+    """Lay out shared memory: `tiles`, and `pairs`, which is filled: both values of byte b, once for each of 32 banks,
+    at 256 * (b % 128) + 128 * (b // 128); and `codes`, the values of nested absmax. Nothing that another kernel may
+    have written is read before `wait`. The names live on to the end of the kernel.
 
-    Operands: $0 the thread; $1, $2 addresses of the [256] words of either; $3 the thread.
+    Operands: $0 the thread; $1 address of `tiles`; $2, $3 addresses of the [256] words of either; $4 the thread.
     """
-    stores = 8  # of 16 bytes a lane: 16 lanes write the copies of two pairs
-    lines = [".shared .align 256 .b8 pairs[32768]; .shared .align 16 .b8 codes[1024];"]
-    lines += [f"{{ .reg .b32 b, a, w, h, v<{stores}>, c; .reg .b64 o;"]
-    lines += [f"mov.u32 b, pairs; shr.u32 w, $3, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $3, 4, 1;"]
-    lines += ["add.u32 w, w, h; and.b32 a, $3, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
-    lines += ["and.b32 h, $3, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $1;"]
+    stores = 64 // warps  # of 16 bytes a lane: 16 lanes write the copies of two pairs
+    lines = [".shared .align 256 .b8 pairs[32768];", ".shared .align 16 .b8 codes[1024];"][: 1 + shares_codes]
+    lines += [f".shared .align 1024 .b8 tiles[{max(tile_bytes, 16)}]; {{ .reg .b32 b, a, w, h, v<16>, c; .reg .b64 o;"]
+    lines += [f"mov.u32 b, pairs; shr.u32 w, $4, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $4, 4, 1;"]
+    lines += ["add.u32 w, w, h; and.b32 a, $4, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
+    lines += ["and.b32 h, $4, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $2;"]
     lines += [f"ld.global.nc.b32 v{i}, [o+{8 * i}];" for i in range(stores)]
     lines += [f"st.shared.v4.b32 [a+{512 * i}], {{v{i}, v{i}, v{i}, v{i}}};" for i in range(stores)]
     lines += ["griddepcontrol.wait; griddepcontrol.launch_dependents;"]
-    if nested:  # by 256 threads
-        lines += ["mad.wide.u32 o, $3, 4, $2; mov.u32 b, codes; mad.lo.u32 w, $3, 4, b;"]
+    if shares_codes:  # by 256 threads
+        lines += ["mad.wide.u32 o, $4, 4, $3; mov.u32 b, codes; mad.lo.u32 w, $4, 4, b;"]
         lines += ["ld.global.b32 c, [o]; st.shared.b32 [w], c;"]
-    return "\n".join([*lines, "bar.sync 0; mov.u32 $0, $3; }"])
+    return "\n".join([*lines, "bar.sync 0; mov.u32 $0, $4; mov.u32 $1, tiles; }"])
 
 
 @triton.constexpr_function
-def _decode(word: int, target: int) -> str:
-    """v[target…target + 3], two values in each; a permute makes an address of two bytes."""
-    lines = [f"lop3.b32 l, ${word}, 0x80808080, $26, 0xea; and.b32 h, ${word}, 0x7f7f7f7f;"]
+def words_assembly(width: int, loads: int) -> str:
+    """Operands: words, `width` of each load; base; for each load the pieces of 8 bytes behind it."""
+    lines = ["{ .reg .b64 a;"]
+    for load in range(loads):
+        words = ", ".join(f"${load * width + i}" for i in range(width))
+        lines += [f"mad.wide.u32 a, ${loads * width + 1 + load}, 8, ${loads * width};"]
+        lines += [f"ld.global.nc.L1::no_allocate.L2::128B.v{width}.b32 {{{words}}}, [a];"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _decode(word: int, lane: int, target: int) -> str:
+    """v[target…target + 3], two values in each; a permute makes an address of two bytes, `lane` is in each byte."""
+    lines = [f"lop3.b32 l, ${word}, 0x80808080, ${lane}, 0xea; and.b32 h, ${word}, 0x7f7f7f7f;"]
     for i, pick in enumerate(("0xcc40", "0xdd51", "0xee62", "0xff73")):
         lines += [f"prmt.b32 a, l, h, {pick}; add.u32 a, a, b; ld.shared.b32 v{target + i}, [a];"]
     return "\n".join(lines)
 
 
 @triton.constexpr_function
-def stage_assembly(dtype: tl.dtype) -> str:
-    """A stage: two row tiles. Operands: $0…$3 totals of four slots; $4…$7 the same before;
+def _scale(operand: int, index: int) -> str:
+    """s: the scale that the quad's lane index % 4 holds in operand + index // 4."""
+    return f"shfl.sync.idx.b32 s, ${operand + index // 4}, {index % 4}, 0x1c03, -1;"
+
+
+@triton.constexpr_function
+def wide_assembly(dtype: tl.dtype) -> str:
+    """A stage of two row tiles with x from global memory. Operands: $0…$3 totals of four slots; $4…$7 the same before;
     $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x.
     """
     kind = dtype.name.replace("fp", "f")
@@ -69,7 +83,7 @@ def stage_assembly(dtype: tl.dtype) -> str:
         lines += [f"ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
     for word in range(4):
         for c in (0, 4):
-            lines += [_decode(8 + 2 * c + word, 0), _decode(12 + 2 * c + word, 4)]
+            lines += [_decode(8 + 2 * c + word, 26, 0), _decode(12 + 2 * c + word, 26, 4)]
             sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
             for i in (0, 2):
                 left, right = f"v{i}, v{i + 4}, v{i + 1}, v{i + 5}", f"x{4 * word + i}, x{4 * word + i + 1}"
@@ -77,9 +91,55 @@ def stage_assembly(dtype: tl.dtype) -> str:
                 lines += [f"{mma} {sums}, {{{left}}}, {{{right}}}, {sums};"]  # newer Tritons put .loc between lines
     for index in range(8):
         slot = index // 2
-        lines += [f"shfl.sync.idx.b32 s, ${24 + index // 4}, {index % 4}, 0x1c03, -1;"]  # of lane index % 4 of the quad
-        lines += [f"fma.rn.f32 ${slot}, c{index}, s, ${slot if index % 2 else slot + 4};"]
+        lines += [_scale(24, index), f"fma.rn.f32 ${slot}, c{index}, s, ${slot if index % 2 else slot + 4};"]
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
+    """A part of a stage, matmul.Shape's `copied` blocks, with tiles of x in shared memory: `wgmma`.
+
+    A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the order that the
+    tensor cores expect. The products of one row tile and block are under way while the next are decoded.
+
+    Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the same before; for each
+    slot two words of each block; scales; 4 * lane in each byte; the address of the tiles.
+    """
+    blocks, kind = shape.blocks, dtype.name.replace("fp", "f")
+    sums, totals, first = 4 * shape.column_tiles, shape.totals, part * shape.copied
+    scales = 2 * totals + shape.words
+    lane = scales + shape.scales
+    lines = [f"{{ .reg .b32 b, a, l, h, v<32>; .reg .f32 c<{2 * sums}>, s; .reg .b64 d, e; .reg .pred p;"]
+    lines += [f"mov.u32 b, pairs; shr.u32 a, ${lane + 1}, 4; cvt.u64.u32 d, a; or.b64 d, d, 0x4000004000010000;"]
+    groups = [(part, tile) for part in range(first, first + shape.copied) for tile in range(shape.slots // 2)]
+
+    def add(number: int) -> list[str]:
+        part, tile = groups[number]
+        added = []
+        for i in range(sums):
+            if i % 2 == 0:
+                added.append(_scale(scales, (2 * tile + i // 2 % 2) * blocks + part))
+            target = tile * sums + i
+            before = target if part > first else totals + target
+            added.append(f"fma.rn.f32 ${target}, c{number % 2 * sums + i}, s, ${before};")
+        return added
+
+    for number in range(len(groups)):
+        part, tile = groups[number]
+        v = number % 2 * 16
+        for i in range(4):
+            word = 2 * totals + (2 * tile + i // 2) * 2 * blocks + 2 * part + i % 2
+            lines += [_decode(word, lane, v + 4 * i)]
+        listed = ", ".join(f"c{number % 2 * sums + i}" for i in range(sums))
+        lines += [f"add.s64 e, d, {(part - first) * sums * 16}; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
+        for i in range(v, v + 8, 2):
+            wgmma = f"wgmma.mma_async.sync.aligned.m64n{2 * sums}k16.f32.{kind}.{kind} {{{listed}}}"
+            lines += [f"{wgmma}, {{v{i}, v{i + 8}, v{i + 1}, v{i + 9}}}, e, p, 1, 1, 0;"]
+            lines += ["add.s64 e, e, 2; setp.eq.b32 p, 0, 0;"]
+        lines += ["wgmma.commit_group.sync.aligned;"]
+        if number:
+            lines += ["wgmma.wait_group.sync.aligned 1;", *add(number - 1)]
+    return "\n".join([*lines, "wgmma.wait_group.sync.aligned 0;", *add(len(groups) - 1), "}"])
 
 
 @triton.constexpr_function

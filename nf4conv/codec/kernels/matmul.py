@@ -1,0 +1,140 @@
+"""Which kernel multiplies how many rows of x with a packed weight, what comes before and after it, and the launches."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.product import launch_product
+from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
+from nf4conv.codec.quant_state import Decoding
+
+CAPABILITY: Final = 9  # of GPUs that have `wgmma` and begin kernels early, and the only one where this was measured
+MOST_ELEMENTS: Final = 1 << 34  # of a weight: its pieces of 8 bytes and blocks of 64 elements are counted in 32 bits
+MOST_SPLITS: Final = 8  # parts of k in different programs, each with an output of its own
+_TILE: Final = 512
+
+
+@dataclass(eq=False)  # told apart by identity, which is faster
+class Shape:
+    """What product_kernel is compiled for.
+
+    Attributes:
+        rows: of x at most.
+        ranges: of k that a warp works on at once: 2, 1 for up to 2, 4 rows, and 1 for more.
+        column_tiles: rows of x by 8, or 0: wide.
+        warps: of a program.
+        slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
+        blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
+        copied: of these, whose x is copied to shared memory at once; 0 if wide.
+        nested: whether absmax is uint8 codes.
+    """
+
+    rows: int
+    ranges: int
+    column_tiles: int
+    warps: int
+    slots: int
+    blocks: int
+    copied: int
+    nested: bool = True
+
+    def __post_init__(self) -> None:
+        self.wide = self.column_tiles == 0
+        self.apart = 8 // self.ranges  # rows of W from slot to slot
+        self.unit_rows = self.apart * self.slots * (1 if self.wide else self.warps)
+        self.span = 64 * self.blocks * self.ranges * (self.warps if self.wide else 1)  # k of a stage of a program
+        self.words = 2 * self.slots * self.blocks
+        self.scales = -(-self.slots * self.blocks // 4)  # that a lane loads in a stage, for its quad
+        self.totals = 4 if self.wide else 2 * self.column_tiles * self.slots
+        self.tile_bytes = 2048 * self.column_tiles * self.copied  # of x, multiplied and copied meanwhile
+        self.parts = self.blocks // max(self.copied, 1)
+        self.registers = min(65536 // (64 * self.warps), 255)  # of a thread: a multiprocessor holds two programs
+
+
+SHAPES = (
+    Shape(2, 2, 0, 8, 4, 2, 0),
+    Shape(4, 1, 0, 8, 4, 2, 0),
+    Shape(8, 1, 1, 8, 2, 4, 4),
+    Shape(16, 1, 2, 8, 2, 4, 4),
+    Shape(32, 1, 4, 4, 4, 2, 2),
+    Shape(64, 1, 8, 4, 4, 2, 1),
+)
+"""By rows of x, the fastest of the sweep in docs/kernels.md."""
+
+
+def prepare_product(
+    m: int, n: int, k: int, packed: torch.Tensor, decoding: Decoding, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """What multiplies m rows of x with a weight; to be called again, since it takes as long as a launch to make it.
+
+    It is a function of x, [m, k] of `dtype`, 16 bits, and out, [m, n], which is written; contiguous. At most 64 rows,
+    n * k below MOST_ELEMENTS, k and blocksize multiples of 64, x and packed, [n * k / 2], at multiples of 16 bytes.
+    """
+    shape = _compiled_shape(next(one for one in SHAPES if m <= one.rows), decoding.state2 is not None)
+    programs = 2 * torch.cuda.get_device_properties(packed.device).multi_processor_count
+    sizes, shift = plan(shape, m, n, k, programs)
+    weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, dtype, packed.device)
+    scaling = (decoding.blocksize // 64).bit_length() - 1, 1 / MULTIPLES[decoding.quant_type, dtype]
+    options = (dtype, shift > 0), shape.warps, shape.registers, True
+
+    def run(x: torch.Tensor, out: torch.Tensor) -> None:
+        parts = out.new_empty((1 << shift, m, n), dtype=torch.float32) if shift else out
+        if not shape.wide:
+            pairs, x = x, torch.empty_like(x)
+            _launch_order(-(-m * k // 2 // _TILE), (pairs, x, m * k // 2), (_TILE,), None, 4, None, True)
+        launch_product(min(sizes[4], programs), (x, *weight, parts, *sizes, shift, *scaling), (shape,), *options)
+        if shift:
+            _launch_sum(-(-m * n // _TILE), (parts, out, m * n), (1 << shift, _TILE), dtype, 4, None, True)
+
+    return run
+
+
+def plan(shape: Shape, m: int, n: int, k: int, programs: int) -> tuple[tuple[int, ...], int]:
+    """(m, n, k, steps, units) of a launch, and log2 of the parts of k, as many as keep the programs busy."""
+    tiles, shift = -(-n // shape.unit_rows), 0
+    while not shape.wide and 2 << shift <= min(MOST_SPLITS, programs // tiles, k // shape.span):
+        shift += 1
+    return (m, n, k, -(-k // (shape.span << shift)), tiles << shift), shift
+
+
+@functools.cache
+def _compiled_shape(shape: Shape, nested: bool) -> Shape:
+    return replace(shape, nested=nested)
+
+
+@triton.jit
+def _wait(index):
+    """Wait for the kernel before; [index] int64 zeros."""
+    text: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"
+    return tl.inline_asm_elementwise(text, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["x_ptr", "out_ptr"])
+def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
+    """[count] pairs of k in the order in which the pieces of a tile hold them: p + 8 t of 32 to 4 p + t."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index += _wait(index)
+    source = index // 32 * 32 + index % 4 * 8 + index % 32 // 4
+    pair = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + source, mask=index < count)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + index, pair, mask=index < count)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["parts_ptr", "out_ptr"])
+def sum_kernel(parts_ptr, out_ptr, count: tl.int64, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """[SPLITS, count] float32 → [count], the sums."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index += _wait(index)
+    total = tl.load(parts_ptr + index, mask=index < count)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + part * count + index, mask=index < count)
+    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=index < count)
+
+
+_launch_order = Launcher(order_kernel)
+_launch_sum = Launcher(sum_kernel)
