@@ -197,7 +197,8 @@ def fault_of(done: Any, arguments: list[object], out: Path) -> str | None:
 def child(first: int, count: int, templates: Path) -> None:
     """Run some cases; their failures are printed as JSON."""
     torch.set_num_threads(1)
-    run("quantize", templates / "safetensors", templates.with_name(f"warm {os.getpid()}"))
+    for options in (["--dry-run"], []):  # which import transformers, and torch
+        run("quantize", templates / "safetensors", templates.with_name(f"warm {os.getpid()}"), *options)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**33, 2**33))
