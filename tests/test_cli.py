@@ -61,7 +61,7 @@ def test_commands_are_listed_in_the_order_of_use():
     listed = re.findall(
         r"^  (\w+)  ", CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2], re.MULTILINE
     )
-    assert listed[:5] == ["inspect", "quantize", "verify", "compare", "dequantize"]
+    assert listed[:6] == ["inspect", "quantize", "verify", "compare", "evaluate", "dequantize"]
     assert set(listed) == set(main.commands)
 
 

@@ -140,7 +140,8 @@ def _cell(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return size(value)
     if isinstance(value, float):
-        return f"{value:.2f}" if name in ("snr_db", "bits_per_parameter") else f"{value:.4g}"
+        digits = ".2f" if name in ("snr_db", "bits_per_parameter") else ".4f" if 1e-3 <= value < 10 else ".4g"
+        return f"{value:{digits}}"
     return (
         f"{value:,}"
         if isinstance(value, int)
