@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nf4conv.pipeline.without_torch import bundle
-from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundle
+from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundles
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
-PURPOSE = Purpose(Action.PACK, "bfloat16", "nf4", 64)
+PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
 
 
 class Gpu:
@@ -72,11 +72,12 @@ def test_kernels_in_doubt_are_compiled_again(kept: Path, doubt: str):
 @pytest.mark.parametrize("content", ["{}", "[]", '{"bundle": {}, "sha256": ""}', '{"kernels": 1}'])
 def test_content_of_another_shape_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = bundle._cache(f"{bundle._key(Gpu().capability(), PURPOSE)}.json")
-    assert path is not None
-    path.parent.mkdir()
+    folder = bundle.kernel_folder()
+    assert folder is not None
+    folder.mkdir()
+    path = folder / f"{bundle._key(Gpu().capability(), PURPOSE)}.json"
     path.write_text(content)
-    assert load_bundle(Gpu(), PURPOSE) is None  # type: ignore[arg-type]  # without CUDA nothing can be compiled
+    assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]  # without CUDA nothing can be compiled
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
@@ -89,11 +90,11 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert bundle._cache("bundle.json") is None
-    assert load_bundle(Gpu(), PURPOSE) is None  # type: ignore[arg-type]
+    assert bundle.kernel_folder() is None
+    assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
     """As the specification of XDG_CACHE_HOME says; it would be another one in each folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
-    assert bundle._cache("bundle.json") == Path.home() / ".cache/nf4conv/bundle.json"
+    assert bundle.kernel_folder() == Path.home() / ".cache/nf4conv"
