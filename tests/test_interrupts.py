@@ -109,12 +109,14 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
     assert launch(*command).wait() == 0
     seconds = time.monotonic() - started
     chosen = random.Random(int(number))
-    codes = []
-    for moment in range(4):
+    codes: list[int] = []
+    for moment in range(12):  # the first run was slower than the others if the machine was busy, so some come too late
+        if moment >= 4 and codes.count(128 + number) >= 2:
+            break
         process = launch(*command, "--overwrite")
         while not is_answered(process):
             assert process.poll() is None
-        time.sleep(seconds * (moment + chosen.random()) / 4)
+        time.sleep(seconds * (moment % 4 + chosen.random()) / 4)
         process.send_signal(number)
         output, errors = process.communicate(timeout=60)
         codes.append(process.returncode)
