@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from functools import partialmethod
 
@@ -28,3 +29,7 @@ def hub() -> Iterator[hub_server.Hub]:
     hub_server.HUB.clear()
     yield hub_server.HUB
     hub_server.HUB.clear()
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script runs by `&`; tests of Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
