@@ -218,7 +218,8 @@ def mutate_text(chosen: random.Random, content: bytes) -> bytes:
 def mutate_folder(chosen: random.Random, path: Path) -> None:
     """A file that is empty, missing, a folder, a pipe or a link, or has the content of another."""
     others = [other for other in path.parent.iterdir() if other.is_file()]
-    content = chosen.choice(others).read_bytes()
+    with chosen.choice(others).open("rb") as other:
+        content = other.read(2**26)  # an earlier mutation may have left gigabytes of nothing
     path.unlink()
     match chosen.randrange(8):
         case 0:

@@ -196,6 +196,8 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     out = tmp_path / "out"
     execute_quantization(plan_quantization(pipeline), out, RUN)
     whole = contents(out)
+    (out / ".nf4conv").mkdir()  # as a run leaves it that is killed before its last removal
+    (out / ".nf4conv/lock").touch()
     assert execute_quantization(plan_quantization(pipeline), out, RUN).already_complete
     assert contents(out) == whole
     other = plan_quantization(pipeline, QuantizeOptions(blocksize=128))

@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nf4conv.codec.kernels import launch
 from nf4conv.pipeline.without_torch import bundle
 from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundles
 
@@ -92,6 +94,21 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     assert bundle.kernel_folder() is None
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
+
+
+def test_triton_keeps_nothing_at_a_home_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launch._find_triton_a_folder()
+    assert "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch._find_triton_a_folder()
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    assert folder.parent == tmp_path
+    assert folder.is_dir()
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):

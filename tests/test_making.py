@@ -95,6 +95,17 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
         quantize_checkpoint(source, tmp_path / "out", run=RunOptions(device="cpu", verify=True, tolerance=0.01))
 
 
+def test_a_run_killed_at_its_very_end_is_tidied_up(source: Path, tmp_path: Path):
+    """Between the removal of its record and that of its lock."""
+    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out/.nf4conv").mkdir()
+    (tmp_path / "out/.nf4conv/lock").touch()
+    assert quantize_checkpoint(source, tmp_path / "out", run=CPU).already_complete
+    assert contents(tmp_path / "out") == before
+    assert not (tmp_path / "out/.nf4conv").exists()
+
+
 def test_verify_says_if_the_source_given_is_another(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     assert not verify_checkpoint(tmp_path / "out", source, run=CPU).findings

@@ -275,6 +275,13 @@ def is_unfinished(out: Path) -> bool:
     return (out / WORK_FOLDER / _RECORD).is_file()
 
 
+def tidy(out: Path) -> None:
+    """Remove the work folder beside a result that is complete, as a run leaves it that is killed at its very end."""
+    if (out / WORK_FOLDER).is_dir():
+        with suppress(OutputError):  # which says that the folder is not empty; or that another run is at work there
+            Workspace(out, {}, overwrite=False, checksum=False)
+
+
 def _line(name: str, file: FinishedFile) -> str:
     return json.dumps({"name": name, **file._asdict()})
 

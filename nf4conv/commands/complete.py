@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv.checkpoint.making import MAKING, read_record
-from nf4conv.checkpoint.workspace import CHECKSUMS, is_unfinished
+from nf4conv.checkpoint.workspace import CHECKSUMS, is_unfinished, tidy
 from nf4conv.commands.output import WritingPlan
 from nf4conv.errors import OutputError, VerificationError
 from nf4conv.options import RunOptions
@@ -39,6 +39,7 @@ def finished_earlier(
     if not _is_whole(plan, out):
         return None
     _require(run, verified, out)
+    tidy(out)
     progress(sum(job.source_bytes for job in plan.output.jobs))
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
     figures: dict[str, Any] = {"out": str(out), "already_complete": True, "device": "none", "bytes_after": size}

@@ -16,7 +16,7 @@ from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
 from nf4conv.checkpoint.making import read_record
 from nf4conv.checkpoint.source import read_json
-from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished
+from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished, tidy
 from nf4conv.commands.output import source_changes, source_stamps, space_needed
 from nf4conv.commands.single.dequantize import DequantizationPlan
 from nf4conv.commands.single.quantize import QuantizationPlan
@@ -102,6 +102,7 @@ def write_submodels(
     reports: list[ReportT] = []
     if not run.overwrite and _is_complete(plan, out):
         reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
+        tidy(out)
         return _joined(plan, out, reports, 0)
     kept, last = 0, list(plan.submodels)[-1]
     stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}

@@ -6,14 +6,29 @@ to Triton's C launcher. So kernels must not depend on what Triton would infer fr
 sizes are declared `do_not_specialize`, and alignment that the host has checked is stated in the kernel.
 """
 
+import os
+import tempfile
 import threading
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
 from triton.runtime import driver
 
 _first_call = threading.Lock()
+
+
+def _find_triton_a_folder() -> None:
+    """Triton keeps what it compiles at home, and fails for users without one: in containers that run under a number."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - pathlib raises where there is none
+    kept = home / ".triton"
+    is_told = "TRITON_HOME" in os.environ or "TRITON_CACHE_DIR" in os.environ
+    if not is_told and not os.access(kept if kept.exists() else home, os.W_OK):
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="nf4conv-triton-")
+
+
+_find_triton_a_folder()
 
 
 class Launcher:
