@@ -248,7 +248,7 @@ def _chosen(name: str, kind: Any, help: str) -> Callable[..., Any]:
 @_shard_size
 @_chosen("--non-finite", click.Choice(NON_FINITE), "Refuse weights that hold NaN or infinity, or do not pack them.")
 @_lora
-@click.option("--single-file", is_flag=True, help="OUT is one file for ComfyUI and Forge, and so is SRC.")
+@click.option("--single-file", is_flag=True, help="OUT is one file for ComfyUI and Forge, under its authors' names.")
 @click.option("--verify", is_flag=True, help="Read back what is written, and compare it with SRC.")
 @_option(
     "--tolerance",

@@ -98,7 +98,7 @@ class QuantizeOptions:
         max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
         lora: adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub.
-        single_file: whether the output is one file for image tools, under the names of its source.
+        single_file: whether the output is one file for image tools, under the names that the authors gave the weights.
         quant_storage: what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None
             as for quant_type, or else "uint8".
         base_model: "org/name" of the original, for the model card; None takes where the source is from, or what its

@@ -59,13 +59,15 @@ def stop_after_the_first_shard(
     return source, out
 
 
-def test_finished_shards_are_not_made_again(tmp_path, monkeypatch):
-    source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
+@pytest.mark.parametrize("storage", [None, "bfloat16"])
+def test_finished_shards_are_not_made_again(tmp_path, monkeypatch, storage):
+    options = dataclasses.replace(OPTIONS, quant_storage=storage)
+    source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    report = quantize_checkpoint(source, out, OPTIONS, RUN)
+    report = quantize_checkpoint(source, out, options, RUN)
     assert report.shards_resumed == len(before) > 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    quantize_checkpoint(source, tmp_path / "whole", options, RUN)
     assert contents(out) == contents(tmp_path / "whole")
 
 

@@ -22,7 +22,7 @@ from nf4conv.codec.ops import quantize_4bit
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, PlanError
-from nf4conv.options import PushOptions, QuantizeOptions, RunOptions
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 
 pytestmark = pytest.mark.oracle
 CPU = RunOptions(device="cpu")
@@ -107,13 +107,114 @@ def test_image_tools_find_what_they_look_for(tmp_path, kind, double_quant):
     assert verify_checkpoint(out, source, run=CPU).passed
 
 
-def test_other_names_are_refused(tmp_path):
-    tensors = {"transformer_blocks.0.attn.to_q.weight": torch.ones(64, 64)}
-    (tmp_path / "transformer").mkdir()
-    save_file(tensors, tmp_path / "transformer/diffusion_pytorch_model.safetensors")
-    (tmp_path / "transformer/config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    with pytest.raises(PlanError, match="not a component of diffusers"):
-        plan_quantization(tmp_path / "transformer", ONE)
+COMPONENTS = {
+    "FluxTransformer2DModel": {
+        **{f"transformer_blocks.3.attn.to_{part}.{leaf}": shape for part in "qkv"
+           for leaf, shape in (("weight", (64, 64)), ("bias", (64,)))},
+        "transformer_blocks.3.attn.norm_q.weight": (64,), "transformer_blocks.3.ff.net.2.weight": (64, 256),
+        "norm_out.linear.weight": (128, 64), "norm_out.linear.bias": (128,), "x_embedder.weight": (64, 64),
+    },
+    "UNet2DConditionModel": {
+        "conv_in.weight": (64, 4, 3, 3), "down_blocks.1.attentions.1.transformer_blocks.0.attn1.to_k.weight": (64, 64),
+        "up_blocks.1.resnets.2.conv_shortcut.weight": (64, 128, 1, 1), "up_blocks.1.upsamplers.0.conv.bias": (64,),
+        "up_blocks.1.attentions.2.transformer_blocks.0.attn1.to_k.weight": (64, 64),
+        "down_blocks.0.downsamplers.0.conv.bias": (64,), "mid_block.attentions.0.norm.weight": (64,),
+        "mid_block.resnets.1.norm1.weight": (64,),
+    },
+}  # fmt: skip
+RENAMED = {
+    "input_blocks.0.0.weight", "input_blocks.3.0.op.bias",
+    "input_blocks.5.1.transformer_blocks.0.attn1.to_k.weight",
+    "middle_block.1.norm.weight", "middle_block.2.in_layers.0.weight",
+    "output_blocks.5.0.skip_connection.weight", "output_blocks.5.2.conv.bias",
+    "output_blocks.5.1.transformer_blocks.0.attn1.to_k.weight",
+}  # fmt: skip
+
+
+def write_component(folder: Path, kind: str, tensors: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """A component of diffusers with two layers a block, as far as it matters here."""
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    made = {name: torch.randn(shape).bfloat16() for name, shape in (tensors or COMPONENTS[kind]).items()}
+    save_file(made, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": kind, "layers_per_block": 2}))
+    return folder
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["16 bits", "4 bits"])
+def test_what_flux_fuses_is_packed_as_one(tmp_path, is_packed):
+    source, out = write_component(tmp_path / "source", "FluxTransformer2DModel"), tmp_path / "nf4.safetensors"
+    before = load_file(source / "diffusion_pytorch_model.safetensors")
+    parts = [before[f"transformer_blocks.3.attn.to_{part}.weight"] for part in "qkv"]
+    if is_packed:
+        quantize_checkpoint(source, tmp_path / "packed", run=CPU)
+        source, parts = tmp_path / "packed", [decode(*quantize_4bit(part)) for part in parts]
+    quantize_checkpoint(source, out, ONE, RunOptions(device="cpu", verify=True))
+    after = load_file(out)
+    weights = {
+        "double_blocks.3.img_attn.qkv.weight": torch.cat(parts),
+        "double_blocks.3.img_mlp.2.weight": before["transformer_blocks.3.ff.net.2.weight"],
+    }
+    for name, weight in weights.items():
+        packed, state = quantize_4bit(weight)
+        assert torch.equal(after[name], packed), name
+        assert torch.equal(after[f"{name}.absmax"], state.absmax), name
+    biases = [before[f"transformer_blocks.3.attn.to_{part}.bias"] for part in "qkv"]
+    kept = {
+        "double_blocks.3.img_attn.qkv.bias": torch.cat(biases),
+        "double_blocks.3.img_attn.norm.query_norm.scale": before["transformer_blocks.3.attn.norm_q.weight"],
+        "final_layer.adaLN_modulation.1.weight": before["norm_out.linear.weight"].roll(64, 0),
+        "final_layer.adaLN_modulation.1.bias": before["norm_out.linear.bias"].roll(64, 0),
+        "img_in.weight": before["x_embedder.weight"],
+    }
+    for name, tensor in kept.items():
+        assert torch.equal(after[name], tensor), name
+    assert {name for name in after if ".weight." not in name} == kept.keys() | weights.keys()
+    assert verify_checkpoint(out, source, run=CPU).identical
+
+
+def test_a_unet_gets_its_original_names(tmp_path):
+    source = write_component(tmp_path / "source", "UNet2DConditionModel")
+    plan = plan_quantization(source, ONE)
+    assert {job.name.removeprefix(BUNDLED) for job in plan.output.jobs} == RENAMED
+
+
+REFUSED = {
+    "class": ("SD3Transformer2DModel", ["transformer_blocks.0.attn.to_q.weight"], "cannot be mapped"),
+    "part": (
+        "FluxTransformer2DModel",
+        ["transformer_blocks.0.attn.to_q.weight"],
+        "qkv.weight cannot be made of .*to_q",
+    ),
+    "Flux": ("FluxTransformer2DModel", ["controlnet_blocks.0.weight"], "controlnet_blocks.0.weight: has no name"),
+    "UNet": ("UNet2DConditionModel", ["time_embedding.cond_proj.weight"], "cond_proj.weight: has no name"),
+    "module": ("UNet2DConditionModel", ["down_blocks.0.motion_modules.0.norm.bias"], "norm.bias: has no name"),
+    "attention": ("UNet2DConditionModel", ["down_blocks.0.attentions.0.to_k.weight"], "to_k.weight: has no name"),
+    "no attention": ("UNet2DConditionModel", ["mid_block.resnets.1.conv1.bias"], "conv1.bias: has no name"),
+    "odd": ("FluxTransformer2DModel", ["norm_out.linear.bias"], "adaLN_modulation.1.bias cannot be made of"),
+    "two": (
+        "UNet2DConditionModel",
+        ["down_blocks.0.resnets.3.conv1.bias", "down_blocks.1.resnets.0.conv1.bias"],
+        "made",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "names", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_mapped_is_refused(tmp_path, kind, names, message):
+    tensors = dict.fromkeys(names, (65,) if names == ["norm_out.linear.bias"] else (64, 64))
+    with pytest.raises(PlanError, match=message):
+        quantize_checkpoint(write_component(tmp_path / "source", kind, tensors), tmp_path / "nf4.safetensors", ONE, CPU)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_of_a_diffusers_pipeline_one_component_is_asked_for(tmp_path):
+    write_component(tmp_path / "transformer", "FluxTransformer2DModel")
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(PlanError, match="--subfolder transformer, or unet"):
+        plan_quantization(tmp_path, ONE)
+    assert plan_quantization(tmp_path, ONE, SourceOptions(subfolder="transformer")).output.jobs
 
 
 def test_the_output_is_one_file_and_never_a_half_of_one(tmp_path, monkeypatch):

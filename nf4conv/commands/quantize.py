@@ -81,7 +81,10 @@ def plan_quantization(
     try:
         single = plan_one(source, options, where)
         return replace(single, notes=single.notes + unmatched(options, [("", single.source)]))
-    except DiffusersFolderError:
+    except DiffusersFolderError as error:
+        if options.single_file:
+            what = "--single-file is for one part of a diffusers pipeline: --subfolder transformer, or unet"
+            raise PlanError(f"{source}: {what}") from error
         folder = open_diffusers(source, where)
     submodels = {
         name: plan_submodel(

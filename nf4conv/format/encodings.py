@@ -18,6 +18,8 @@ class Method(Enum):
     """Packed as [out, in] for a family that stores its weights [in, out]."""
     STRIDED = "strided"
     """Not encoded at all, but cut out of a larger tensor with steps between its elements."""
+    JOINED = "joined"
+    """Rows of several tensors, encoded or not, one after the other."""
     MERGED = "merged with an adapter"
     """Another tensor, encoded or not, to which something is added (checkpoint/header.py: Delta)."""
 

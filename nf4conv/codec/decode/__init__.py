@@ -48,5 +48,5 @@ def decode(
         case Method.STRIDED:
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
             return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()
-        case Method.MERGED:
-            raise CodecError("what is merged is no encoding of a single tensor")
+        case Method.MERGED | Method.JOINED:
+            raise CodecError(f"what is {method.value} is no encoding of a single tensor")

@@ -18,7 +18,7 @@ from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.merging import open_merged
-from nf4conv.checkpoint.original_names import within_blocks
+from nf4conv.checkpoint.original_names import with_original_names, within_blocks
 from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
@@ -102,7 +102,10 @@ def plan_one(source: str | Path, options: QuantizeOptions, where: SourceOptions 
     gc.disable()  # planning makes many small objects that live on: looking for dead ones takes a quarter of the time
     try:
         opened = open_merged(source, where, options.lora)
-        return _plan(opened, within_blocks(opened, options) if options.single_file else options, frozenset())
+        if options.single_file:
+            opened = with_original_names(opened)
+            options = within_blocks(opened, options)
+        return _plan(opened, options, frozenset())
     finally:
         if was_enabled:
             gc.enable()

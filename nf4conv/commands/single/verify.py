@@ -19,6 +19,7 @@ from nf4conv.checkpoint.config_check import check_config, check_exact_config
 from nf4conv.checkpoint.findings import CHECKS, Finding
 from nf4conv.checkpoint.making import MAKING, headers_digest, read_record
 from nf4conv.checkpoint.merging import open_merged
+from nf4conv.checkpoint.original_names import with_original_names
 from nf4conv.checkpoint.pairing import Pairs, pair
 from nf4conv.checkpoint.source import Source
 from nf4conv.checkpoint.structure import Structure, read_structure
@@ -75,6 +76,8 @@ def plan_one(
     if not structure.weights and not structure.findings and not is_submodel:
         structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
     opened = None if source is None else open_merged(source, where, options.lora)
+    if opened is not None and Path(path).is_file():
+        opened = with_original_names(opened, among=structure.weights)
     pairs = Pairs() if opened is None else pair(structure, opened)
     if options.exact:
         check_exact_config(structure, config)

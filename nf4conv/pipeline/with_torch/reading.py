@@ -47,6 +47,8 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     assert encoding is not None
     if encoding.method is Method.MERGED:
         return _read_merged(worker, tensor, encoding)
+    if encoding.method is Method.JOINED:  # the parts are copied, since the next one is read into the same buffer
+        return torch.cat([_read_whole(worker, part).clone() for _, part in encoding.parts])
     parts = [part for _, part in encoding.parts]
     raws = worker.read([part.file_range for part in parts])
     with worker.timed(Activity.COMPUTE):
