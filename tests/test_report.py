@@ -153,18 +153,22 @@ def chromium(*arguments: str) -> str:
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("kind", ["passed", "no source", "failed"])
 def test_nothing_is_wider_than_the_window(reports: dict[str, VerifyReport], tmp_path: Path, kind: str, width: int):
-    """Measured inside the browser, in a frame of that width: below 500 pixels a window of its own does not go."""
+    """Neither the page nor a table in it. Measured inside the browser, in a frame of that width: below 500 pixels a
+    window of its own does not go."""
     write_page(reports[kind], tmp_path / "report.html")
     probe = (
         f'<iframe id="f" src="report.html" width="{width}" height="3000" style="border:0"></iframe><p id="out"></p>'
         "<script>onload = () => { const d = document.getElementById('f').contentDocument.documentElement;"
-        "document.getElementById('out').textContent = d.scrollWidth + ' of ' + d.clientWidth; }</script>"
+        "const wide = [...d.querySelectorAll('.scroll, .tall')].filter((e) => e.scrollWidth > e.clientWidth);"
+        "document.getElementById('out').textContent = d.scrollWidth + ' of ' + d.clientWidth + ', ' + wide.length; }"
+        "</script>"
     )
     (tmp_path / "probe.html").write_text(probe)
     shown = chromium("--allow-file-access-from-files", "--dump-dom", f"file://{tmp_path}/probe.html")
-    found = re.search(r"(\d+) of (\d+)</p>", shown)
+    found = re.search(r"(\d+) of (\d+), (\d+)</p>", shown)
     assert found, shown[-500:]
     assert int(found[1]) <= int(found[2]) == width
+    assert int(found[3]) == 0
 
 
 def drawn(report: VerifyReport, folder: Path, script: str) -> Any:
@@ -232,6 +236,27 @@ def test_every_cell_of_the_map_stands_out_from_the_page(reports: dict[str, Verif
     assert number == len(report.weights)
     assert from_card >= 3
     assert of_number >= 3
+
+
+@pytest.mark.browser
+def test_a_broken_weight_does_not_flatten_the_colours_of_the_others(reports: dict[str, VerifyReport], tmp_path: Path):
+    """The map spans the errors within the tolerance; the largest of all stands in its tile."""
+    rows = reports["passed"].weights
+    broken = dataclasses.replace(rows[0], relative_error=math.inf)
+    report = dataclasses.replace(reports["failed"], weights=(broken, *rows[1:]))
+    script = """
+      const cells = [...document.querySelectorAll('.cells li')];
+      const at = cells.filter((e) => e.className !== 'beyond').map((e) => parseFloat(e.style.getPropertyValue('--at')));
+      const tile = [...document.querySelectorAll('.tiles div')].find((e) => e.textContent.includes('largest'));
+      return [cells.length - at.length, Math.min(...at), Math.max(...at), tile.firstChild.textContent];"""
+    assert drawn(report, tmp_path, script) == [1, 0, 100, "inf"]
+
+
+@pytest.mark.browser
+def test_it_asks_only_what_was_answered(reports: dict[str, VerifyReport], tmp_path: Path):
+    script = "return document.querySelector('h1').textContent"
+    assert drawn(reports["passed"], tmp_path, script) == "Is out what it was made from?"
+    assert drawn(reports["no source"], tmp_path, script) == "Is out a sound 4-bit checkpoint?"
 
 
 @pytest.mark.browser
