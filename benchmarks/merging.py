@@ -72,8 +72,7 @@ def main() -> None:
     chosen = parser.parse_args()
     shape = SHAPES[chosen.shape]
     assert isinstance(shape, Llama)
-    choose = engines._engine
-    engines._engine = lambda run, _, tasks: choose(run, None, tasks)  # type: ignore[assignment]  # that with torch
+    engines._engine = lambda run, *_: engines._with_torch(run)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source, nf4, out, adapter = (Path(scratch) / name for name in ("source", "nf4", "out", "adapter"))
         write_checkpoint(shape, source)

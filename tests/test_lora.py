@@ -415,6 +415,7 @@ def test_base_and_adapter_come_from_the_hub_and_are_named_in_the_card(tmp_path, 
     for name in ("base", "adapter"):
         upload(hub, f"org/{name}", tmp_path / name)
     commit = hub.repos["org/adapter"].head
+    hub.repos["org/adapter"].commit({"README.md": b"the adapter is in an earlier revision"})
     where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
     lora = (f"org/adapter@{commit}",)
     quantize_checkpoint("org/base", tmp_path / "streamed", QuantizeOptions(lora=lora), CPU, where=where)

@@ -42,11 +42,9 @@ def merge_deltas(base: torch.Tensor, factors: Sequence[Factors], first: int, dty
     factors = [_of_matrix(part) for part in factors]
     is_cut = base.dim() == 2 and not any(part.delta.needs_all_rows for part in factors)
     step = max(_AT_A_TIME[base.device.type] // max(base.shape[1], 1), 1) if is_cut else max(base.shape[0], 1)
-    if step >= base.shape[0]:
-        return _merge_rows(base, factors, first).to(dtype)
     merged = torch.empty(base.shape, dtype=dtype, device=base.device)
     for start in range(0, base.shape[0], step):
-        merged[start : start + step] = _merge_rows(base[start : start + step], factors, first + start)
+        _merge_rows(base[start : start + step], factors, first + start, merged[start : start + step])
     return merged
 
 
@@ -64,25 +62,26 @@ def _of_matrix(part: Factors) -> Factors:
     return Factors(delta, up, None if down is None else down.double(), magnitude)
 
 
-def _merge_rows(base: torch.Tensor, factors: Sequence[Factors], first: int) -> torch.Tensor:
-    """[rows, columns] in float64 (PEFT: Linear.merge, DoraLinearVariant.merge_unsafe, TrainableTokensLayer.merge)."""
-    total = base.to(torch.float64, copy=True)
+def _merge_rows(base: torch.Tensor, factors: Sequence[Factors], first: int, out: torch.Tensor) -> None:
+    """Into `out`, [rows, columns] (PEFT: Linear.merge, DoraLinearVariant.merge_unsafe, TrainableTokensLayer.merge)."""
+    total = base  # what is added is in float64, and so is each sum but the last, which is rounded as it is written
     here = slice(first, first + base.shape[0])
-    for delta, up, down, magnitude in factors:
+    for number, (delta, up, down, magnitude) in enumerate(factors, start=1):
+        target = out if number == len(factors) else None
         if delta.indices:
-            _replace_rows(total, up, delta.indices, first)
-        elif down is None:
-            total.add_(up.double(), alpha=delta.scale)
-        elif magnitude is None:
-            left, right = _sides(up, down, here, delta)
-            total.addmm_(left, right, alpha=delta.scale)
+            total = _replaced_rows(total, up, delta.indices, first)
+            continue
+        added = up.double() if down is None else torch.matmul(*_sides(up, down, here, delta))
+        if magnitude is None:
+            total = torch.add(total, added, alpha=delta.scale, out=target)
         else:
-            left, right = _sides(up, down, here, delta)
-            added = delta.scale * (left @ right)
+            added *= delta.scale
             # the norm is that of the base with this delta alone, whatever has been merged before
             norm = torch.linalg.vector_norm(base + added, dim=0 if delta.is_transposed else 1)
-            total = (total + added) * (magnitude / norm if delta.is_transposed else (magnitude[here] / norm)[:, None])
-    return total
+            factor = magnitude / norm if delta.is_transposed else (magnitude[here] / norm)[:, None]
+            total = torch.mul(total + added, factor, out=target)
+    if total is not out:
+        out.copy_(total)
 
 
 def _sides(up: torch.Tensor, down: torch.Tensor, here: slice, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +89,9 @@ def _sides(up: torch.Tensor, down: torch.Tensor, here: slice, delta: Delta) -> t
     return (down[:, here].t(), up.double().t()) if delta.is_transposed else (up[here].double(), down)
 
 
-def _replace_rows(total: torch.Tensor, rows: torch.Tensor, indices: Sequence[int], first: int) -> None:
+def _replaced_rows(total: torch.Tensor, rows: torch.Tensor, indices: Sequence[int], first: int) -> torch.Tensor:
     here = [(index - first, place) for place, index in enumerate(indices) if first <= index < first + total.shape[0]]
+    total = total.to(torch.float64, copy=True)
     if here:
         total[[row for row, _ in here]] = rows[[place for _, place in here]].double()
+    return total

@@ -55,6 +55,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.tensors: dict[TensorInfo, torch.Tensor] = {}
+        self.reading: dict[TensorInfo, threading.Lock] = {}  # one of each, so that nobody waits for another one
         self.lock = threading.Lock()
 
 
@@ -96,6 +97,8 @@ class TorchWorker(Worker):
     def kept(self, tensor: TensorInfo, read: Callable[["TorchWorker", TensorInfo], torch.Tensor]) -> torch.Tensor:
         """A small tensor that is read once for all workers, such as a factor of an adapter."""
         with self._kept.lock:
+            reading = self._kept.reading.setdefault(tensor, threading.Lock())
+        with reading:
             if tensor not in self._kept.tensors:
                 self._kept.tensors[tensor] = read(self, tensor).clone()
                 if self._stream is not None:
