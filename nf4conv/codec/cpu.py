@@ -40,7 +40,7 @@ _DECODED: Final = 1 << 17  # elements decoded at a time in a thread that is alon
 
 _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
-TINIEST: Final = np.finfo(np.float32).tiny
+TINIEST: Final = float(np.finfo(np.float32).tiny)
 _MIN_ABSMAX: Final = 2.0**-100  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0
 _MAX_ABSMAX: Final = 2.0**126  # beyond it the reciprocal is flushed
 _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no denormal
@@ -53,23 +53,49 @@ def quantize_blocks(
     weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
 ) -> None:
     """Quantize a weight in blocks; arguments as `reference.quantize_blocks`."""
+    write_chunks(
+        (weight, packed, absmax), quant_type, blocksize, _QUANTIZE_CHUNK, _quantize_chunk, reference.quantize_blocks
+    )
+
+
+def write_chunks(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    quant_type: str,
+    blocksize: int,
+    chunk: int,
+    write: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Codebook, Scratch], torch.Tensor]",
+    write_special: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None],
+) -> None:
+    """Quantize a weight a chunk of blocks at a time, in as many threads as torch uses.
+
+    Args:
+        tensors: weight, packed codes and scales, as `reference.quantize_blocks` takes them.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements to a scale.
+        chunk: elements that a thread works on at a time.
+        write: quantizes blocks [rows, blocksize] to [rows, blocksize / 2] bytes and [rows] scales, and says which of
+            them are special: [rows] bool.
+        write_special: quantizes those again, and a partial last block.
+    """
+    weight, packed, scales = tensors
     codebook = CODEBOOKS[quant_type]
     whole = weight.numel() - weight.numel() % blocksize
 
-    def quantize_range(start: int, stop: int) -> None:
-        scratch = Scratch(min(_QUANTIZE_CHUNK, stop - start), codebook)
-        for at in range(start, stop, _QUANTIZE_CHUNK):
-            end = min(at + _QUANTIZE_CHUNK, stop)
-            blocks = weight[at:end].view(-1, blocksize)
-            maxima = absmax[at // blocksize : end // blocksize]
-            _quantize_chunk(blocks, packed[at // 2 : end // 2], maxima, codebook, scratch)
-        blocks, maxima = weight[start:stop].view(-1, blocksize), absmax[start // blocksize : stop // blocksize]
-        _requantize_special(blocks, packed[start // 2 : stop // 2], maxima, quant_type)
+    def write_range(start: int, stop: int) -> None:
+        scratch = Scratch(min(chunk, stop - start), codebook)
+        for at in range(start, stop, chunk):
+            end = min(at + chunk, stop)
+            blocks, codes = weight[at:end].view(-1, blocksize), packed[at // 2 : end // 2].view(-1, blocksize // 2)
+            found = scales[at // blocksize : end // blocksize]
+            special = write(blocks, codes, found, codebook, scratch)
+            if special.any():
+                codes_again, found_again = torch.empty_like(codes[special]), torch.empty_like(found[special])
+                write_special(blocks[special].view(-1), codes_again.view(-1), found_again, quant_type, blocksize)
+                codes[special], found[special] = codes_again, found_again
 
-    share(whole, _QUANTIZE_CHUNK, quantize_range)
+    share(whole, chunk, write_range)
     if whole < weight.numel():
-        tail = absmax[whole // blocksize :]
-        reference.quantize_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
+        write_special(weight[whole:], packed[whole // 2 :], scales[whole // blocksize :], quant_type, blocksize)
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
@@ -160,37 +186,43 @@ class Scratch:
 
 def _quantize_chunk(
     blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, codebook: Codebook, scratch: Scratch
-) -> None:
-    """Quantize [rows, blocksize] of any float type to [rows * blocksize / 2] bytes and [rows] absmax."""
-    values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
-    find_absmax(blocks, values, absmax, scratch)
-    reciprocals = _reciprocals(absmax, blocks.dtype)[:, None]
-    if codebook.signed_cuts:
-        codes = count_cuts(values.mul_(reciprocals), codebook, scratch)
-        np.copyto(packed.numpy(), pair_nibbles(codes), casting="unsafe")
-    else:
-        magnitudes = torch.abs(values, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape)).mul_(reciprocals)
-        codes = count_cuts(magnitudes, codebook, scratch)
-        _add_signs(codes, values.view(-1).numpy(), magnitudes.view(-1).numpy())
-        np.take(pair_ranks(codebook), pair_nibbles(codes), out=packed.numpy(), mode="clip")
+) -> torch.Tensor:
+    """Quantize [rows, blocksize] of any float type; which blocks are special."""
+    is_wide = blocks.dtype == torch.float32
+    magnitudes = blocks if is_wide and codebook.signed_cuts else without_signs(blocks, scratch)
+    reciprocals = find_absmax(magnitudes, absmax)[:, None]
+    source = blocks if codebook.signed_cuts else magnitudes
+    scaled = scratch.values[: blocks.numel()].view(blocks.shape)
+    if is_wide:
+        torch.mul(source, reciprocals, out=scaled)
+    else:  # torch is slow to multiply what it has to convert
+        scaled.copy_(source).mul_(reciprocals)
+    codes = count_cuts(scaled, codebook, scratch)
+    if not codebook.signed_cuts:
+        _add_signs(codes, blocks, scaled.view(-1).numpy())
+    np.copyto(packed.view(-1).numpy(), pair_codes(codes, codebook), casting="unsafe")
+    return ~((absmax >= _MIN_ABSMAX) & (absmax <= _MAX_ABSMAX))
 
 
-def find_absmax(blocks: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor, scratch: Scratch) -> None:
-    """The largest magnitude of each row, NaN where there is one; `values` are the blocks in float32."""
+def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """The magnitudes of blocks, in their dtype."""
     if blocks.dtype == torch.float32:
-        torch.maximum(torch.amax(values, dim=1), -torch.amin(values, dim=1), out=absmax)
-        return
-    # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
+        return torch.abs(blocks, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape))
     bits = scratch.magnitudes.view(torch.int16)[: blocks.numel()].view(blocks.shape)
-    torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits)
-    absmax.copy_(torch.amax(bits, dim=1).view(blocks.dtype))
+    return torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits).view(blocks.dtype)
 
 
-def _reciprocals(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """1 / absmax of blocks of a dtype; of those with 16 bits from a table of all there are."""
-    if dtype == torch.float32:
-        return reciprocal(absmax)
-    return _half_reciprocals(dtype).index_select(0, absmax.to(dtype).view(torch.int16).int() & 0x7FFF)
+def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """Write the largest of each row, NaN where there is one, and return its reciprocal; [rows] float32 both.
+
+    Values in float32 may have signs.
+    """
+    if magnitudes.dtype == torch.float32:
+        return reciprocal(torch.maximum(torch.amax(magnitudes, dim=1), -torch.amin(magnitudes, dim=1), out=absmax))
+    # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
+    largest = torch.amax(magnitudes.view(torch.int16), dim=1)
+    absmax.copy_(largest.view(magnitudes.dtype))
+    return _half_reciprocals(magnitudes.dtype).index_select(0, largest.int())
 
 
 @cache
@@ -210,42 +242,32 @@ def count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: Scratch) -> _B
     return codes
 
 
-def _add_signs(codes: _Bytes, values: _Floats, magnitudes: _Floats) -> None:
+def _add_signs(codes: _Bytes, blocks: torch.Tensor, magnitudes: _Floats) -> None:
     """Add 8 to the codes of negative values; what is flushed to zero, before or after it is scaled, has no sign."""
-    for at in range(0, values.size, _COMPARED):
+    unsigned = np.dtype(f"u{blocks.itemsize}")
+    bits, least = (
+        one.view(-1).view(torch.int32 if blocks.itemsize == 4 else torch.int16).numpy().view(unsigned)
+        for one in (blocks, torch.tensor([-TINIEST], dtype=blocks.dtype))  # in float16 that is -0
+    )
+    for at in range(0, magnitudes.size, _COMPARED):
         piece = slice(at, at + _COMPARED)
-        negative = values[piece] <= -TINIEST
+        negative = bits[piece] >= least
         negative &= magnitudes[piece] >= TINIEST
         codes[piece] += negative.view(np.uint8) << 3
 
 
-def pair_nibbles(codes: _Bytes) -> npt.NDArray[np.uint16]:
-    """[n] codes → [n / 2] bytes held in words, the even code in the high nibble. Overwrites `codes`."""
-    pairs = codes.view("<u2")  # even + 256 · odd
+def pair_codes(counts: _Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
+    """[n] numbers of cuts, plus 8 for a sign of its own, → [n / 2] bytes held in words. Overwrites `counts`.
+
+    The even code is in the high nibble. FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the
+    number of cuts below, but with bit 2 turned round where bit 1 is set.
+    """
+    pairs = counts.view("<u2")  # even + 256 · odd
     pairs *= 0x1001  # its high byte is now odd + 16 · even
     pairs >>= 8
+    if not codebook.signed_cuts:
+        pairs ^= (pairs & 0x22) << 1
     return pairs
-
-
-@cache
-def pair_ranks(codebook: Codebook) -> _Bytes:
-    """[256] uint8: from two nibbles of cut counts, plus 8 for a negative element, to two codes."""
-    nibbles = [*codebook.ranks, *(rank + 8 for rank in codebook.ranks)]
-    return np.array([high << 4 | low for high in nibbles for low in nibbles], dtype=np.uint8)
-
-
-def _requantize_special(blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> None:
-    """Find the special blocks among [rows, blocksize] by their absmax and have the reference write them again."""
-    special = ~((absmax >= _MIN_ABSMAX) & (absmax <= _MAX_ABSMAX))
-    if not special.any():
-        return
-    again = blocks[special]
-    rows, blocksize = again.shape
-    bytes_again = torch.empty((rows, blocksize // 2), dtype=torch.uint8)
-    absmax_again = torch.empty(rows, dtype=torch.float32)
-    reference.quantize_blocks(again.view(-1), bytes_again.view(-1), absmax_again, quant_type, blocksize)
-    packed.view(-1, blocksize // 2)[special] = bytes_again
-    absmax[special] = absmax_again
 
 
 def nearest_dynamic(scaled: npt.NDArray[np.float32]) -> _Bytes:

@@ -14,11 +14,11 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from nf4conv.codec import reference, search
-from nf4conv.codec.cpu import TINIEST, Scratch, count_cuts, find_absmax, pair_nibbles, pair_ranks, share
+from nf4conv.codec.cpu import TINIEST, Scratch, count_cuts, find_absmax, pair_codes, without_signs, write_chunks
 from nf4conv.codec.cpu_errors import value_pairs
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.search import ROUND, UNIT
-from nf4conv.format.codebook import CODEBOOKS, Codebook
+from nf4conv.format.codebook import Codebook
 
 _CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
 
@@ -29,34 +29,18 @@ def search_blocks(
     weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
 ) -> None:
     """Quantize a weight in blocks; arguments as `reference.search_blocks`."""
-    codebook = CODEBOOKS[quant_type]
-    whole = weight.numel() - weight.numel() % blocksize
-
-    def search_range(start: int, stop: int) -> None:
-        scratch = Scratch(min(_CHUNK, stop - start), codebook)
-        for at in range(start, stop, _CHUNK):
-            end = min(at + _CHUNK, stop)
-            blocks = weight[at:end].view(-1, blocksize)
-            found = scales[at // blocksize : end // blocksize]
-            _search_chunk(blocks, packed[at // 2 : end // 2], found, codebook, scratch)
-
-    share(whole, _CHUNK, search_range)
-    if whole < weight.numel():
-        tail = scales[whole // blocksize :]
-        reference.search_blocks(weight[whole:], packed[whole // 2 :], tail, quant_type, blocksize)
+    write_chunks((weight, packed, scales), quant_type, blocksize, _CHUNK, _search_chunk, reference.search_blocks)
 
 
 def _search_chunk(
     blocks: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, codebook: Codebook, scratch: Scratch
-) -> None:
-    """Search [rows, blocksize] of any float type; NaN, and what is not searched, is left to the reference."""
-    rows, blocksize = blocks.shape
+) -> torch.Tensor:
+    """Search [rows, blocksize] of any float type; which blocks are special: NaN, and what is not searched."""
+    blocksize = blocks.shape[1]
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
-    find_absmax(blocks, values, scales, scratch)
+    find_absmax(without_signs(blocks, scratch), scales)
     special = ~((scales >= search.LEAST_ABSMAX) & (scales <= search.LARGEST_ABSMAX))
-    has_special = bool(special.any())
-    if has_special:
-        values[special], scales[special] = 1, 1
+    values[special], scales[special] = 1, 1
     power = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
     negative = None if codebook.signed_cuts else values.view(-1).numpy() <= -TINIEST
     values.mul_(power.reciprocal()[:, None])
@@ -67,13 +51,9 @@ def _search_chunk(
     codes, cost = _encode(values, negative, found, codebook, scratch)
     codes_of_absmax, cost_of_absmax = _encode(values, negative, top, codebook, scratch)
     better = cost + 2 * blocksize <= cost_of_absmax
-    torch.where(better[:, None], codes, codes_of_absmax, out=packed.view(rows, -1))
+    torch.where(better[:, None], codes, codes_of_absmax, out=packed)
     torch.mul(found.where(better, top), power, out=scales)
-    if has_special:
-        again = torch.empty_like(packed.view(rows, -1)[special])
-        found_again = torch.empty_like(scales[special])
-        reference.search_blocks(blocks[special].view(-1), again.view(-1), found_again, codebook.quant_type, blocksize)
-        packed.view(rows, -1)[special], scales[special] = again, found_again
+    return special
 
 
 def _least_squares(values: torch.Tensor, top: torch.Tensor, quant_type: str) -> torch.Tensor:
@@ -124,13 +104,10 @@ def _encode(
     """
     rows, blocksize = values.shape
     scaled = torch.mul(values, reciprocal(scale)[:, None], out=scratch.magnitudes[: values.numel()].view(values.shape))
-    if negative is None:
-        codes = pair_nibbles(count_cuts(scaled, codebook, scratch)).astype(np.uint8)
-    else:
-        ranks = count_cuts(scaled.abs_(), codebook, scratch)
-        ranks += (negative & (scaled.view(-1).numpy() >= TINIEST)).view(np.uint8) << 3
-        codes = pair_ranks(codebook)[pair_nibbles(ranks)]
-    packed = torch.from_numpy(codes)
+    counts = count_cuts(scaled if negative is None else scaled.abs_(), codebook, scratch)
+    if negative is not None:
+        counts += (negative & (scaled.view(-1).numpy() >= TINIEST)).view(np.uint8) << 3
+    packed = torch.from_numpy(pair_codes(counts, codebook).astype(np.uint8))
     errors = value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32)).view(torch.float32)
     errors = errors.view(-1, blocksize).mul_(scale[:, None])
     torch.sub(values, errors, out=errors).square_().mul_(search.COST_UNITS).add_(ROUND).sub_(ROUND)
