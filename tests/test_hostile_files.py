@@ -47,7 +47,11 @@ WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "does not go with"),
     "a nested map alone": (
         pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False) | {f"{UP}.nested_quant_map": torch.ones(256)},
-        "does not go with",
+        "lacks its nested_absmax",
+    ),
+    "no nested map": (
+        {name: part for name, part in packed().items() if not name.endswith("nested_quant_map")},
+        "lacks its nested_quant_map",
     ),
     "two quant states": (packed() | {STATE.replace("nf4", "fp4"): packed()[STATE]}, "does not go with"),
     "SCB of complex numbers": (

@@ -235,13 +235,16 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     blobs = [part for suffix, part in parts.items() if suffix.startswith(layout.QUANT_STATE_PREFIX)]
     if not blobs:
         return None
-    blob, is_nested = blobs[-1], "nested_absmax" in parts
-    if len(blobs) > 1 or tensor.dtype not in _STORAGE or ("nested_quant_map" in parts) is not is_nested:
+    blob, is_nested = blobs[-1], "nested_absmax" in parts or "nested_quant_map" in parts
+    lost = ", ".join(suffix for suffix in (_SCALES if is_nested else _SCALES[:1]) if suffix not in parts)
+    if lost:
+        raise SourceError(f"{tensor.file}: {tensor.name}: lacks its {lost}, without which it cannot be decoded")
+    if len(blobs) > 1 or tensor.dtype not in _STORAGE:
         raise _misfit(tensor, blob)
     shape, dtype, blocksize = _quant_state(blob, siblings, is_nested)
     info = tensor._replace(shape=shape, dtype=dtype)
-    if -(-info.elements // 2) != tensor.nbytes or "absmax" not in parts:
-        raise _misfit(tensor, parts.get("absmax", blob))
+    if -(-info.elements // 2) != tensor.nbytes:
+        raise _misfit(tensor, parts["absmax"])
     for expected in layout.components(layout.Format("nf4", blocksize, is_nested, "float32"), shape):
         part = parts.get(expected.suffix, blob)
         if expected.suffix in _SCALES and (part.dtype, part.shape) != (expected.dtype, expected.shape):

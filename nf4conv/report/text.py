@@ -95,7 +95,7 @@ def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) 
         yield f"{'wrong' if finding.is_fault else 'note'}: {printable(finding.line())}"
     yield from _more(inspection.findings)
     if any(finding.is_fault for finding in inspection.findings):
-        yield f"nf4conv quantize {printable(inspection.path)} OUT writes it anew for current loaders"
+        yield f"nf4conv quantize {printable(inspection.path)} OUT repairs what can be decoded; --dry-run says what"
 
 
 def _described(config: Mapping[str, Any]) -> str:
