@@ -12,10 +12,9 @@ from typing import Any, Final, get_args, get_type_hints
 
 import click
 
-from nf4conv.cli import main
+from nf4conv.cli import grouped, main
 from nf4conv.report import results
 from nf4conv.report.as_json import SCHEMA_VERSION
-from nf4conv.terminal import grouped
 
 HERE: Final = Path(__file__).parent
 RESULTS: Final = {

@@ -17,11 +17,9 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import nf4conv
-from nf4conv.cli import main
+from nf4conv.cli import Size, main
 from nf4conv.options import QuantizeOptions, RunOptions
-from nf4conv.report.summary import plan_lines
-from nf4conv.report.text import inspection_lines
-from nf4conv.terminal import Size, progress
+from nf4conv.report.text import inspection_lines, plan_lines, progress
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

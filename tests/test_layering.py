@@ -23,8 +23,7 @@ ROOMS = {
     "commands": {"errors", "options", "format", "checkpoint", "codec", "report", "pipeline"},
     "errors": set(),
     "options": set(),
-    "terminal": {"errors", "options", "report.text"},
-    "cli": {"errors", "options", "terminal", "report.text", "report.summary"},
+    "cli": {"errors", "options", "report.text"},
     "__main__": {"cli"},
 }
 """What each room may import besides itself; imports for types alone, and those that are delayed, count too."""
@@ -94,7 +93,7 @@ def test_what_libraries_a_module_may_know(name):
     found = libraries(MODULES[name])
     for library, places in ORACLES.items():
         assert library not in found or name in places
-    if name.partition(".")[0] in ("checkpoint", "format", "report", "errors", "options", "cli", "terminal"):
+    if name.partition(".")[0] in ("checkpoint", "format", "report", "errors", "options", "cli"):
         assert not found & {*HEAVY}
     if name == "pipeline.without_torch" or name.startswith("pipeline.without_torch."):
         assert not found & {*HEAVY} or name == "pipeline.without_torch.bundle"  # compiles with torch, once

@@ -7,8 +7,7 @@ weights.py     from what was gathered to rows and faults
 tolerance.py   how large the error of a weight may be
 unusual.py     modules that are not treated like their kind
 loading.py     how a result is loaded, and what that takes
-text.py        what was found, as lines for a terminal
-summary.py     what would be done, or was, as such lines
+text.py        what a terminal shows: results as lines, notes, progress
 as_json.py     results as JSON
 page.py        a verification as an HTML page
 card.py        the model card of a quantized checkpoint

@@ -1,10 +1,28 @@
-"""Results as lines for a terminal."""
+"""What a terminal shows: results as lines, totals first; notes and how far a run is, on stderr."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.report.results import ComparisonReport, Inspection, VerifyReport
-from nf4conv.report.rows import kind_name
+import click
+
+from nf4conv import __version__
+from nf4conv.report.results import (
+    ComparisonReport,
+    DequantizeReport,
+    Environment,
+    Inspection,
+    PlanReport,
+    QuantizeReport,
+    VerifyReport,
+)
+from nf4conv.report.rows import QuantizationTotals, kind_name
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10
@@ -13,6 +31,7 @@ _NARROWEST: Final = 16  # characters that are left of a name, at least
 _TITLES: Final = {"place": "kind of module", "bytes": "size", "bits_per_parameter": "bits"}
 _MEASURED: Final = {"relative_error": "relative", "largest_relative_error": "worst"}
 _FAR: Final = {"relative_error": "relative", "snr_db": "SNR dB"}
+_SECONDS_BETWEEN_LINES: Final = 30.0
 
 
 def printable(text: str) -> str:
@@ -104,6 +123,86 @@ def _described(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={cell}" for key, cell in zip(config, cells, strict=True))
 
 
+def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
+    """Totals, what becomes of each kind of module, of each tensor if that is asked for, and what is unusual."""
+    totals = plan.totals
+    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    if isinstance(totals, QuantizationTotals):
+        yield f"{totals.packed:,} weights packed, {totals.copied:,} tensors kept, {totals.shards} files"
+        yield f"{sizes} ({totals.compression:.2f}x, {totals.bits_per_parameter:.2f} bits per parameter)"
+    else:
+        yield f"{totals.decoded:,} weights decoded, {totals.copied:,} tensors copied, {totals.shards} files: {sizes}"
+    if plan.advice:
+        yield printable(plan.advice)
+    if plan.gpu_bytes is not None:
+        yield f"loading it takes about {size(plan.gpu_bytes)} of GPU memory, CUDA's own included"
+    fates = {"bytes_before": "before", "bytes_after": "after", "fate": "what becomes of it"}
+    kinds = sorted(plan.kinds, key=lambda kind: -kind.bytes_before)
+    yield from table(kinds, width, {"place": "", "tensors": "", **fates})
+    if every:
+        yield from table(plan.tensors, width, {"name": "tensor", "dtype": "", "shape": "", **fates})
+    if plan.notes:
+        yield ""
+    yield from (f"Note: {printable(note)}" for note in plan.notes)
+
+
+def quantization_lines(report: QuantizeReport) -> Iterator[str]:
+    """What was done, and how to go on: how to load the result, and how to push it."""
+    yield f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}"
+    yield (
+        f"{size(report.bytes_before)} → {size(report.bytes_after)} "
+        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
+        f"about {size(report.gpu_bytes)} of GPU memory to load"
+    )
+    if report.advice:
+        yield printable(report.advice)
+    if not report.already_complete:
+        yield _timing(report, report.bytes_before)
+    if report.verification is not None:
+        verified = report.verification
+        yield (
+            f"verified: {verified.packed:,} packed weights, largest relative error "
+            f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
+        )
+    if report.loading:
+        yield f"load: {printable(report.loading)}"
+    if report.pushed is not None:
+        yield f"pushed: {report.pushed}"
+    else:
+        name = Path(report.out).resolve().name
+        yield f"push: hf upload {printable(shlex.quote(f'YOUR_NAME/{name}'))} {printable(shlex.quote(report.out))} ."
+
+
+def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
+    """What was done."""
+    yield f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}"
+    yield f"{size(report.bytes_before)} → {size(report.bytes_after)}"
+    if not report.already_complete:
+        yield _timing(report, report.bytes_after)
+
+
+def _resumed(report: QuantizeReport | DequantizeReport) -> str:
+    if report.already_complete:
+        return "; already complete, nothing was done"
+    return f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+
+
+def _timing(report: QuantizeReport | DequantizeReport, size: int) -> str:
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
+    rate = size / report.seconds / 1e9
+    return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
+
+
+def environment_lines(found: Environment) -> Iterator[str]:
+    """Versions, the machine, and what would compute."""
+    rows = {"nf4conv": __version__, "python": found.python} | {
+        name: version or "not installed" for name, version in found.packages.items()
+    }
+    rows |= {"platform": found.platform, "cores": str(found.cores), "GPUs": "; ".join(found.gpus) or "none"}
+    rows |= {"--device auto": found.engine} | {f"folder of {name}": folder for name, folder in found.folders.items()}
+    yield from (f"{name:20} {value}" for name, value in rows.items())
+
+
 def table(rows: Sequence[Any], width: int | None, columns: Mapping[str, str]) -> Iterator[str]:
     """An empty line, and rows under titles: names and sentences to the left, figures to the right.
 
@@ -154,3 +253,56 @@ def _shortened(text: str, room: int) -> str:
         return text
     head = (room - 1) // 3
     return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
+
+
+def tell_notes(notes: tuple[str, ...]) -> None:
+    """What the user should know, on stderr."""
+    for note in notes:
+        tell(f"{click.style('Note:', fg='yellow')} {printable(note)}")
+
+
+def tell(line: str) -> None:
+    """A line on stderr, in colours only where it is a terminal and the user wants them."""
+    click.echo(line, err=True, color=False if os.environ.get("NO_COLOR") else None)
+
+
+@contextmanager
+def progress(verb: str, total: int, *, hidden: bool, last: str = "finishing") -> Iterator[Callable[[int], None]]:
+    """How far a run is, on stderr: a bar on a terminal, and elsewhere a line now and then; none if it is to be hidden.
+
+    `verb` says what is being done with so many bytes of source in total, `last` what when all of them have been read.
+    """
+    if hidden or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE"):
+        yield lambda _: None
+        return
+    if not sys.stderr.isatty():
+        yield _logging(verb, total)
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+            if bar.n >= total:
+                bar.set_description(last)
+
+        yield advance
+
+
+def _logging(verb: str, total: int) -> Callable[[int], None]:
+    """Lines in a file, or in the log of a job: how much is done, how fast, and how long the rest takes."""
+    lock, started = threading.Lock(), time.monotonic()
+    done, last = 0, started
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        with lock:
+            done, now = done + count, time.monotonic()
+            if now - last < _SECONDS_BETWEEN_LINES:
+                return
+            last, rate = now, done / (now - started)
+            shares = f"{size(done)} of {size(total)} ({100 * done / total:.0f} %)"
+            tell(f"{verb}: {shares}, {size(rate)}/s, about {(total - done) / max(rate, 1) / 60:.0f} min left")
+
+    return advance
