@@ -17,7 +17,7 @@ from nf4conv.checkpoint.skip_list import HEADS, LITERAL, MATCHERS, Predicate, is
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.structure import Structure
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.format.layout import DTYPE_NAMES, STORAGE_DTYPES, TAGS, Format
+from nf4conv.format.layout import DTYPE_NAMES, TAGS
 from nf4conv.options import QuantizeOptions
 
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
@@ -70,10 +70,8 @@ def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config")
     if weight is None or not isinstance(found, Mapping):
         return
-    state, storage = weight.state, STORAGE_DTYPES.get(weight.values.dtype, "uint8")
-    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype, storage)
     compute = found.get("bnb_4bit_compute_dtype", "bfloat16")  # a choice, which another check looks at
-    written = quantized_config({}, format, compute_dtype=compute, skip_modules=(), dtype=None)
+    written = quantized_config({}, weight.format, compute_dtype=compute, skip_modules=(), dtype=None)
     expected = written["quantization_config"]
     for key in sorted({*expected, *found} - {"llm_int8_skip_modules"}):
         values = [json.dumps(place[key]) if key in place else "missing" for place in (found, expected)]
@@ -103,9 +101,9 @@ def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) 
         yield f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
     for name, weight in islice(structure.weights.items(), 1):
         for key, default, stored in (
-            ("bnb_4bit_quant_type", "fp4", weight.state.quant_type),
-            ("bnb_4bit_use_double_quant", False, weight.is_nested),
-            ("bnb_4bit_quant_storage", "uint8", STORAGE_DTYPES[weight.values.dtype]),
+            ("bnb_4bit_quant_type", "fp4", weight.format.quant_type),
+            ("bnb_4bit_use_double_quant", False, weight.format.double_quant),
+            ("bnb_4bit_quant_storage", "uint8", weight.format.quant_storage),
         ):
             found = quantization.get(key, default)  # what transformers assumes without the key
             if found != stored:
@@ -219,9 +217,9 @@ def _linear(structure: Structure, config: Mapping[str, Any]) -> Iterator[tuple[T
     families = families_of(config)
     logical = list(structure.plain.values())
     for weight in structure.weights.values():
-        transposed = len(weight.state.shape) == 2 and is_transposed(module_of(weight.name), families)
-        shape = weight.state.shape[::-1] if transposed else weight.state.shape
-        logical.append(weight.values._replace(shape=shape, dtype=TAGS[weight.state.dtype]))
+        transposed = len(weight.shape) == 2 and is_transposed(module_of(weight.name), families)
+        shape = weight.shape[::-1] if transposed else weight.shape
+        logical.append(weight.values._replace(shape=shape, dtype=TAGS[weight.format.dtype]))
     try:
         decisions = select(logical, config, QuantizeOptions(quantize_towers=True, moe="per-expert")).decisions
     except PlanError as error:

@@ -179,12 +179,7 @@ def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop:
         "nested_absmax": (first // NESTED_BLOCKSIZE, block_count(last, NESTED_BLOCKSIZE)),
     }
     found = dict(parts) | {"values": parts["values"]._replace(dtype="U8")}
-    return {role: _flat(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
-
-
-def _flat(part: TensorInfo, first: int, last: int) -> TensorInfo:
-    size = DTYPE_BITS[part.dtype] // 8
-    return part._replace(shape=(last - first,), start=part.start + first * size, stop=part.start + last * size)
+    return {role: cut_elements(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
 
 
 def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:

@@ -120,7 +120,7 @@ class Evidence:
         renames_towers = any(family.renames_towers for family in self.families)
         if self.multimodal and (renames_towers or not towers) and _in_tower(module):
             return Why.RENAMED_TOWER if renames_towers else Why.TOWER
-        if self.is_transposed(module):
+        if is_transposed(module, self.families):
             return None
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
@@ -154,7 +154,7 @@ class Evidence:
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
         """Why a matrix that looks like an `nn.Linear` may be none: the detail of Why.UNSURE."""
         bias = self.shapes.get(f"{module}.bias")
-        if bias == (shape[0],) or self._is_linear_by_family(module) or self.is_transposed(module):
+        if bias == (shape[0],) or self._is_linear_by_family(module) or is_transposed(module, self.families):
             return None
         if module in self.names_in_blocks:
             return None
@@ -163,9 +163,6 @@ class Evidence:
         if not _in_layer(module):
             return "outside the layers and without a bias"
         return None
-
-    def is_transposed(self, module: str) -> bool:
-        return is_transposed(module, self.families)
 
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
         """Whether a kept tensor that is stored in float32 has to stay so.

@@ -32,8 +32,6 @@ class Family:
     renames_towers: bool = False
 
 
-CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
-SHARED: Final = "shared by layers and stored with any one of them, of which transformers 5 finds some only unpacked"
 READ: Final = "transformers reads this weight outside of its module, which a packed one does not survive"
 
 

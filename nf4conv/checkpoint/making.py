@@ -55,9 +55,8 @@ def _adapter(adapter: AdapterFiles) -> dict[str, Any]:
 
 def as_bytes(record: Mapping[str, Any]) -> bytes:
     """nf4conv.json as bytes."""
-    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode(
-        errors="backslashreplace"
-    )  # an escape, in JSON
+    text = json.dumps(record, indent=2, ensure_ascii=False)
+    return f"{text}\n".encode(errors="backslashreplace")  # an escape, in JSON
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.checkpoint.families import families_of, is_transposed
@@ -13,40 +13,37 @@ from nf4conv.checkpoint.plan import FLOAT_TAGS, PackJob, footprint
 from nf4conv.checkpoint.selection import PackedMatrix, split_experts
 from nf4conv.checkpoint.skip_list import HEADS
 from nf4conv.checkpoint.source import Source
-from nf4conv.checkpoint.stored import StoredWeight
-from nf4conv.checkpoint.structure import Structure
+from nf4conv.checkpoint.structure import StoredWeight, Structure
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import Format
 
 _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 """Computed at load time; transformers leaves them out of what it saves."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pairs:
     """What is to be compared with what."""
 
-    # each packed weight with how to read what it was made from
-    weights: list[tuple[StoredWeight, PackJob]] = field(default_factory=list)
-    # (stored tensor, tensor of the source) of each that is not packed
-    copies: list[tuple[TensorInfo, TensorInfo]] = field(default_factory=list)
+    weights: Sequence[tuple[StoredWeight, PackJob]] = ()  # with how to read what the packed weight was made from
+    copies: Sequence[tuple[TensorInfo, TensorInfo]] = ()  # of each that is not packed the tensor of the source
 
 
 def pair(structure: Structure, source: Source) -> Pairs:
     """Find the counterpart of every tensor, and note those that have none."""
     by_name = {tensor.name: tensor for tensor in source.tensors}
-    pairs = Pairs()
-    used = {*structure.weights, *structure.plain}
-    used.update(job.source.name for job in _pair_weights(structure, source, by_name, pairs))
-    _pair_copies(structure, by_name, pairs)
-    for tensor, is_fault in _lost(source, used, source.config or {}):
-        structure.note("names", tensor.file, tensor.name, "is in the source but not here", is_fault=is_fault)
+    pairs = Pairs(tuple(_weights(structure, source, by_name)), tuple(_copies(structure, by_name)))
+    used = {*structure.weights, *structure.plain, *(job.source.name for _, job in pairs.weights)}
+    is_tied = bool((source.config or {}).get("tie_word_embeddings", True))
+    for tensor in source.tensors:
+        if tensor.name not in used:
+            is_fault = not ((is_tied and module_of(tensor.name) in HEADS) or _BUFFERS.search(tensor.name))
+            structure.note("names", tensor.file, tensor.name, "is in the source but not here", is_fault=is_fault)
     return pairs
 
 
-def _pair_weights(
-    structure: Structure, source: Source, by_name: Mapping[str, TensorInfo], pairs: Pairs
-) -> Iterator[PackJob]:
+def _weights(
+    structure: Structure, source: Source, by_name: Mapping[str, TensorInfo]
+) -> Iterator[tuple[StoredWeight, PackJob]]:
     experts = {matrix.name: (tensor, matrix) for tensor in source.tensors for matrix in split_experts(tensor)}
     for weight in structure.weights.values():
         found = by_name.get(weight.name)
@@ -56,17 +53,14 @@ def _pair_weights(
         if origin is None:
             text = "is not in the source"
             if found is not None:
-                text = f"was packed from {list(weight.state.shape)}; the source has {found.dtype} {list(found.shape)}"
+                text = f"was packed from {list(weight.shape)}; the source has {found.dtype} {list(found.shape)}"
             structure.note("names", weight.values.file, weight.name, text)
             continue
         tensor, matrix = origin
-        format = Format(weight.state.quant_type, weight.state.blocksize, weight.is_nested, weight.state.dtype)
-        job = PackJob(tensor, matrix, "stored in 4 bits", footprint(format, matrix.shape))
-        pairs.weights.append((weight, job))
-        yield job
+        yield weight, PackJob(tensor, matrix, "stored in 4 bits", footprint(weight.format, matrix.shape))
 
 
-def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo], pairs: Pairs) -> None:
+def _copies(structure: Structure, by_name: Mapping[str, TensorInfo]) -> Iterator[tuple[TensorInfo, TensorInfo]]:
     floats = {*FLOAT_TAGS}
     for tensor in structure.plain.values():
         found = by_name.get(tensor.name)
@@ -76,7 +70,7 @@ def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo], pairs:
             text = f"is {tensor.dtype} {list(tensor.shape)}, but the source has {found.dtype} {list(found.shape)}"
             structure.note("copies", tensor.file, tensor.name, text)
         else:
-            pairs.copies.append((tensor, found))
+            yield tensor, found
 
 
 def alike(tensors: Sequence[TensorInfo], others: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
@@ -108,7 +102,7 @@ def _experts(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
 def _matrix(
     weight: StoredWeight, source: TensorInfo, config: Mapping[str, Any]
 ) -> tuple[TensorInfo, PackedMatrix] | None:
-    shape = weight.state.shape
+    shape = weight.shape
     if source.dtype not in FLOAT_TAGS:
         return None
     if len(shape) == 2 and is_transposed(module_of(weight.name), families_of(config)):
@@ -119,13 +113,3 @@ def _matrix(
     if len(shape) != 2 and source.encoding is None:  # blocks run over the flat order, whatever the shape
         source = source._replace(shape=(1, source.elements))
     return source, PackedMatrix(weight.name, (1, source.elements))
-
-
-def _lost(source: Source, used: set[str], config: Mapping[str, Any]) -> Iterator[tuple[TensorInfo, bool]]:
-    """Tensors of the source without a counterpart, and whether that is a fault."""
-    for tensor in source.tensors:
-        if tensor.name in used:
-            continue
-        module = module_of(tensor.name)
-        is_tied = bool(config.get("tie_word_embeddings", True)) and module in HEADS
-        yield tensor, not (is_tied or _BUFFERS.search(tensor.name))

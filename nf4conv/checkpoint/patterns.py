@@ -12,12 +12,8 @@ Parts = Sequence[tuple[str, Source]]
 """The submodels of a diffusers pipeline by name, or one checkpoint without one."""
 
 
-def unmatched(options: QuantizeOptions | DequantizeOptions | CompareOptions, parts: Parts) -> tuple[str, ...]:
+def unmatched(options: QuantizeOptions | DequantizeOptions | CompareOptions, parts: Parts) -> Iterator[str]:
     """A line for each pattern that matches no tensor, or no module, of any part."""
-    return tuple(_lines(options, parts))
-
-
-def _lines(options: QuantizeOptions | DequantizeOptions | CompareOptions, parts: Parts) -> Iterator[str]:
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         for pattern in patterns:
             meant = _meant(pattern, parts)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, cast
 
 from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo, check_name
 from nf4conv.checkpoint.pickle_program import PickleError, Storage, StoredTensor, run_pickle
@@ -28,13 +28,6 @@ _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 _STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
-
-
-class _Span(NamedTuple):
-    """The bytes of a storage, from the file's first byte."""
-
-    start: int
-    stop: int
 
 
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
@@ -67,7 +60,8 @@ class _BoundedFile(io.BufferedReader):
         return super().read(_LARGEST_READ if size is None or size < 0 else size)
 
 
-def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
+def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
+    """The state dict, and where in the file the bytes of each storage are."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -94,7 +88,7 @@ def _check_plain(entry: zipfile.ZipInfo) -> None:
         raise PickleError(f"{entry.filename} has {entry.file_size:,} bytes, more than a state dict needs")
 
 
-def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> _Span:
+def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> range:
     """Where an entry's bytes are; its local header has a name and an extra field of its own lengths."""
     _check_plain(entry)
     file.seek(entry.header_offset)
@@ -103,10 +97,10 @@ def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> _Span:
         raise zipfile.BadZipFile(f"{entry.filename} is not where the archive says")
     start = entry.header_offset + _LOCAL_HEADER + int.from_bytes(header[26:28], "little")
     start += int.from_bytes(header[28:30], "little")
-    return _Span(start, start + entry.file_size)
+    return range(start, start + entry.file_size)
 
 
-def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
+def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
     size = file.seek(0, 2)
     if size == 0:
         raise PickleError("an empty file")
@@ -126,7 +120,7 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, _Span]]:
 
 def _legacy_storages(
     file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
-) -> Iterator[tuple[str, _Span]]:
+) -> Iterator[tuple[str, range]]:
     size = file.seek(0, 2)
     for key in keys:
         if not isinstance(key, str) or position > size:
@@ -137,7 +131,7 @@ def _legacy_storages(
             raise PickleError(f"a storage of {elements:,} elements that no tensor describes")
         start = position + 8
         position = start + known[key].nbytes
-        yield key, _Span(start, position)
+        yield key, range(start, position)
 
 
 def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
@@ -152,7 +146,7 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
         yield name, value
 
 
-def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, _Span]) -> TensorInfo:
+def _describe(path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, range]) -> TensorInfo:
     check_name(path, name)
     if len(tensor.shape) != len(tensor.stride):
         raise PickleError(f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor")

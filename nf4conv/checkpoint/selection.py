@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint import skip_list
 from nf4conv.checkpoint.evidence import Evidence, Why
+from nf4conv.checkpoint.families import is_transposed
 from nf4conv.checkpoint.header import TensorInfo, is_in_4_bits
 from nf4conv.checkpoint.module_names import ModuleNames, module_of
 from nf4conv.errors import PlanError
@@ -173,7 +174,7 @@ def _decide(
     if doubt is not None:
         return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
     rows, columns = tensor.shape
-    if evidence.is_transposed(module):
+    if is_transposed(module, evidence.families):
         return Pack((PackedMatrix(tensor.name, (columns, rows), transpose=True),), "Conv1D, stored as [in, out]")
     return Pack((PackedMatrix(tensor.name, (rows, columns)),), "nn.Linear")
 

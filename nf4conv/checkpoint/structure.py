@@ -18,19 +18,46 @@ from nf4conv.checkpoint.header import TensorInfo, read_header
 from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
-from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
 from nf4conv.checkpoint.weight_files import find_weights
 from nf4conv.checkpoint.workspace import check_finished
 from nf4conv.errors import SourceError
 from nf4conv.format import layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
 
 _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
 MOST_ELEMENTS: Final = 2**63  # sizes of tensors are int64 everywhere
 
 _CLOSE: Final = 2**-8  # relative: how far a code map that was made in bfloat16 may be from the standard one
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A packed weight whose tensors fit together."""
+
+    values: TensorInfo  # the packed codes
+    components: Mapping[str, TensorInfo]  # the tensors beside them, by suffix
+    format: Format  # how it is packed; the scales as far as that is recorded
+    shape: tuple[int, ...]  # of the weight before it was quantized
+    nested_offset: float | None = None  # added to the decoded absmax; None without double quantization
+    blob: bytes | None = None  # its bytes, where it is not on disk yet; then it is not among the components
+
+    @property
+    def name(self) -> str:
+        return self.values.name
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + sum(part.nbytes for part in self.components.values())
+
+    def parts(self) -> dict[str, TensorInfo]:
+        """All its tensors by role: "values", and the suffixes of the components."""
+        return {"values": self.values, **self.components}
 
 
 @dataclass
@@ -197,10 +224,15 @@ def check_weight(structure: Structure, owner: str, components: Mapping[str, Tens
         structure.note("components", values.file, owner, f"has {len(states)} quant states: {', '.join(states)}")
     if len(states) != 1 or any(suffix != "quant_map" for suffix, _ in missing):
         return None
-    state = _read_state(structure, components[states[0]], states[0], "nested_absmax" in components)
-    if state is None:
+    is_nested = "nested_absmax" in components
+    fields = _read_state(structure, components[states[0]], states[0], is_nested)
+    if fields is None:
         return None
-    weight = StoredWeight(values, components, state, scales=structure.scales)
+    kind = fields["quant_type"], fields["blocksize"], is_nested, fields["dtype"]
+    format = Format(*kind, layout.STORAGE_DTYPES.get(values.dtype, "uint8"), structure.scales)
+    offset = fields.get("nested_offset")
+    offset = None if offset is None else float(offset)
+    weight = StoredWeight(values, components, format, tuple(fields["shape"]), offset)
     _check_maps(structure, weight)
     return weight if _check_layout(structure, weight) else None
 
@@ -221,32 +253,22 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
                 yield suffix, ""
 
 
-def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> QuantStateFields | None:
-    if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
-        structure.note("quant state", blob.file, blob.name, f"{blob.nbytes:,} bytes of {blob.dtype} are none")
-        return None
+def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> Mapping[str, Any] | None:
+    fields: Any = None
     try:
-        fields = json.loads(structure.read(blob))
+        if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
+            faults = [f"{blob.nbytes:,} bytes of {blob.dtype} are none"]
+        elif isinstance(fields := json.loads(structure.read(blob)), dict):
+            faults = list(_state_faults(fields, is_nested, structure.scales))
+        else:
+            faults = ["not a JSON object"]
     except (ValueError, RecursionError) as error:
-        structure.note("quant state", blob.file, blob.name, f"not JSON: {error}")
-        return None
-    faults = (
-        list(_state_faults(fields, is_nested, structure.scales)) if isinstance(fields, dict) else ["not a JSON object"]
-    )
+        faults = [f"not JSON: {error}"]
+    if not faults and suffix != f"{QUANT_STATE_PREFIX}{fields['quant_type']}":
+        structure.note("quant state", blob.file, blob.name, f"says {fields['quant_type']} inside")
     for text in faults:
         structure.note("quant state", blob.file, blob.name, text)
-    if faults:
-        return None
-    if suffix != f"{QUANT_STATE_PREFIX}{fields['quant_type']}":
-        structure.note("quant state", blob.file, blob.name, f"says {fields['quant_type']} inside")
-    offset = fields.get("nested_offset")
-    return QuantStateFields(
-        fields["quant_type"],
-        fields["blocksize"],
-        fields["dtype"],
-        tuple(fields["shape"]),
-        None if offset is None else float(offset),
-    )
+    return None if faults else fields
 
 
 def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> Iterator[str]:
@@ -291,17 +313,16 @@ def _is_shape(shape: object) -> bool:
 
 def _check_layout(structure: Structure, weight: StoredWeight) -> bool:
     """Whether the tensors of a weight can be decoded together."""
-    values, state, name = weight.values, weight.state, weight.name
-    elements = weight.elements
-    faults = list(_component_faults(weight, block_count(elements, state.blocksize)))
+    values, elements = weight.values, weight.elements
+    faults = list(_component_faults(weight, block_count(elements, weight.format.blocksize)))
     if values.dtype not in layout.STORAGE_DTYPES:
         faults.append(("", f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"))
     elif values.nbytes != -(-elements // 2):
-        expected = f"{-(-elements // 2):,} for {list(state.shape)}"
+        expected = f"{-(-elements // 2):,} for {list(weight.shape)}"
         faults.append(("", f"{values.nbytes:,} bytes of codes, expected {expected}"))
     elif len(values.shape) != 2 or values.shape[1] != 1:
         text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
-        structure.note("layout", values.file, name, text, is_fault=False)
+        structure.note("layout", values.file, weight.name, text, is_fault=False)
     for suffix, text in faults:
         part = weight.components[suffix] if suffix else values
         structure.note("layout", part.file, part.name, text)
@@ -310,7 +331,7 @@ def _check_layout(structure: Structure, weight: StoredWeight) -> bool:
 
 def _component_faults(weight: StoredWeight, blocks: int) -> Iterator[tuple[str, str]]:
     expected = {"absmax": ("F32", blocks), "quant_map": ("F32", 16)}
-    if weight.is_nested:
+    if weight.format.double_quant:
         expected["absmax"] = ("U8", blocks)
         expected["nested_absmax"] = ("F32", block_count(blocks, NESTED_BLOCKSIZE))
         expected["nested_quant_map"] = ("F32", len(DYNAMIC_MAP))
@@ -329,7 +350,7 @@ def _component_faults(weight: StoredWeight, blocks: int) -> Iterator[tuple[str, 
 
 
 def _check_maps(structure: Structure, weight: StoredWeight) -> None:
-    quant_type = weight.state.quant_type
+    quant_type = weight.format.quant_type
     for suffix, values, of in (
         ("quant_map", CODEBOOKS[quant_type].values, quant_type),
         ("nested_quant_map", DYNAMIC_MAP, "the dynamic map"),
@@ -366,9 +387,9 @@ def _distance(stored: Sequence[float], expected: Sequence[float]) -> tuple[int, 
 def _check_uniform(structure: Structure) -> None:
     """Transformers 4.57 finds the tensors of a weight by the config's data type and counts them by its nesting."""
     kinds: dict[str, Callable[[StoredWeight], object]] = {
-        "data types": lambda weight: weight.state.quant_type,
-        "nestings": lambda weight: "double quantization" if weight.is_nested else "no double quantization",
-        "block sizes": lambda weight: weight.state.blocksize,
+        "data types": lambda weight: weight.format.quant_type,
+        "nestings": lambda weight: "double quantization" if weight.format.double_quant else "no double quantization",
+        "block sizes": lambda weight: weight.format.blocksize,
         "storage dtypes": lambda weight: weight.values.dtype,
     }
     for what, kind_of in kinds.items():

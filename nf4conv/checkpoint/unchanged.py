@@ -9,7 +9,6 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -76,7 +75,7 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
     mine, encoding = stored_format(tensor), tensor.encoding
     if mine is None or encoding is None:
         return "not in 4 bits"
-    if replace(mine, dtype=format.dtype, quant_storage=format.quant_storage, scales=format.scales) != format:
+    if not mine.decodes_like(format):
         return f"stored as {mine}"
     parts = dict(encoding.parts)
     values, role = parts.pop("values"), f"{QUANT_STATE_PREFIX}{mine.quant_type}"

@@ -57,7 +57,7 @@ def plan_dequantization(
     options = options or DequantizeOptions()
     try:
         single = plan_one(source, options, where)
-        return replace(single, notes=single.notes + unmatched(options, [("", single.source)]))
+        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])))
     except DiffusersFolderError:
         folder = open_diffusers(source, where)
     submodels = {
@@ -65,7 +65,7 @@ def plan_dequantization(
         for name, place in folder.submodels.items()
     }
     parts = [(name, part.source) for name, part in submodels.items()]
-    plan = DiffusersPlan(folder, submodels, complaints=unmatched(options, parts))
+    plan = DiffusersPlan(folder, submodels, complaints=tuple(unmatched(options, parts)))
     if not plan.totals().decoded:
         raise PlanError(f"{source}: no submodel of this diffusers pipeline has a weight in 4 bits to decode")
     return plan

@@ -80,7 +80,7 @@ def plan_quantization(
     options = options or QuantizeOptions()
     try:
         single = plan_one(source, options, where)
-        return replace(single, notes=single.notes + unmatched(options, [("", single.source)]))
+        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])))
     except DiffusersFolderError as error:
         if options.single_file:
             what = "--single-file is for one part of a diffusers pipeline: --subfolder transformer, or unet"

@@ -17,7 +17,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nf4conv.errors import CodecError
@@ -71,6 +71,10 @@ class Format:
     def storage_tag(self) -> str:
         """Safetensors' tag of quant_storage."""
         return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
+
+    def decodes_like(self, other: "Format") -> bool:
+        """Whether codes and scales of one are read as those of the other, which may be of other dtypes."""
+        return replace(self, dtype=other.dtype, quant_storage=other.quant_storage, scales=other.scales) == other
 
     def __str__(self) -> str:
         storage = "" if self.quant_storage == "uint8" else f" in {self.quant_storage}"

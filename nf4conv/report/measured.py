@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import module_of
-from nf4conv.checkpoint.stored import StoredWeight
+from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.report.rows import relative_error
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")

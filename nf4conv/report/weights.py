@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import WeightResult, place_of
@@ -12,7 +11,7 @@ from nf4conv.report.tolerance import TOLERANCES
 
 def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
     """(check, text) of everything that is wrong with a weight's values."""
-    state, errors, scales = result.weight.state, result.errors, result.scales
+    errors, scales = result.errors, result.scales
     if result.improper:
         yield "scales", f"{result.improper:,} scales are infinite, NaN or, though not searched, negative"
     if errors is None or scales is None:
@@ -24,7 +23,7 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
     if errors.not_nearest:
         yield "codes", f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest"
     if errors.outside:
-        yield "bound", f"{errors.outside:,} values are beyond the worst case of {state.quant_type}"
+        yield "bound", f"{errors.outside:,} values are beyond the worst case of {result.weight.format.quant_type}"
     error, tolerance = result.relative_error, _tolerance(result, options)
     if error is None or not error <= tolerance:
         yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
@@ -39,8 +38,8 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
 def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
     if options.tolerance is not None:
         return options.tolerance
-    state = result.weight.state
-    return TOLERANCES[result.weight.scales][state.quant_type][state.blocksize]
+    format = result.weight.format
+    return TOLERANCES[format.scales][format.quant_type][format.blocksize]
 
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
@@ -49,8 +48,12 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
         name=weight.name,
         **place_of(weight.name)._asdict(),
         file=weight.values.file.name,
-        **asdict(weight.state),
-        double_quant=weight.is_nested,
+        quant_type=weight.format.quant_type,
+        blocksize=weight.format.blocksize,
+        dtype=weight.format.dtype,
+        shape=weight.shape,
+        nested_offset=weight.nested_offset,
+        double_quant=weight.format.double_quant,
         parameters=weight.elements,
         bytes=weight.nbytes,
         relative_error=result.relative_error,

@@ -27,7 +27,7 @@ from roundtrip import (
 from tiny import save_tiny
 
 from nf4conv.checkpoint.evidence import Why
-from nf4conv.checkpoint.families import CONVERTED, READ, SHARED
+from nf4conv.checkpoint.families import READ
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
@@ -43,9 +43,9 @@ DELIBERATE = (
     Why.RENAMED_TOWER.value,
     Why.ROUTER.value,
     Why.TOWER.value,
-    CONVERTED,
+    "transformers 5 splits or merges this weight when it loads it",
     READ,
-    SHARED,
+    "shared by layers and stored with any one of them, of which transformers 5 finds some only unpacked",
     "an output head",
     "an input embedding",
     "fewer than 32 rows",

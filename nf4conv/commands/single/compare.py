@@ -68,7 +68,7 @@ def make_plan(a: str, b: str, options: CompareOptions, tensors: TensorPairs, par
     """Complete a plan, given the checkpoints that the tensors are from; a PlanError if there is nothing to compare."""
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
-    return ComparisonPlan(a, b, options, tensors, unmatched(options, parts))
+    return ComparisonPlan(a, b, options, tensors, tuple(unmatched(options, parts)))
 
 
 def pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -> TensorPairs:

@@ -6,11 +6,12 @@ disk, where that of a stream does not stay. The comparison is that of `nf4conv v
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
-from nf4conv.checkpoint.stored import QuantStateFields, StoredWeight
+from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
@@ -82,7 +83,5 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
         file, start = progress.writer.place(offset)
         name, stop = component_name(job, component), start + component.nbytes
         parts[component.suffix] = TensorInfo(name, component.dtype, component.shape, file, start, stop)
-    values, format = parts.pop(""), progress.format
-    dtype = DTYPE_NAMES[job.source.dtype] if job.stored is not None else format.dtype
-    state = QuantStateFields(format.quant_type, format.blocksize, dtype, job.matrix.shape, None)
-    return StoredWeight(values, parts, state, blob, format.scales)
+    dtype = DTYPE_NAMES[job.source.dtype] if job.stored is not None else progress.format.dtype
+    return StoredWeight(parts.pop(""), parts, replace(progress.format, dtype=dtype), job.matrix.shape, blob=blob)

@@ -9,7 +9,7 @@ import math
 import operator
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
@@ -25,14 +25,14 @@ from nf4conv.checkpoint.encoded_pieces import (
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
-from nf4conv.checkpoint.stored import StoredWeight
+from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.checkpoint.unchanged import stored_format
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import backend, compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count, quant_state_json
+from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.difference import byte_tasks
@@ -58,16 +58,15 @@ def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[T
     """A look at the scales of every weight, which needs no source."""
     for result in results.values():
         weight = result.weight
-        blocksize = weight.state.blocksize
+        blocksize = weight.format.blocksize
         for start, stop in packed_spans(weight.elements, blocksize, piece // 4 * blocksize):
             yield CheckScales(result, start, stop)
 
 
 def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of one packed weight, in pieces of so many bytes."""
-    state, source = result.weight.state, stored_format(job.source)
-    mine = Format(state.quant_type, state.blocksize, result.weight.is_nested, "")
-    if source is not None and replace(source, dtype="", quant_storage=mine.quant_storage) == mine:
+    mine, source = result.weight.format, stored_format(job.source)
+    if source is not None and source.decodes_like(mine):
         yield CompareStored(result, job, piece)
     else:
         yield from _computed(result, job, piece)
@@ -76,7 +75,7 @@ def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[
 def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison with what quantizing the source gives."""
     weight = result.weight
-    blocksize = weight.state.blocksize
+    blocksize = weight.format.blocksize
     # a code and its share of the scales take less than a byte
     spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
     pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
@@ -110,7 +109,7 @@ class CheckScales:
 
     def run(self, worker: TorchWorker) -> None:
         weight = self.result.weight
-        parts = cut_parts(weight.parts(), weight.state.blocksize, self.start, self.stop)
+        parts = cut_parts(weight.parts(), weight.format.blocksize, self.start, self.stop)
         parts["values"] = parts["values"]._replace(stop=parts["values"].start)
         _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
         with worker.timed(Activity.COMPUTE):
@@ -118,7 +117,7 @@ class CheckScales:
             if state.state2 is not None:
                 allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
             improper = ~torch.isfinite(scales)
-            if weight.scales == "absmax":
+            if weight.format.scales == "absmax":
                 improper |= scales < -allowed
             self.result.add_improper(int(improper.sum()))
 
@@ -170,7 +169,7 @@ class CompareWeight:
         blocksize = state.blocksize
         with worker.timed(Activity.COMPUTE):
             absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
-            errors = _compare_piece(weight, packed, state, absmax, self.result.weight.scales)
+            errors = _compare_piece(weight, packed, state, absmax, self.result.weight.format.scales)
         self.result.add_piece(self.start, errors)
         whole = self.absmax.done()
         if whole is not None:
@@ -179,8 +178,8 @@ class CompareWeight:
     def _read(self, worker: TorchWorker) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
         """The source cast to what was packed, the codes, and their state."""
         stored, job = self.result.weight, self.job
-        dtype = DTYPES[stored.state.dtype]
-        parts = cut_parts(stored.parts(), stored.state.blocksize, self.start, self.stop)
+        dtype = DTYPES[stored.format.dtype]
+        parts = cut_parts(stored.parts(), stored.format.blocksize, self.start, self.stop)
         ranges = _ranges(parts)
         if self.encoded is not None:
             weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
@@ -206,7 +205,7 @@ def _stored_piece(
     """As `packed_piece`, also of a weight whose blob is not on disk yet."""
     if weight.blob is None:
         return packed_piece(parts, raws)
-    suffix, blob = f"{QUANT_STATE_PREFIX}{weight.state.quant_type}", bytearray(weight.blob)
+    suffix, blob = f"{QUANT_STATE_PREFIX}{weight.format.quant_type}", bytearray(weight.blob)
     described = weight.values._replace(dtype="U8", shape=(len(blob),))
     return packed_piece({**parts, suffix: described}, [*raws, torch.frombuffer(blob, dtype=torch.uint8)])
 
@@ -274,12 +273,11 @@ def _count_described(
     weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor], offset: float | None
 ) -> int:
     """How many bytes of a weight's code maps and JSON blob, as far as they are on disk, are not those that we write."""
-    state = weight.state
-    format = Format(state.quant_type, state.blocksize, weight.is_nested, state.dtype)
+    quant_type = weight.format.quant_type
     expected = {
-        "quant_map": struct.pack("<16f", *CODEBOOKS[state.quant_type].values),
+        "quant_map": struct.pack("<16f", *CODEBOOKS[quant_type].values),
         "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
-        f"{QUANT_STATE_PREFIX}{state.quant_type}": quant_state_json(format, state.shape, offset),
+        f"{QUANT_STATE_PREFIX}{quant_type}": quant_state_json(weight.format, weight.shape, offset),
     }
     found = {role: raw.cpu().numpy().tobytes() for role, raw in zip(parts, raws, strict=True) if role in expected}
     pairs = ((stored, expected[role]) for role, stored in found.items())
