@@ -274,6 +274,18 @@ def test_neither_workers_nor_pieces_change_a_byte(tmp_path):
     assert weights_of(tmp_path / "out0") == weights_of(tmp_path / "out1") == weights_of(tmp_path / "out2")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_device_changes_no_byte(tmp_path, kind, use_dora):
+    base = make_model(tmp_path / "base", kind, torch.bfloat16)
+    train(load(base).float(), tmp_path / "adapter", target_modules=LINEAR[kind], use_dora=use_dora)
+    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
+    for device in ("cpu", "cuda"):
+        dequantize_checkpoint(base, tmp_path / device, options, RunOptions(device=device))
+    assert weights_of(tmp_path / "cpu") == weights_of(tmp_path / "cuda")
+
+
 def test_an_adapter_is_merged_into_the_4bit_model_it_was_trained_on(tmp_path):
     """QLoRA: the loss falls on our output, and the merged model computes what was trained."""
     base = make_model(tmp_path / "base", "llama")
