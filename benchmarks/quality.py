@@ -65,7 +65,7 @@ def output_energies(model: Path, options: nf4conv.EvaluateOptions, device: str) 
     config = json.loads((model / "config.json").read_text())
     question = evaluate._question(model, config, options, device)
     question = question._replace(ids=question.ids[: max(1, 4096 // question.ids.shape[1])])
-    loaded, found = evaluate._load(question, model, None), {}
+    loaded, found = evaluate._load(question, model), {}
 
     def hook(name: str) -> Any:
         def add(_: object, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -537,7 +537,8 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     from tqdm import tqdm
 
     shown, options, where = _read(chosen, [source], EvaluateOptions, SourceOptions)
-    with tqdm(unit=" windows", desc="evaluating", disable=True if shown.quiet else None, leave=False) as bar:
+    look = {"bar_format": "{l_bar}{bar}| {elapsed}<{remaining}", "leave": False, "disable": shown.quiet or None}
+    with tqdm(desc="evaluating", total=1, **look) as bar:
         found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
     shown.show(found, (f"{name:<20}{value}" for name, value in found.rows().items()))
     sys.exit(0 if found.passed else 1)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoints import contents
 from click.testing import CliRunner, Result
+from hub_server import Hub, Repo
 
 import nf4conv
 from nf4conv import EvaluateOptions, QuantizeOptions, RunOptions
 from nf4conv.cli import main
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, SourceError
 
 pytestmark = pytest.mark.oracle
 
@@ -31,6 +33,12 @@ MODELS = {
         transformers.T5Config(
             vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, tie_word_embeddings=False
         )
+    ),
+    "text encoder": transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
+    ),
+    "short": transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
     ),
     "classifier": transformers.ViTForImageClassification(
         transformers.ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
@@ -129,6 +137,34 @@ def test_an_encoder(tmp_path):
     assert (result.exit_code, result.stderr) == (2, "Error: --max-kl: an encoder gives no probabilities\n")
 
 
+def test_half_a_model_that_encodes_text(tmp_path, ids):
+    source, out = made(tmp_path, "text encoder")
+    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    assert found.kind == "encoder"
+    again = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), EvaluateOptions(text=ids), "cpu")
+    assert found.figures["cosine"] < 0.999 < 0.999999 < again.figures["cosine_least"]
+
+
+def test_models_on_the_hub(tmp_path, ids, hub: Hub):
+    source, out = made(tmp_path, "causal")
+    expected = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu").figures
+    hub.repos |= {"org/source": Repo(token="secret"), "org/out": Repo(token="secret")}
+    old = hub.repos["org/source"].commit({f"inner/{name}": content for name, content in contents(source).items()})
+    hub.repos["org/source"].commit({"inner/config.json": b"{}"})
+    hub.repos["org/out"].commit(contents(out))
+    where = ("--revision", old, "--subfolder", "inner", "--cache-dir", tmp_path / "cache")
+    arguments = ("org/out", "--source", "org/source", "--text", ids, "--json", *where)
+    for more in (("--token", "secret"), ("--local-files-only",)):
+        result = run(*arguments, *more)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["figures"] == expected
+        asked, hub.requests = hub.requests, []
+    assert asked == []
+    result = run(*arguments, "--card", "--local-files-only")
+    assert result.exit_code == 2
+    assert "org/out: --card writes into a folder of yours" in result.stderr
+
+
 def test_the_card_and_its_checksum(tmp_path, ids):
     source, out = made(tmp_path, "causal")
     before = (out / "README.md").read_text()
@@ -162,6 +198,9 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     np.save(tmp_path / "large.npy", np.array([1, 2, 300]))
     with pytest.raises(PlanError, match=r"large\.npy: expected at least two token ids from 0 to 299"):
         nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=tmp_path / "large.npy"), "cpu")
+    source, out = made(tmp_path / "short", "short")  # it counts positions from 2
+    with pytest.raises(SourceError, match="transformers cannot run it: index"):
+        nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
     shutil.copytree(made(tmp_path / "vit", "classifier")[1], tmp_path / "images")
     with pytest.raises(PlanError, match="does not say how many tokens it knows"):
         nf4conv.evaluate_checkpoint(tmp_path / "images", source, EvaluateOptions(text=ids), "cpu")

@@ -14,6 +14,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,8 @@ _TOKENS: Final = 16384
 _MOST_BYTES: Final = 2 << 30  # of the temporary file, unless more tokens are asked for
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
 _MASK_EVERY: Final = 7
+_REFUSALS: Final = (ValueError, RuntimeError, OSError, ImportError, LookupError, TypeError, AttributeError)
+"""What transformers raises of models and tokenizers that it cannot use."""
 
 
 class _Question(NamedTuple):
@@ -55,39 +58,43 @@ def evaluate_checkpoint(
     options: EvaluateOptions | None = None,
     device: str = "auto",
     where: SourceOptions | None = None,
-    progress: Callable[[int], object] = lambda _: None,
+    progress: Callable[[float], object] = lambda _: None,
 ) -> Evaluation:
-    """Run the model in the folder `out` and the one it was made from on the same text, and compare what they say.
+    """Run the model `out` and the one it was made from on the same text, and compare what they say.
 
     Args:
-        out: a 4-bit checkpoint.
-        source: a folder, or a name on the Hub.
+        out: a 4-bit checkpoint: a folder, or a name on the Hub.
+        source: the same of any model.
         options: what to do.
         device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both run in float32, `out` with its weights decoded, because
             bitsandbytes' own CPU products have faults (docs/quality.md); on a GPU as loaders run them.
-        where: of a source on the Hub.
-        progress: called with the number of windows that either model has just read.
+        where: of what is on the Hub; revision, subfolder and variant are those of `source`.
+        progress: called with the share of the work, of 1 in all, that has just been done.
 
     Raises:
         PlanError: transformers or bitsandbytes is not there, or the architecture or the tokens cannot be used.
-        SourceError: a model cannot be loaded.
+        SourceError: a model cannot be loaded, or run.
     """
-    options, path = options or EvaluateOptions(), Path(out)
-    question = _question(path, open_stored(out).config or {}, options, device)
+    options, where = options or EvaluateOptions(), where or SourceOptions()
+    stored = open_stored(out, replace(where, revision=None, subfolder=None, variant=None))
+    path, origin = stored.folder, open_stored(source, where).folder
+    if options.card and stored.fetched is not None:
+        raise PlanError(f"{out}: --card writes into a folder of yours, and this is on the Hub")
+    question = _question(path, stored.config or {}, options, device)
     if options.max_kl is not None and question.kind == "encoder":
         raise PlanError("--max-kl: an encoder gives no probabilities")
     found: dict[str, list[torch.Tensor]] = defaultdict(list)
     with tempfile.TemporaryFile() as file, torch.inference_mode():
-        for answer, _ in _answers(_load(question, source, where), question):
+        for answer, _ in _answers(_load(question, origin, where.variant), question):
             file.write(answer.cpu().numpy().tobytes())
-            progress(len(answer))
+            progress(len(answer) / len(question.ids) / 2)
         file.seek(0)
-        for answer, targets in _answers(_load(question, out, None), question):
+        for answer, targets in _answers(_load(question, path), question):
             raw = bytearray(file.read(answer.numel() * answer.itemsize))
             before = torch.frombuffer(raw, dtype=torch.float32).view(answer.shape).to(answer.device)
             for name, values in _compare(before, answer, targets, question.kind):
                 found[name].append(values.flatten().double().cpu())
-            progress(len(answer))
+            progress(len(answer) / len(question.ids) / 2)
     figures = dict(_figures({name: torch.cat(values).numpy() for name, values in found.items()}))
     passed = options.max_kl is None or figures["kl"] <= options.max_kl
     arithmetic = "float32, weights decoded" if question.device == "cpu" else "as loaded"
@@ -110,7 +117,7 @@ def _question(out: Path, config: Mapping[str, Any], options: EvaluateOptions, de
     if not isinstance(vocabulary, int):
         raise PlanError(f"{out}: its config does not say how many tokens it knows")
     width = int(text_config.get("hidden_size") or text_config.get("dim") or 1) if kind == "encoder" else vocabulary
-    window = min(_WINDOWS[kind], text_config.get("max_position_embeddings") or _WINDOWS[kind])
+    window = min(_WINDOWS[kind], *(text_config.get(key) or 512 for key in ("max_position_embeddings", "n_positions")))
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     ids, mask, ends = _tokens(out, options.text, wanted)
     text = "pydoc_data.topics, the reference of the Python language" if options.text is None else options.text.name
@@ -137,6 +144,7 @@ def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     }
     for kind, table in tables.items():
         if name in table.values() and hasattr(transformers, name):
@@ -158,23 +166,21 @@ def _tokens(out: Path, text: Path | None, wanted: int) -> tuple[npt.NDArray[np.i
         content = "\n".join(topics[key] for key in sorted(topics)) if text is None else text.read_text(encoding="utf-8")
         tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
         ids = tokenizer(content[: 16 * wanted], add_special_tokens=False, verbose=False)["input_ids"]
-    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except _REFUSALS as error:
         raise PlanError(f"{text or out}: no tokens; give their ids, --text ids.npy ({_line(error)})") from error
     mask, *ends = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "cls", "sep"))
     around = tuple(end for end in ends if end is not None)
     return np.array(ids[:wanted], dtype=np.int64), mask, around if len(around) == 2 else ()
 
 
-def _load(question: _Question, place: str | Path, where: SourceOptions | None) -> Any:
+def _load(question: _Question, folder: Path, variant: str | None = None) -> Any:
     """A model as loaders load it; on a CPU in float32, with plain layers in the place of those in 4 bits."""
-    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "variant")
-    hub = {name: value for name in names if (value := getattr(where, name, None))}
     is_cpu = question.device == "cpu"
-    options = {"dtype": torch.float32 if is_cpu else "auto", "device_map": {"": question.device}, **hub}
+    options = {"dtype": torch.float32 if is_cpu else "auto", "device_map": {"": question.device}, "variant": variant}
     try:
-        model = question.loader.from_pretrained(place, trust_remote_code=False, **options)
-    except (ValueError, RuntimeError, OSError, ImportError, KeyError, AttributeError) as error:
-        raise SourceError(f"{place}: transformers cannot load it: {_line(error)}") from error
+        model = question.loader.from_pretrained(folder, trust_remote_code=False, **options)
+    except _REFUSALS as error:
+        raise SourceError(f"{folder}: transformers cannot load it: {_line(error)}") from error
     if is_cpu:
         from bitsandbytes.functional import dequantize_4bit
 
@@ -197,20 +203,21 @@ def _answers(model: Any, question: _Question) -> Iterator[tuple[torch.Tensor, to
     """Batch after batch: [windows, positions, width] log-probabilities or states, and the tokens they are of."""
     step = max(1, min(16, _BATCH_BYTES // (4 * question.width * question.ids.shape[1])))
     for batch in torch.split(question.ids, step):
-        ids = batch.to(question.device)
-        if question.kind == "causal":
-            answer, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
-        elif question.kind == "seq2seq":
-            read, targets = ids.chunk(2, dim=1)
-            first = torch.full_like(targets[:, :1], model.generation_config.decoder_start_token_id or 0)
-            shifted = torch.cat((first, targets[:, :-1]), dim=1)
-            answer = model(input_ids=read, decoder_input_ids=shifted).logits
-        else:
-            answer, targets = _encoded(model, question, ids)
+        try:
+            answer, targets = _answer(model, question, batch.to(question.device))
+        except _REFUSALS as error:
+            raise SourceError(f"{model.name_or_path}: transformers cannot run it: {_line(error)}") from error
         yield answer.float() if question.kind == "encoder" else answer.float().log_softmax(dim=-1), targets
 
 
-def _encoded(model: Any, question: _Question, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer(model: Any, question: _Question, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if question.kind == "causal":
+        return model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+    if question.kind == "seq2seq":
+        read, targets = ids.chunk(2, dim=1)
+        first = torch.full_like(targets[:, :1], model.generation_config.decoder_start_token_id or 0)
+        shifted = torch.cat((first, targets[:, :-1]), dim=1)
+        return model(input_ids=read, decoder_input_ids=shifted).logits, targets
     places, asked = torch.arange(ids.shape[1], device=ids.device), ids.clone()
     if question.mask is not None:
         places = places[_MASK_EVERY // 2 :: _MASK_EVERY]
