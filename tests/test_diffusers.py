@@ -109,6 +109,19 @@ def test_layout_and_contents(pipeline, tmp_path):
     assert json.loads(found["vae/config.json"]) == VAE
 
 
+def test_searched_scales_of_every_component(pipeline, tmp_path):
+    execute_quantization(plan_quantization(pipeline, QuantizeOptions(scales="search")), tmp_path / "out", RUN)
+    for name in PACKED:
+        folder, weight = name.split("/")
+        before, after = (
+            load_file(next((root / folder).glob("*.safetensors"))) for root in (pipeline, tmp_path / "out")
+        )
+        packed, state = nf4conv.quantize_4bit(before[weight], scales="search")
+        for part, expected in ({"": packed} | {f".{name}": part for name, part in state.components().items()}).items():
+            assert torch.equal(after[f"{weight}{part}"], expected), part
+    assert verify_checkpoint(tmp_path / "out", pipeline, VerifyOptions(exact=True), RUN).passed
+
+
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
     execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
     configs = {name: json.loads((tmp_path / "out" / name / "config.json").read_bytes()) for name in INDEX if name in (
