@@ -25,9 +25,7 @@ def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=processes)
     torch.manual_seed(2)
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    loaded = load(folder, device_map="cpu", dtype=torch.bfloat16)
-    model = get_peft_model(loaded, config, autocast_adapter_dtype=False)
-    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}
+    model = get_peft_model(load(folder, device_map="cpu", dtype=torch.bfloat16), config).bfloat16()
     if processes > 1:
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)

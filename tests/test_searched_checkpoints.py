@@ -9,15 +9,34 @@ import pytest
 import torch
 from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
+from test_encoded import (
+    PLAIN,
+    Encoded,
+    bitsandbytes_4bit,
+    fp8_blocks,
+    int8_compressed_tensors,
+    mxfp4_rows,
+    nvfp4_modelopt,
+    same_tensors,
+    write,
+)
 from test_resume import stop_after_the_first_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nf4conv import QuantizeOptions, RunOptions, VerifyOptions, quantize_4bit, quantize_checkpoint, verify_checkpoint
+from nf4conv import (
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    inspect_checkpoint,
+    quantize_4bit,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from nf4conv.codec import cpu_search, reference
 from nf4conv.codec.ops import dequantize_4bit, error_sums
 from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.format.codebook import BLOCKSIZES
-from nf4conv.report.tolerance import TOLERANCES
+from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 CPU = RunOptions(device="cpu", workers=2)
 SEARCH = QuantizeOptions(scales="search")
@@ -63,6 +82,36 @@ def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(source, tmp_pat
         assert torch.equal(found[f"{UP}.{suffix}"], part), suffix
 
 
+def stacks_of_experts() -> Encoded:
+    """A mixture of experts, each of which is packed; its router is not."""
+    names = [f"experts.{expert}.{part}_proj" for expert in range(2) for part in ("gate", "up", "down")]
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"model.layers.0.mlp.{name}.weight": torch.randn(64, 64, generator=generator) for name in names}
+    return Encoded({"model.layers.0.mlp.gate.weight": torch.randn(2, 64)} | weights, weights)
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [fp8_blocks, int8_compressed_tensors, nvfp4_modelopt, mxfp4_rows, bitsandbytes_4bit, stacks_of_experts],
+    ids=lambda encode: encode.__name__,
+)
+def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, encode):
+    made = encode()
+    folder = write(tmp_path / "source", PLAIN | made.stored, made.description)
+    if encode is stacks_of_experts:
+        config = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "dtype": "float32"}
+        (folder / "config.json").write_text(json.dumps(config))
+    # what is in 4 bits already would otherwise stay in its own format
+    options = dataclasses.replace(SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="per-expert")
+    quantize_checkpoint(folder, tmp_path / "out", options, CPU)
+    found = tensors_of(tmp_path / "out")
+    for name, weight in made.decoded.items():
+        packed, state = quantize_4bit(weight, scales="search")
+        expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
+        same_tensors({part: found[part] for part in found if part == name or part.startswith(f"{name}.")}, expected)
+    assert faults(tmp_path / "out", folder, exact=True) == set()
+
+
 @pytest.mark.parametrize("run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"])
 def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, run):
     quantize_checkpoint(source, tmp_path / "out", SEARCH, RunOptions(device="cpu", **run))
@@ -95,8 +144,9 @@ def plain(source: Path) -> Path:
     return out
 
 
-def test_verify_takes_negative_scales_where_they_were_searched(source, searched, plain):
+def test_negative_scales_are_no_fault_where_they_were_searched(source, searched, plain):
     for folder in (searched, plain):
+        assert not inspect_checkpoint(folder).findings
         assert faults(folder) == set()
         assert faults(folder, source, exact=True) == set()
 
@@ -106,6 +156,7 @@ def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(
         quiet = Path(shutil.copytree(folder, tmp_path / folder.name))
         (quiet / "nf4conv.json").unlink()
         assert fault in faults(quiet)
+    assert {finding.check for finding in inspect_checkpoint(tmp_path / "searched").findings} == {"quant state"}
 
 
 def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
@@ -122,6 +173,8 @@ def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
     report = quantize_checkpoint(source, tmp_path / "out", SEARCH, dataclasses.replace(CPU, verify=True))
     assert report.verification is not None
     assert report.verification.largest_relative_error < 0.09
+    (_, least, most), *_ = verify_checkpoint(tmp_path / "out", source, run=CPU).normal
+    assert least < report.verification.largest_relative_error < most
 
 
 def test_a_searched_source_stays_as_it_is(searched, tmp_path):
@@ -134,6 +187,14 @@ def test_a_searched_source_stays_as_it_is(searched, tmp_path):
     assert not torch.equal(tensors_of(tmp_path / "absmax")[UP], before[UP])
 
 
+def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> float:
+    count, found = weight.numel(), weight.clone()
+    packed, scales = torch.empty(count // 2, dtype=torch.uint8), torch.empty(count // blocksize)
+    cpu_search.search_blocks(weight, packed, scales, quant_type, blocksize)
+    reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), found)
+    return float((weight.double() - found.double()).norm() / weight.double().norm())
+
+
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", BLOCKSIZES, ids="b{}".format)
 def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
@@ -144,11 +205,10 @@ def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
     quantile = torch.cos(torch.arccos(spread.sqrt()) / 3) / spread.sqrt()
     weight = (2 * torch.sign(p - 0.5) * (quantile - 1).clamp(min=0).sqrt()).float()  # Student's t, 4 degrees
     weight = weight[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
-    packed, scales, found = torch.empty(count // 2, dtype=torch.uint8), torch.empty(count // blocksize), weight.clone()
-    cpu_search.search_blocks(weight, packed, scales, quant_type, blocksize)
-    reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), found)
-    error = float((weight.double() - found.double()).norm() / weight.double().norm())
-    assert TOLERANCES["search"][quant_type][blocksize] - 0.003 < error <= TOLERANCES["search"][quant_type][blocksize]
+    normal, _, tolerance = RELATIVE_ERRORS["search", quant_type][blocksize]
+    assert tolerance - 0.003 < error_of_searched(weight, quant_type, blocksize) <= tolerance
+    light = torch.special.ndtri(p)[torch.randperm(count, generator=torch.Generator().manual_seed(0))].float()
+    assert error_of_searched(light, quant_type, blocksize) == pytest.approx(normal, abs=0.001)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

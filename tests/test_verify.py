@@ -23,7 +23,7 @@ from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import VerifyOptions
 from nf4conv.report.results import VerifyReport
-from nf4conv.report.tolerance import TOLERANCES
+from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 CPU = RunOptions(device="cpu", workers=2)
 SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
@@ -691,7 +691,8 @@ def student(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_the_default_is_what_heavy_tails_give(quant_type: str, blocksize: int):
     error = expected_error(quant_type, blocksize, student)
-    assert TOLERANCES["absmax"][quant_type][blocksize] - 0.0015 < error <= TOLERANCES["absmax"][quant_type][blocksize]
+    *_, tolerance = RELATIVE_ERRORS["absmax", quant_type][blocksize]
+    assert tolerance - 0.0015 < error <= tolerance
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -702,7 +703,7 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
     packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant=False)
     measured = float((weight - dequantize_4bit(packed, state)).norm() / weight.norm())
     assert expected_error(quant_type, blocksize, normal) == pytest.approx(measured, rel=0.01)
-    assert measured < TOLERANCES["absmax"][quant_type][blocksize]
+    assert measured < RELATIVE_ERRORS["absmax", quant_type][blocksize][2]
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

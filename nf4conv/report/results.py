@@ -21,7 +21,7 @@ from nf4conv.report.rows import (
     WeightKind,
     WeightRow,
 )
-from nf4conv.report.tolerance import NORMAL
+from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class VerifyReport:
     def normal(self) -> list[tuple[str, float, float]]:
         """(name, smallest, largest) relative error that trained weights usually have, of each format compared."""
         formats = {(row.quant_type, row.blocksize) for row in self.weights if row.relative_error is not None}
-        return [(f"{name}/{blocksize}", *NORMAL[name][blocksize]) for name, blocksize in sorted(formats)]
+        scales = "search" if self.made is not None and self.made["options"].get("scales") == "search" else "absmax"
+        return [(f"{name}/{size}", *RELATIVE_ERRORS[scales, name][size][:2]) for name, size in sorted(formats)]
 
     @property
     def verdict(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import WeightResult, place_of
 from nf4conv.report.rows import WeightKind, WeightRow, by_kind, decibels, relative_error
-from nf4conv.report.tolerance import TOLERANCES
+from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 
 def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
@@ -39,7 +39,7 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
     if options.tolerance is not None:
         return options.tolerance
     format = result.weight.format
-    return TOLERANCES[format.scales][format.quant_type][format.blocksize]
+    return RELATIVE_ERRORS[format.scales, format.quant_type][format.blocksize][2]
 
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:

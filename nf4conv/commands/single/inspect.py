@@ -15,7 +15,7 @@ from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.making import read_record
+from nf4conv.checkpoint.making import read_record, recorded_scales
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.structure import MOST_ELEMENTS, Structure, look_at, split_component
 from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
@@ -53,7 +53,8 @@ def inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
 
 def _findings(source: Source, small: Mapping[str, bytes]) -> Sequence[Finding]:
     """What is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell."""
-    structure = Structure(source.folder, {tensor.name: tensor for tensor in source.tensors})
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    structure = Structure(source.folder, tensors, scales=recorded_scales(source.folder))
     structure.read = lambda part: small[part.name]
     check_config(look_at(structure))
     return sorted(structure.findings, key=lambda finding: not finding.is_fault)
