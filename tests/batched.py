@@ -6,14 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nf4conv.codec.kernels.batch import compress_batch_kernel, quantize_batch_kernel
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.mean import long_mean, resident_blocks, short_means
 from nf4conv.codec.kernels.nested import NUM_WARPS, ROWS
-from nf4conv.codec.kernels.quantize import CONFIGURATIONS as PACKING
-from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
-from nf4conv.codec.kernels.search import CONFIGURATIONS as SEARCHING
-from nf4conv.codec.kernels.tables import bucket_table, middle_table, search_table
+from nf4conv.codec.kernels.pack import compress_batch_kernel, packing, packing_table, quantize_batch_kernel
+from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE
+from nf4conv.codec.kernels.tables import middle_table
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks
 
 _launch_quantize = Launcher(quantize_batch_kernel)
@@ -65,7 +63,7 @@ def quantize_batch(
     absmax, nested_absmax = torch.zeros(size, device=device), torch.zeros(nested_size, device=device)
     codes = torch.zeros(size, dtype=torch.uint8, device=device)
     addresses = np.array([weight.data_ptr() for weight in weights])
-    tile, num_warps = configuration(dtype, blocksize, SEARCHING if search else PACKING)
+    tile, num_warps = packing(dtype, blocksize, search)
     targets = packed.data_ptr() + packed_starts
     aligned = (sizes % (16 // dtype.itemsize) == 0) & (addresses % 16 == 0) & (targets % 4 == 0)
     columns = np.stack([addresses, targets, absmax.data_ptr() + 4 * starts, sizes])
@@ -73,8 +71,7 @@ def quantize_batch(
         if sizes[chosen].any():
             table, tiles = tile_table(columns[:, chosen], tile, device)
             example = torch.empty(0, dtype=dtype, device=device)
-            code_table = search_table(quant_type, device) if search else bucket_table(quant_type, device)
-            arguments = (table, example, code_table, table.shape[1])
+            arguments = (table, example, packing_table(quant_type, device, search), table.shape[1])
             constants = (blocksize, tile, quant_type == "fp4", access, packed.is_cuda, search)
             _launch_quantize(tiles, arguments, constants, dtype, num_warps)
     means = means_of(absmax, starts, blocks)

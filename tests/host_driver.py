@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from nf4conv.codec.kernels import ahead
+from nf4conv.codec.kernels import ahead, mean
 from nf4conv.pipeline.without_torch import bundle, worker
 from nf4conv.pipeline.without_torch.bundle import Bundle, Purpose
 
@@ -110,4 +110,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "PinnedMemory", HostMemory)
     monkeypatch.setattr(worker, "Stream", HostStream)
     monkeypatch.setattr(worker, "load_bundles", _bundles)
-    monkeypatch.setattr(ahead, "resident_blocks", lambda _: 132 * 4)
+    monkeypatch.setattr(mean, "resident_blocks", lambda _: 132 * 4)

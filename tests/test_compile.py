@@ -15,7 +15,7 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nf4conv.codec.kernels import batch, dequantize, error, mean, nested, quantize, search
+from nf4conv.codec.kernels import dequantize, error, mean, nested, pack, quantize
 
 P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 STATE = dict(absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32")
@@ -34,9 +34,9 @@ found = {}
 for name, pointer in P.items():
     size = 4 if name == "fp32" else 2
     slots, warps = quantize.CONFIGURATIONS[size]
-    types = dict(weight_ptr=pointer, packed_ptr="*u8", absmax_ptr="*fp32", table_ptr="*i32", n="i64")
-    constants = dict(TILE=slots * 16 // size, IS_FP4=name == "fp16", ACCESS=0) | OPEN
-    found["quantize-" + name] = build(quantize._quantize_kernel, types, constants, warps)
+    types = dict(weight_ptr=pointer, packed_ptr="*u8", scales_ptr="*fp32", table_ptr="*i32", n="i64")
+    constants = dict(TILE=slots * 16 // size, IS_FP4=name == "fp16", ACCESS=0, SEARCH=False) | OPEN
+    found["quantize-" + name] = build(pack.quantize_kernel, types, constants, warps)
     slots, warps = dequantize.CONFIGURATIONS[size]
     types = dict(packed_ptr="*u8", table_ptr="*i32", out_ptr=pointer, n="i64") | STATE
     constants = dict(TILE=slots * 16 // size, NESTED=True, ACCESS=0, STREAM=True) | OPEN
@@ -45,11 +45,11 @@ types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
 found["mean"] = build(mean.mean_kernel, types, dict(LONGEST=mean.TORCH_BLOCK), 4)
 types = dict(table_ptr="*i64", example_ptr="*bf16", code_ptr="*i32", tensors="i64")
 constants = dict(TILE=4096, IS_FP4=True, ACCESS=1, SEARCH=False) | OPEN
-found["batch"] = build(batch.quantize_batch_kernel, types, constants, 4)
+found["batch"] = build(pack.quantize_batch_kernel, types, constants, 4)
 constants = dict(TILE=2048, IS_FP4=False, ACCESS=1, SEARCH=True) | OPEN
-found["search"] = build(batch.quantize_batch_kernel, types, constants, 4)
+found["search"] = build(pack.quantize_batch_kernel, types, constants, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
-found["nested"] = build(batch.compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
+found["nested"] = build(pack.compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
 types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",

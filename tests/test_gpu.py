@@ -10,7 +10,7 @@ from batched import means_of, quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.kernels import launch, mean, quantize
+from nf4conv.codec.kernels import launch, mean, pack
 from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, dynamic_table
 from nf4conv.format.codebook import BLOCKSIZES
 
@@ -162,15 +162,15 @@ def test_inline_assembly_equals_plain_triton(quant_type: str, dtype: str, blocks
 def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx: bool) -> list[torch.Tensor]:
     """The kernels with their constexpr PTX chosen, which the launchers derive from the device."""
     n = weight.numel()
-    tile, num_warps = quantize.configuration(weight.dtype, blocksize)
+    tile, num_warps = pack.packing(weight.dtype, blocksize, False)
     packed = torch.zeros(-(-n // 2), dtype=torch.uint8, device=CUDA)
     absmax = torch.zeros(-(-n // blocksize), device=CUDA)
-    how = quantize.access(weight, packed, n, tile)
+    how = pack.access(weight, packed, n, tile)
     tables = kernels.tables
-    quantize._launch(
+    pack._launch(
         -(-n // tile),
         (weight, packed, absmax, tables.bucket_table(quant_type, CUDA), n),
-        (blocksize, tile, quant_type == "fp4", how, ptx),
+        (blocksize, tile, quant_type == "fp4", how, ptx, False),
         weight.dtype,
         num_warps,
     )
@@ -189,7 +189,7 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
     for nested in (False, True):
         out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
         scales = (codes, dynamic_table(CUDA), nested_absmax, offset) if nested else (absmax,) * 4
-        kernels.dequantize._launch(
+        kernels.depack._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
             (blocksize, tile, nested, how, False, ptx),
@@ -312,7 +312,7 @@ def test_reference_equals_the_kernels() -> None:
 
 
 def test_launcher_compiles_once_for_each_variant() -> None:
-    kernel = quantize._launch
+    kernel = pack._launch
     assert isinstance(kernel, launch.Launcher)
     before = len(kernel._compiled)
     weight = random_weight(4096 * 3, torch.bfloat16).to(CUDA)

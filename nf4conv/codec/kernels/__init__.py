@@ -5,10 +5,10 @@
     assembly.py     the two hot loops as PTX
     launch.py       compile once, then launch for the price of the driver call
     quantize.py     weight → packed codes, absmax
-    dequantize.py   packed codes, absmax (plain or nested) → weight
     search.py       weight → packed codes, searched scales
     nested.py       absmax → 8-bit codes
-    batch.py        quantize.py and nested.py for many tensors in a fixed number of launches
+    pack.py         the launches of these three, for one tensor or for many
+    dequantize.py   packed codes, absmax (plain or nested) → weight
     mean.py         the mean that the nested step subtracts, in torch's order
     finite.py       whether any value is NaN or infinite
     ahead.py        compiled kernels as bytes, for programs without torch
@@ -28,5 +28,5 @@ from nf4conv.codec.kernels import matmul as matmul
 from nf4conv.codec.kernels.dequantize import dequantize_blocks as dequantize_blocks
 from nf4conv.codec.kernels.error import error_sums as error_sums
 from nf4conv.codec.kernels.nested import compress_absmax as compress_absmax
-from nf4conv.codec.kernels.quantize import quantize_blocks as quantize_blocks
-from nf4conv.codec.kernels.search import search_blocks as search_blocks
+from nf4conv.codec.kernels.pack import quantize_blocks as quantize_blocks
+from nf4conv.codec.kernels.pack import search_blocks as search_blocks

@@ -11,22 +11,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import fp4, scaled
-from nf4conv.codec.kernels.batch import compress_batch_kernel, quantize_batch_kernel
-from nf4conv.codec.kernels.dequantize import CONFIGURATIONS as DECODING
-from nf4conv.codec.kernels.dequantize import dequantize_kernel
+from nf4conv.codec.kernels import dequantize, finite, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.eight_bit import kind_of, stored
-from nf4conv.codec.kernels.finite import NUM_WARPS as FINITE_NUM_WARPS
-from nf4conv.codec.kernels.finite import TILE as FINITE_TILE
-from nf4conv.codec.kernels.finite import exponent_mask, non_finite_kernel
-from nf4conv.codec.kernels.mean import NUM_WARPS as MEAN_NUM_WARPS
-from nf4conv.codec.kernels.mean import mean_kernel, partial_kernel, resident_blocks, total_kernel
-from nf4conv.codec.kernels.nested import NUM_WARPS as NESTED_NUM_WARPS
-from nf4conv.codec.kernels.nested import ROWS
-from nf4conv.codec.kernels.quantize import CONFIGURATIONS as PACKING
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
-from nf4conv.codec.kernels.search import CONFIGURATIONS as SEARCHING
-from nf4conv.codec.kernels.tables import bucket_table, middle_table, search_table, value_table
+from nf4conv.codec.kernels.tables import middle_table, value_table
 from nf4conv.codec.mean_order import TORCH_BLOCK
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
@@ -85,31 +73,33 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
             one of "compress" encodes; "slot", elements whose multiples "quantize_aligned" takes; "finite_tile", words
             that one of "finite" looks at; "resident_blocks", see mean_order.thread_blocks.
     """
-    search = scales == "search"
-    tile, num_warps = configuration(dtype, blocksize, SEARCHING if search else PACKING)
+    searches = scales == "search"
+    tile, num_warps = pack.packing(dtype, blocksize, searches)
     integers, floats, words = (torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32))
     quantize = (integers, torch.empty(0, dtype=dtype), words, 1, blocksize, tile, quant_type == "fp4")
-    finite = (words, words, 1, exponent_mask(dtype), dtype.itemsize == 2, FINITE_TILE)
-    on_gpu = device.type == "cuda"
+    values = (words, words, 1, finite.exponent_mask(dtype), dtype.itemsize == 2, finite.TILE)
+    absmax = (integers, floats, floats, 1, nested.ROWS, device.type == "cuda")
     kernels = {
         **{
-            f"quantize_{kind}": Variant(quantize_batch_kernel, (*quantize, access, on_gpu, search), num_warps)
+            f"quantize_{kind}": Variant(
+                pack.quantize_batch_kernel, (*quantize, access, device.type == "cuda", searches), num_warps
+            )
             for kind, access in _ACCESSES
         },
-        "compress": Variant(compress_batch_kernel, (integers, floats, floats, 1, ROWS, on_gpu), NESTED_NUM_WARPS),
-        "mean": Variant(mean_kernel, (integers, floats, 1, TORCH_BLOCK), MEAN_NUM_WARPS),
-        "mean_part": Variant(partial_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
-        "mean_total": Variant(total_kernel, (floats, floats, 1, 1), MEAN_NUM_WARPS),
-        "finite": Variant(non_finite_kernel, finite, FINITE_NUM_WARPS),
+        "compress": Variant(pack.compress_batch_kernel, absmax, nested.NUM_WARPS),
+        "mean": Variant(mean.mean_kernel, (integers, floats, 1, TORCH_BLOCK), mean.NUM_WARPS),
+        "mean_part": Variant(mean.partial_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
+        "mean_total": Variant(mean.total_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
+        "finite": Variant(finite.non_finite_kernel, values, finite.NUM_WARPS),
     }
-    codes = (search_table if search else bucket_table)(quant_type, device)
+    codes = pack.packing_table(quant_type, device, searches)
     tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
     numbers = {
         "tile": tile,
-        "nested_tile": ROWS * NESTED_BLOCKSIZE,
+        "nested_tile": nested.ROWS * NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "finite_tile": FINITE_TILE,
-        "resident_blocks": resident_blocks(device),
+        "finite_tile": finite.TILE,
+        "resident_blocks": mean.resident_blocks(device),
     }
     return Codec(kernels, tables, numbers)
 
@@ -122,7 +112,7 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
         tables: "values".
         numbers: "tile", elements that a program decodes; "slot", elements whose multiples the aligned kernels take.
     """
-    tile, num_warps = configuration(dtype, blocksize, DECODING)
+    tile, num_warps = configuration(dtype, blocksize, dequantize.CONFIGURATIONS)
     out, values = torch.empty(0, dtype=dtype), value_table(quant_type, device)
     packed, floats = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
     on_gpu = device.type == "cuda"
@@ -131,7 +121,7 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
         for kind, access in _ACCESSES:
             arguments = (packed, absmax, floats, floats, floats, values, out, 1)
             constants = (blocksize, tile, name == "nested", access, True, on_gpu)
-            kernels[f"{name}_{kind}"] = Variant(dequantize_kernel, (*arguments, *constants), num_warps)
+            kernels[f"{name}_{kind}"] = Variant(dequantize.dequantize_kernel, (*arguments, *constants), num_warps)
     return Codec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
 
 

@@ -19,8 +19,6 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import gather, lane_entry, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import encode_assembly, peak_assembly
-from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.tables import bucket_table
 
 CONFIGURATIONS = {2: (512, 4), 4: (256, 4)}
 """Element size → slots and warps of a program: the fastest of the sweep in docs/kernels.md."""
@@ -30,22 +28,7 @@ SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks
 ELEMENTWISE = 2  # any size, any alignment
 
 
-def quantize_blocks(
-    weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
-) -> None:
-    """Encode blocks of a weight; arguments as `reference.quantize_blocks`."""
-    n = weight.numel()
-    if n == 0:
-        return
-    tile, num_warps = configuration(weight.dtype, blocksize)
-    constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
-    arguments = (weight, packed, absmax, bucket_table(quant_type, weight.device), n)
-    _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
-
-
-def configuration(
-    dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]] = CONFIGURATIONS
-) -> tuple[int, int]:
+def configuration(dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Elements and warps of a program that takes whole blocks; `configurations` are those of a kernel."""
     slot = 16 // dtype.itemsize
     slots, num_warps = configurations[dtype.itemsize]
@@ -58,44 +41,6 @@ def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int
     if n % slot or weight.data_ptr() % 16 or packed.data_ptr() % 4:
         return ELEMENTWISE
     return SLOTWISE if n % tile else FULL
-
-
-@triton.jit(
-    do_not_specialize=["n"], do_not_specialize_on_alignment=["weight_ptr", "packed_ptr", "absmax_ptr", "table_ptr"]
-)
-def _quantize_kernel(
-    weight_ptr,
-    packed_ptr,
-    absmax_ptr,
-    table_ptr,
-    n: tl.int64,
-    BLOCKSIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Encode a tile of TILE elements.
-
-    Pointers to tensors:
-        weight_ptr: [n] float32, float16 or bfloat16.
-        packed_ptr: [ceil(n / 2)] uint8, written.
-        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, written.
-        table_ptr: [448] int32, tables.bucket_table.
-
-    Constexprs:
-        ACCESS: FULL, SLOTWISE or ELEMENTWISE.
-        PTX: whether inline assembly may be used.
-    """
-    first = tl.program_id(0).to(tl.int64) * TILE
-    count = tl.minimum(n - first, TILE).to(tl.int32)
-    weight_ptr += first
-    packed_ptr += first // 2
-    absmax_ptr += first // BLOCKSIZE
-    quantize_tile(weight_ptr, packed_ptr, absmax_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
-
-
-_launch = Launcher(_quantize_kernel)
 
 
 @triton.jit

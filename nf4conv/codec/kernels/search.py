@@ -11,16 +11,13 @@ any order; the sums of a block's groups are added as 32-bit integers. A program 
 Arithmetic is what limits it (docs/kernels.md).
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from nf4conv.codec import search
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
-from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.quantize import access, configuration, plain_code
-from nf4conv.codec.kernels.tables import search_table
+from nf4conv.codec.kernels.quantize import plain_code
 
 CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}  # as of quantize.py
 
@@ -38,46 +35,6 @@ _VALUES = tl.constexpr(448)
 _LEVELS = tl.constexpr(480)
 _CANDIDATES = tl.constexpr(480 + 8 * len(search.FACTORS))
 _NEAREST = tl.constexpr(480 + 8 * len(search.FACTORS) + 32)
-
-
-def search_blocks(
-    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
-) -> None:
-    """Encode blocks of a weight; arguments as `reference.search_blocks`."""
-    n = weight.numel()
-    if n == 0:
-        return
-    tile, num_warps = configuration(weight.dtype, blocksize, CONFIGURATIONS)
-    constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda)
-    arguments = (weight, packed, scales, search_table(quant_type, weight.device), n)
-    _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
-
-
-@triton.jit(
-    do_not_specialize=["n"], do_not_specialize_on_alignment=["weight_ptr", "packed_ptr", "scales_ptr", "table_ptr"]
-)
-def _search_kernel(
-    weight_ptr,
-    packed_ptr,
-    scales_ptr,
-    table_ptr,
-    n: tl.int64,
-    BLOCKSIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Search a tile of TILE elements; parameters as of quantize_tile, but table_ptr: tables.search_table."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    count = tl.minimum(n - first, TILE).to(tl.int32)
-    weight_ptr += first
-    packed_ptr += first // 2
-    scales_ptr += first // BLOCKSIZE
-    search_tile(weight_ptr, packed_ptr, scales_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
-
-
-_launch = Launcher(_search_kernel)
 
 
 @triton.jit
