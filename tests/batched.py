@@ -8,7 +8,7 @@ import torch
 
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.mean import long_mean, resident_blocks, short_means
-from nf4conv.codec.kernels.nested import NUM_WARPS, ROWS
+from nf4conv.codec.kernels.nested import NUM_WARPS
 from nf4conv.codec.kernels.pack import compress_batch_kernel, packing, packing_table, quantize_batch_kernel
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE
 from nf4conv.codec.kernels.tables import middle_table
@@ -77,9 +77,9 @@ def quantize_batch(
     means = means_of(absmax, starts, blocks)
     targets = nested_absmax.data_ptr() + 4 * nested_starts
     columns = np.stack([absmax.data_ptr() + 4 * starts, codes.data_ptr() + starts, targets, blocks])
-    table, tiles = tile_table(columns, ROWS * 256, device)
+    table, tiles = tile_table(columns, 256, device)
     arguments = (table, means, middle_table(device), table.shape[1])
-    _launch_compress(tiles, arguments, (ROWS, absmax.is_cuda), None, NUM_WARPS)
+    _launch_compress(tiles, arguments, (absmax.is_cuda,), None, NUM_WARPS)
     return [
         Encoded(
             packed[packed_starts[i] :][: -(-size // 2)],

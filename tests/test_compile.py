@@ -49,7 +49,7 @@ found["batch"] = build(pack.quantize_batch_kernel, types, constants, 4)
 constants = dict(TILE=2048, IS_FP4=False, ACCESS=1, SEARCH=True) | OPEN
 found["search"] = build(pack.quantize_batch_kernel, types, constants, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
-found["nested"] = build(pack.compress_batch_kernel, types, dict(ROWS=nested.ROWS, PTX=True), nested.NUM_WARPS)
+found["nested"] = build(pack.compress_batch_kernel, types, dict(PTX=True), nested.NUM_WARPS)
 types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",

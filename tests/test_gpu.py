@@ -179,9 +179,9 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
     finite = absmax.nan_to_num(0, 0, 0).clamp(0, 1)
     offset = finite.mean()
     kernels.nested._launch(
-        -(-nested_absmax.numel() // kernels.nested.ROWS),
+        nested_absmax.numel(),
         (finite, offset, codes, nested_absmax, tables.middle_table(CUDA), finite.numel()),
-        (kernels.nested.ROWS, ptx),
+        (ptx,),
         None,
         4,
     )

@@ -118,7 +118,7 @@ def test_ties_between_nested_codes_go_to_the_even_code() -> None:
     kernels.nested._launch(
         1,
         (padded, torch.zeros((), device=DEVICE), codes[:256], nested_absmax, tables.middle_table(DEVICE), 256),
-        (kernels.nested.ROWS, DEVICE.type == "cuda"),
+        (DEVICE.type == "cuda",),
         None,
         kernels.nested.NUM_WARPS,
     )
@@ -160,7 +160,7 @@ def test_batch_equals_one_by_one(quant_type: str, dtype: str) -> None:
         kernels.nested._launch(
             1,
             (absmax, offset, codes, nested_absmax, tables.middle_table(DEVICE), absmax.numel()),
-            (kernels.nested.ROWS, DEVICE.type == "cuda"),
+            (DEVICE.type == "cuda",),
             None,
             kernels.nested.NUM_WARPS,
         )

@@ -78,7 +78,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     integers, floats, words = (torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32))
     quantize = (integers, torch.empty(0, dtype=dtype), words, 1, blocksize, tile, quant_type == "fp4")
     values = (words, words, 1, finite.exponent_mask(dtype), dtype.itemsize == 2, finite.TILE)
-    absmax = (integers, floats, floats, 1, nested.ROWS, device.type == "cuda")
+    absmax = (integers, floats, floats, 1, device.type == "cuda")
     kernels = {
         **{
             f"quantize_{kind}": Variant(
@@ -96,7 +96,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
     numbers = {
         "tile": tile,
-        "nested_tile": nested.ROWS * NESTED_BLOCKSIZE,
+        "nested_tile": NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
         "finite_tile": finite.TILE,
         "resident_blocks": mean.resident_blocks(device),

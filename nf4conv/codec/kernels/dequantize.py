@@ -88,27 +88,34 @@ def dequantize_kernel(
     first = program * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
     words = load_packed(packed_ptr + first // 2, count, SLOT, SLOTS, ACCESS)
-    absmax, _ = load_absmax(
-        absmax_ptr,
-        nested_code_ptr,
-        nested_absmax_ptr,
-        offset_ptr,
-        program * BLOCKS,
-        count,
-        BLOCKSIZE,
-        BLOCKS,
-        NESTED,
-        ACCESS,
-        PTX,
-    )
+    state = (absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr)
+    absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, ACCESS, PTX)
     scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    out_ptr += first
     if PTX and ACCESS != 2:
-        store_decoded(out_ptr + first, words, scale, table_ptr, count, DTYPE, SLOT, SLOTS, ACCESS, STREAM)
+        # decode by shuffles and store 16 bytes a thread
+        value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            decode_assembly(DTYPE),
+            "=r,=r,=r,=r,r,f,r",
+            [words, scale, value],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
+        slot = tl.arange(0, SLOTS)[:, None]
+        word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + slot * 4 + tl.arange(0, 4)[None, :]
+        policy: tl.constexpr = "evict_first" if STREAM else ""
+        if ACCESS == 1:
+            tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
+        else:
+            tl.store(word_ptr, decoded, eviction_policy=policy)
     else:
         even, odd = plain_values(words, scale, table_ptr, SLOT, PTX)
         values = tl.interleave(even, odd).to(DTYPE)
         element = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT)[None, :]
-        tl.store(out_ptr + first + element, values, mask=element < count)
+        tl.store(out_ptr + element, values, mask=element < count)
 
 
 _launch = Launcher(dequantize_kernel)
@@ -137,10 +144,7 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
 
 @triton.jit
 def load_absmax(
-    absmax_ptr,
-    nested_code_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
+    state,
     first_block,
     count,
     BLOCKSIZE: tl.constexpr,
@@ -149,7 +153,11 @@ def load_absmax(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 unless NESTED."""
+    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 unless NESTED.
+
+    The state is absmax_ptr … offset_ptr of dequantize_kernel.
+    """
+    absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr = state
     block = tl.arange(0, BLOCKS)
     if ACCESS == 0:
         absmax = tl.load(absmax_ptr + first_block + block)
@@ -162,39 +170,6 @@ def load_absmax(
         return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr), nested_absmax
     else:
         return absmax, tl.zeros((BLOCKS,), tl.float32)
-
-
-@triton.jit
-def store_decoded(
-    out_ptr,
-    words,
-    scale,
-    table_ptr,
-    count,
-    DTYPE: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ACCESS: tl.constexpr,
-    STREAM: tl.constexpr,
-):
-    """Decode by shuffles and store 16 bytes a thread."""
-    value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
-    w0, w1, w2, w3 = tl.inline_asm_elementwise(
-        decode_assembly(DTYPE),
-        "=r,=r,=r,=r,r,f,r",
-        [words, scale, value],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
-    slot = tl.arange(0, SLOTS)[:, None]
-    word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + slot * 4 + tl.arange(0, 4)[None, :]
-    policy: tl.constexpr = "evict_first" if STREAM else ""
-    if ACCESS == 1:
-        tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
-    else:
-        tl.store(word_ptr, decoded, eviction_policy=policy)
 
 
 @triton.jit

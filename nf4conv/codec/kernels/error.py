@@ -91,6 +91,7 @@ def _error_kernel(
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
     SLOTS: tl.constexpr = TILE // SLOT
     BLOCKS: tl.constexpr = TILE // BLOCKSIZE
+    state = (absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr)
     program = tl.program_id(0)
     largest = tl.zeros((BLOCKS,), tl.float32)
     relative = tl.zeros((BLOCKS,), tl.float32)
@@ -104,19 +105,7 @@ def _error_kernel(
             words = load_words(weight_ptr + tile * TILE, count, DTYPE, SLOT, SLOTS, ACCESS)
             even, odd = halves(words, DTYPE)
             codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
-            absmax, moved = load_absmax(
-                absmax_ptr,
-                nested_code_ptr,
-                nested_absmax_ptr,
-                offset_ptr,
-                tile * BLOCKS,
-                count,
-                BLOCKSIZE,
-                BLOCKS,
-                NESTED,
-                ACCESS,
-                PTX,
-            )
+            absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, ACCESS, PTX)
             scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
             moved = tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)) * _NESTED_ERROR
             peak = tl.zeros((SLOTS,), tl.float32)

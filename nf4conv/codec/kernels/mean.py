@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.quantize import split_words
 from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
 NUM_WARPS = 4
@@ -86,9 +87,7 @@ def _halve(total):
 @triton.jit
 def _sum_parts(sums):
     """[512, 4] → [1]: ((s0 + s1) + s2) + s3 of each thread, then halves."""
-    s02, s13 = tl.split(tl.reshape(sums, (512, 2, 2)))
-    s0, s2 = tl.split(s02)
-    s1, s3 = tl.split(s13)
+    s0, s1, s2, s3 = split_words(sums)
     return _halve(((s0 + s1) + s2) + s3)
 
 

@@ -12,7 +12,6 @@ from nf4conv.codec.kernels.assembly import bisect_assembly
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.tables import middle_table
 
-ROWS = 1  # nested blocks of a program
 NUM_WARPS = 1
 
 
@@ -22,7 +21,7 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     blocks = absmax.numel()
     if blocks:
         arguments = (absmax, offset, codes, nested_absmax, middle_table(absmax.device), blocks)
-        _launch(-(-nested_absmax.numel() // ROWS), arguments, (ROWS, absmax.is_cuda), None, NUM_WARPS)
+        _launch(nested_absmax.numel(), arguments, (absmax.is_cuda,), None, NUM_WARPS)
     return offset
 
 
@@ -37,10 +36,9 @@ def _compress_kernel(
     nested_absmax_ptr,
     middle_ptr,
     blocks: tl.int64,
-    ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Encode ROWS nested blocks of one absmax vector.
+    """Encode a nested block of an absmax vector.
 
     Pointers to tensors:
         absmax_ptr: [blocks] float32.
@@ -49,34 +47,31 @@ def _compress_kernel(
         nested_absmax_ptr: [ceil(blocks / 256)] float32, written.
         middle_ptr: [20, 32] float32, tables.middle_table.
     """
-    block = tl.program_id(0).to(tl.int64) * ROWS
+    block = tl.program_id(0).to(tl.int64)
     first = block * 256
-    count = tl.minimum(blocks - first, ROWS * 256).to(tl.int32)
+    count = tl.minimum(blocks - first, 256).to(tl.int32)
     absmax_ptr += first
     codes_ptr += first
     nested_absmax_ptr += block
-    compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS, PTX)
+    compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)
 
 
 _launch = Launcher(_compress_kernel)
 
 
 @triton.jit
-def compress_tile(
-    absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS: tl.constexpr, PTX: tl.constexpr
-):
-    """Encode ROWS nested blocks, `count` ≤ 256 ROWS values."""
-    row = tl.arange(0, ROWS)
-    index = row[:, None] * 256 + tl.arange(0, 256)[None, :]
+def compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr):
+    """Encode a nested block, `count` ≤ 256 values."""
+    index = tl.arange(0, 256)[None, :]
     mask = index < count
     offset = tl.load(offset_ptr)
     # behind the end the library quantizes zeros
     difference = tl.where(mask, tl.load(absmax_ptr + index, mask=mask, other=0.0) - offset, 0.0)
     peak = tl.max(magnitude(difference), axis=1)
     peak = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
-    tl.store(nested_absmax_ptr + row, peak, mask=row * 256 < count)
+    tl.store(nested_absmax_ptr + tl.arange(0, 1), peak)
     scale = reciprocal(peak, middle_ptr.to(tl.pointer_type(tl.int32)) + 256, PTX)
-    quotient = multiply(difference, tl.broadcast_to(scale[:, None], (ROWS, 256)), PTX)
+    quotient = multiply(difference, tl.broadcast_to(scale[:, None], (1, 256)), PTX)
     code = _bisect(quotient, middle_ptr) if PTX else _plain_bisect(quotient, middle_ptr)
     tl.store(codes_ptr + index, code.to(tl.uint8), mask=mask)
 

@@ -152,20 +152,17 @@ def quantize_batch_kernel(
 
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr", "middle_ptr"])
-def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Encode a tile of one of many absmax vectors to 8 bits.
+def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, PTX: tl.constexpr):
+    """Encode a nested block of one of many absmax vectors to 8 bits.
 
     Pointers to tensors:
         table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written) and of nested_absmax
             (float32, written); the number of blocks; the first tile.
         means_ptr: [tensors] float32, what is subtracted.
         middle_ptr: [20, 32] float32, tables.middle_table.
-
-    Constexprs:
-        ROWS, PTX: as of compress_tile.
     """
-    tensor, first, count, addresses = _find_tile(table_ptr, tensors, ROWS * 256)
+    tensor, first, count, addresses = _find_tile(table_ptr, tensors, 256)
     absmax_ptr = addresses[0].to(tl.pointer_type(tl.float32)) + first
     codes_ptr = addresses[1].to(tl.pointer_type(tl.uint8)) + first
     nested_absmax_ptr = addresses[2].to(tl.pointer_type(tl.float32)) + first // 256
-    compress_tile(absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, ROWS, PTX)
+    compress_tile(absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)

@@ -1,14 +1,14 @@
 """The small tables that the kernels read: built from the codebook, kept once for each device."""
 
 import functools
-import struct
-from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nf4conv.codec.error_sums import half_gaps
 from nf4conv.codec.reciprocal import coefficients
+from nf4conv.codec.reference import decoded_values
 from nf4conv.codec.search import candidates, levels, nearest_levels
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
@@ -32,13 +32,8 @@ def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> tor
 
 @functools.cache
 def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[32] int32: the bits of the 16 decoded values, twice over, so that bit 4 of an index does not matter.
-
-    FP4 code 8 is -0.0 here, as CUDA decodes it, whatever `quant_map` says.
-    """
-    values = list(CODEBOOKS[quant_type].values)
-    values[8:] = [-0.0 if value == 0 and quant_type == "fp4" else value for value in values[8:]]
-    return _tensor([_bits(value) for value in values * 2], device)
+    """[32] int32: the bits of the 16 decoded values, twice over, so that bit 4 of an index does not matter."""
+    return decoded_values(quant_type, device).view(torch.int32).repeat(2)
 
 
 @functools.cache
@@ -53,9 +48,9 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
     codebook = CODEBOOKS[quant_type]
     homes = [round(15.25 * cut) + 15 if codebook.signed_cuts else round(16 * cut) for cut in codebook.cuts]
     inside = dict(zip(homes, codebook.cuts, strict=True))
-    cuts = [_bits(inside.get(bucket, _NO_CUT)) for bucket in range(32)]
+    cuts = np.array([inside.get(bucket, _NO_CUT) for bucket in range(32)], dtype="f4").view("i4")
     below = [sum(home < bucket for home in homes) for bucket in range(31)]
-    return _tensor([*cuts, *below, 0, *coefficients().flatten().tolist()], device)
+    return _words(device, cuts, [*below, 0], coefficients())
 
 
 @functools.cache
@@ -68,12 +63,8 @@ def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
     """
     signed = candidates(quant_type)
     sides = np.abs(np.sort(levels(quant_type), axis=1)).astype("f2")
-    parts = [
-        sides.view("i4").ravel(),
-        np.pad(signed, (0, 32 - signed.size)).view("i4"),
-        nearest_levels(quant_type).ravel(),
-    ]
-    ours = torch.from_numpy(np.concatenate(parts)).to(device)
+    factors = np.pad(signed, (0, 32 - signed.size)).view("i4")
+    ours = _words(device, sides.view("i4"), factors, nearest_levels(quant_type))
     return torch.cat([bucket_table(quant_type, device), value_table(quant_type, device), ours])
 
 
@@ -85,21 +76,16 @@ def middle_table(device: torch.device) -> torch.Tensor:
     Each float32 step of (left + right) / 2 is rounded, as bitsandbytes does. The last is above every quotient.
     """
     values = torch.tensor(DYNAMIC_MAP, dtype=torch.float32)
-    middles = [*((values[1:] + values[:-1]) * 0.5).tolist(), _NO_CUT]
-    words = [_bits(middles[8 * lane + row]) for row in range(8) for lane in range(32)]
-    return _tensor([*words, *coefficients().flatten().tolist()], device).view(torch.float32).view(20, 32)
+    middles = np.append((values[1:] + values[:-1]).numpy() * np.float32(0.5), np.float32(_NO_CUT))
+    return _words(device, middles.view("i4").reshape(32, 8).T, coefficients()).view(torch.float32).view(20, 32)
 
 
 @functools.cache
 def bound_table(quant_type: str, scales: str, device: torch.device) -> torch.Tensor:
     """[32] int32: the bits of half_gaps, for the error bound, twice over."""
-    return _tensor([_bits(gap) for gap in half_gaps(quant_type, scales) * 2], device)
+    return torch.tensor(half_gaps(quant_type, scales) * 2, dtype=torch.float32, device=device).view(torch.int32)
 
 
-def _bits(value: float) -> int:
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits
-
-
-def _tensor(words: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int32, device=device)
+def _words(device: torch.device, *parts: npt.ArrayLike) -> torch.Tensor:
+    """int32, one part behind the other."""
+    return torch.from_numpy(np.concatenate([np.ravel(part).astype("i4") for part in parts])).to(device)
