@@ -15,7 +15,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels import ahead, mean
 from nf4conv.pipeline.without_torch import bundle, worker
-from nf4conv.pipeline.without_torch.bundle import Bundle, Purpose
+from nf4conv.pipeline.without_torch.bundle import Kernels, Purpose
 
 _interpreting = threading.Lock()
 _held: list["HostMemory"] = []
@@ -91,10 +91,10 @@ def _argument(example: Any, value: int) -> Any:
 def _bundles(
     device: HostDevice,  # noqa: ARG001
     purposes: Iterable[Purpose],
-) -> dict[Purpose, Bundle]:
+) -> dict[Purpose, Kernels[bytes]]:
     found = {purpose: bundle.make_codec(torch.device("cpu"), purpose) for purpose in purposes}
     return {
-        purpose: Bundle(
+        purpose: Kernels(
             {name: HostFunction(variant) for name, variant in codec.kernels.items()}, codec.tables, codec.numbers
         )
         for purpose, codec in found.items()

@@ -27,7 +27,7 @@ from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.pipeline.engines import ShardTasks, make_audit
 from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
-from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
+from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask, streamed
 from nf4conv.report.loading import Loading, loading_of
 from nf4conv.report.rows import PlanRow, VerificationSummary
 
@@ -328,8 +328,6 @@ def _tasks(
     shards = (of_shard(shard) for shard in plan.output.shards if shard.name not in names)
     if plan.source.fetched is None or not plan.source.fetched.absent:
         return interleave(shards, _SHARDS_AT_A_TIME)
-    from nf4conv.pipeline.streaming import streamed  # importing huggingface_hub takes a while
-
     return streamed(shards, cast("ShardStream", reader))
 
 

@@ -6,10 +6,10 @@ piece by piece does not.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
@@ -19,6 +19,9 @@ from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, Format, quant_state_json
 from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
 from nf4conv.report.rows import VerificationSummary
+
+if TYPE_CHECKING:  # importing huggingface_hub takes a while
+    from nf4conv.checkpoint.stream import ShardStream
 
 LARGEST_BATCH = 4096
 
@@ -264,3 +267,30 @@ class CopyStored(ShardTask[Worker]):
         if self.progress.audit is not None:
             self.progress.audit.check_weights(worker, self.progress, [job], blobs)
         self.progress.done(blobs)
+
+
+@dataclass(frozen=True)
+class StreamedTask:
+    """A task whose source file may have to be fetched first."""
+
+    task: ShardTask[Any]
+    stream: "ShardStream"
+
+    def run(self, worker: Worker) -> None:
+        self.stream.wait_for(self.task.file)
+        try:
+            self.task.run(worker)
+        finally:
+            self.stream.done(self.task.file)
+
+
+def streamed(shards: Iterable[Sequence[ShardTask[Any]]], stream: "ShardStream") -> Iterator[Task[Any]]:
+    """The tasks of one shard after the other, those of each by source file; shards, too, come in the files' order.
+
+    Each task waits for its file, and the last one of a file lets it go.
+    """
+    for tasks in shards:
+        for task in sorted(tasks, key=lambda task: stream.order[task.file]):
+            stream.expect(task.file)
+            yield StreamedTask(task, stream)
+    stream.expect(None)

@@ -126,7 +126,13 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
 
 
 def scaled_decoder(
-    out: torch.dtype, values: torch.dtype, scale: torch.dtype, block: tuple[int, int], by_127: bool, aligned: bool
+    _device: torch.device,
+    out: torch.dtype,
+    values: torch.dtype,
+    scale: torch.dtype,
+    block: tuple[int, int],
+    by_127: bool,
+    aligned: bool,
 ) -> Codec:
     """What decodes 8-bit values with scales, as scaled.decode_scaled; `aligned` says if rows are multiples of 16.
 
@@ -142,6 +148,7 @@ def scaled_decoder(
 
 
 def fp4_decoder(
+    _device: torch.device,
     out: torch.dtype,
     scale: torch.dtype,
     group_pairs: int,

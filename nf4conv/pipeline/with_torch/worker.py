@@ -22,7 +22,9 @@ class TorchEngine:
 
     def __init__(self, device: str) -> None:
         self._device = _find_device(device)
-        self._kept = _Kept()
+        self.kept: dict[TensorInfo, torch.Tensor] = {}  # what many tasks need, on the device until the end
+        self.reading: dict[TensorInfo, threading.Lock] = {}  # one of each, so that nobody waits for another one
+        self.lock = threading.Lock()
 
     @property
     def device(self) -> str:
@@ -34,11 +36,11 @@ class TorchEngine:
             with torch.inference_mode():
                 if self._device.type == "cpu":
                     torch.set_num_threads(1)  # of this thread only: the workers are the parallelism
-                    yield TorchWorker(self._device, None, self._kept, reader, piece, advance)
+                    yield TorchWorker(self, self._device, None, reader, piece, advance)
                 else:
                     stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(stream):
-                        yield TorchWorker(self._device, stream, self._kept, reader, piece, advance)
+                        yield TorchWorker(self, self._device, stream, reader, piece, advance)
         except (RuntimeError, MemoryError) as error:
             # on a CPU torch says so in words only
             if type(error) is RuntimeError and not any(words in str(error) for words in _OUT_OF_MEMORY):
@@ -50,30 +52,21 @@ class TorchEngine:
         return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
-class _Kept:
-    """Tensors that many tasks need, on the device until the end."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[TensorInfo, torch.Tensor] = {}
-        self.reading: dict[TensorInfo, threading.Lock] = {}  # one of each, so that nobody waits for another one
-        self.lock = threading.Lock()
-
-
 class TorchWorker(Worker):
     """A thread's buffers."""
 
     def __init__(
         self,
+        engine: TorchEngine,
         device: torch.device,
         stream: torch.cuda.Stream | None,
-        kept: "_Kept",
         reader: Reader,
         piece: int,
         advance: Callable[[int], None],
     ) -> None:
         self.device = device
         self._stream = stream
-        self._kept = kept
+        self._engine = engine
         self._input = torch.empty(piece, dtype=torch.uint8, pin_memory=stream is not None)
         self._output = torch.empty(0 if stream is None else piece, dtype=torch.uint8, pin_memory=stream is not None)
         super().__init__(reader, self._input.numpy().data, advance)
@@ -96,14 +89,15 @@ class TorchWorker(Worker):
 
     def kept(self, tensor: TensorInfo, read: Callable[["TorchWorker", TensorInfo], torch.Tensor]) -> torch.Tensor:
         """A small tensor that is read once for all workers, such as a factor of an adapter."""
-        with self._kept.lock:
-            reading = self._kept.reading.setdefault(tensor, threading.Lock())
+        with self._engine.lock:
+            reading = self._engine.reading.setdefault(tensor, threading.Lock())
         with reading:
-            if tensor not in self._kept.tensors:
-                self._kept.tensors[tensor] = read(self, tensor).clone()
+            kept = self._engine.kept
+            if tensor not in kept:
+                kept[tensor] = read(self, tensor).clone()
                 if self._stream is not None:
                     self._stream.synchronize()  # the other workers have streams of their own
-            return self._kept.tensors[tensor]
+            return kept[tensor]
 
     def write(self, writes: Sequence[tuple[ShardWriter, int, torch.Tensor]]) -> None:
         """Write tensors to their places: (shard, offset in its data, contiguous tensor of any dtype, anywhere)."""

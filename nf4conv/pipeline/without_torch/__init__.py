@@ -10,7 +10,6 @@ takes more than one kernel to decode, take torch; so do verification and compari
     bundle.py   compiled kernels on disk
     worker.py   the engine, and a thread's stream and buffers on both sides
     reading.py  tensors brought to the device, and decoded there
-    encode.py   the launches that pack weights and absmax
     pack.py     weights → 4 bits
     unpack.py   4 bits → weights
 """

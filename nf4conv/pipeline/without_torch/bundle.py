@@ -11,46 +11,48 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from nf4conv import codec, format
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import OutputError
 from nf4conv.pipeline.without_torch.driver import Device, Function
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Bundle:
-    """The kernels for a purpose on a device; the attributes are those of codec.kernels.ahead.Codec."""
+class Kernels(Generic[T]):
+    """The kernels for a purpose on a device, see codec.kernels.ahead.Codec; tables are bytes, or addresses there."""
 
-    functions: dict[str, Function]
-    tables: dict[str, bytes]
-    numbers: dict[str, int]
+    functions: Mapping[str, Function]
+    tables: Mapping[str, T]
+    numbers: Mapping[str, int]
 
 
 class Action(Enum):
-    """What kernels do, with what decides them: dtypes are tags, but of packed weights names."""
+    """What kernels do; the value is the function of codec.kernels.ahead that makes them."""
 
-    PACK = "pack"  # dtype, quant_type, blocksize, scales
-    UNPACK = "unpack"  # dtype, quant_type, blocksize
-    DECODE_SCALED = "decode 8-bit values"  # as of ahead.scaled_decoder
-    DECODE_FP4 = "decode FP4"  # as of ahead.fp4_decoder
+    PACK = "encoder"
+    UNPACK = "decoder"
+    DECODE_SCALED = "scaled_decoder"
+    DECODE_FP4 = "fp4_decoder"
 
 
 class Purpose(NamedTuple):
     """What kernels are for."""
 
     action: Action
-    details: tuple[Any, ...]
+    details: tuple[Any, ...]  # the arguments of that function; dtypes are tags, but of packed weights names
 
 
-def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, Bundle] | None:
+def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, Kernels[bytes]] | None:
     """The kernels for some purposes; compiled now, with torch, if this is the first time.
 
     Args:
@@ -77,13 +79,13 @@ def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, B
     return {purpose: _loaded(content) for purpose, content in contents.items()}
 
 
-def _loaded(content: dict[str, Any]) -> Bundle:
+def _loaded(content: dict[str, Any]) -> Kernels[bytes]:
     functions = {
         name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
         for name, kernel in content["kernels"].items()
     }
     tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
-    return Bundle(functions, tables, content["numbers"])
+    return Kernels(functions, tables, content["numbers"])
 
 
 def kernel_folder() -> Path | None:
@@ -197,15 +199,5 @@ def make_codec(device: Any, purpose: Purpose) -> Any:
     from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES  # likewise: importing torch takes seconds
 
     dtypes = TORCH_DTYPES | DTYPES
-    details: list[Any] = [
-        dtypes.get(detail, detail) if isinstance(detail, str) else detail for detail in purpose.details
-    ]
-    match purpose.action:
-        case Action.PACK:
-            return ahead.encoder(device, *details)
-        case Action.UNPACK:
-            return ahead.decoder(device, *details)
-        case Action.DECODE_SCALED:
-            return ahead.scaled_decoder(*details)
-        case Action.DECODE_FP4:
-            return ahead.fp4_decoder(*details)
+    details = [dtypes.get(detail, detail) if isinstance(detail, str) else detail for detail in purpose.details]
+    return getattr(ahead, purpose.action.value)(device, *details)

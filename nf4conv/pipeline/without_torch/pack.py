@@ -12,11 +12,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_elements, matrix_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
+from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import TAGS, Format, block_count
 from nf4conv.pipeline.loop import Activity, aligned, batches
@@ -30,28 +31,23 @@ from nf4conv.pipeline.shards import (
     json_blobs,
     spans,
 )
-from nf4conv.pipeline.without_torch.bundle import Action, Purpose
+from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
 from nf4conv.pipeline.without_torch.driver import DeviceMemory
-from nf4conv.pipeline.without_torch.encode import (
-    MEAN_ROOM,
-    absmax_starts,
-    average,
-    compress,
-    compress_with,
-    large_chunks,
-    quantize,
-)
 from nf4conv.pipeline.without_torch.reading import (
     FLAG,
     HEAD,
     Reading,
+    Row,
     add_tensor,
     bring,
     bytes_of,
     purposes_of_tensor,
     starts,
 )
-from nf4conv.pipeline.without_torch.worker import CudaWorker, Kernels, Launch
+from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
+
+_MEAN_ROOM: Final = 4 * 2**16
+"""Bytes that the mean of a long vector needs for the sums of its parts."""
 
 _MAPS = {
     **{name: struct.pack("<16f", *book.values) for name, book in CODEBOOKS.items()},
@@ -152,7 +148,8 @@ class _Output:
         self.packed_starts = starts(-(-size // 2) for size in sizes)
         self.codes_starts = starts(self.blocks)
         self.nested_starts = starts(block_count(count, NESTED_BLOCKSIZE) for count in self.blocks)
-        self.absmax_starts = absmax_starts(self.blocks) if double_quant else self.codes_starts
+        # torch's mean begins at a multiple of 16 bytes
+        self.absmax_starts = starts(count + -count % 4 for count in self.blocks) if double_quant else self.codes_starts
         self.size = HEAD
         self.packed = self._take(self.packed_starts[-1])
         if double_quant:
@@ -161,7 +158,7 @@ class _Output:
             self.means = self._take(4 * len(sizes))
             self.visible = self.size
             self.absmax = self._take(4 * self.absmax_starts[-1])
-            self.scratch = self._take(MEAN_ROOM)
+            self.scratch = self._take(_MEAN_ROOM)
         else:
             self.absmax = self._take(4 * self.absmax_starts[-1])
             self.visible = self.size
@@ -195,10 +192,10 @@ class PackBatch(ShardTask[CudaWorker]):
             launches = [
                 *weights.launches,
                 _look_for_non_finite(worker, kernels, weights.addresses[0], weights.addresses[-1]),
-                *quantize(reading, kernels, rows),
+                *_quantize(reading, kernels, rows),
             ]
             if format.double_quant:
-                launches += _compress(reading, kernels, out, absmax)
+                launches += _compress_all(reading, kernels, out, absmax)
             worker.execute(reading.stop, launches, out.visible)
         _check_finite(worker, kernels, self.jobs, weights.addresses)
         host = worker.result.view
@@ -230,7 +227,7 @@ class PackPiece(ShardTask[CudaWorker]):
             launches = [
                 *weights.launches,
                 _look_for_non_finite(worker, kernels, *weights.addresses),
-                *quantize(reading, kernels, [row]),
+                *_quantize(reading, kernels, [row]),
             ]
             worker.execute(reading.stop, launches, HEAD + size)
         _check_finite(worker, kernels, [self.job], weights.addresses)
@@ -246,7 +243,7 @@ class PackPiece(ShardTask[CudaWorker]):
         self.progress.done(json_blobs(format, [self.job], [offset]))
 
 
-def _look_for_non_finite(worker: CudaWorker, kernels: Kernels, start: int, stop: int) -> Launch:
+def _look_for_non_finite(worker: CudaWorker, kernels: Kernels[int], start: int, stop: int) -> Launch:
     """The launch that looks through some bytes on the device, and sets the flag, which is cleared now."""
     worker.stream.clear(worker.output.address, HEAD)
     words = (stop - start) // 4
@@ -254,7 +251,7 @@ def _look_for_non_finite(worker: CudaWorker, kernels: Kernels, start: int, stop:
     return kernels.functions["finite"], programs, (start, worker.output.address + FLAG, words)
 
 
-def _check_finite(worker: CudaWorker, kernels: Kernels, jobs: Sequence[PackJob], addresses: Sequence[int]) -> None:
+def _check_finite(worker: CudaWorker, kernels: Kernels[int], jobs: Sequence[PackJob], addresses: Sequence[int]) -> None:
     if not any(worker.result.view[FLAG : FLAG + 4]):
         return
     for job, start, stop in zip(jobs, addresses, addresses[1:], strict=False):
@@ -263,13 +260,51 @@ def _check_finite(worker: CudaWorker, kernels: Kernels, jobs: Sequence[PackJob],
             raise NonFiniteError(job)
 
 
-def _compress(reading: Reading, kernels: Kernels, out: _Output, absmax: Sequence[int]) -> list[Launch]:
+def _quantize(reading: Reading, kernels: Kernels[int], rows: Sequence[Row]) -> list[Launch]:
+    """What packs weights: of each the addresses of the weight, of its codes and of its absmax, and its elements."""
+    chosen: dict[str, list[Row]] = {"quantize_aligned": [], "quantize_any": []}
+    for row in rows:
+        is_aligned = row[3] % kernels.numbers["slot"] == 0 and row[1] % 4 == 0
+        chosen["quantize_aligned" if is_aligned else "quantize_any"].append(row)
+    launches: list[Launch] = []
+    for name, of_kind in chosen.items():
+        if of_kind:
+            table, tiles = reading.tiled_table(of_kind, kernels.numbers["tile"])
+            launches.append((kernels.functions[name], tiles, (table, 0, kernels.tables["codes"], len(of_kind))))
+    return launches
+
+
+def _average(
+    reading: Reading, kernels: Kernels[int], vectors: Sequence[tuple[int, int]], means: int, room: int
+) -> list[Launch]:
+    """The mean of each absmax vector; long ones each take two launches, one after the other in one scratch region."""
+    addresses, counts = zip(*vectors, strict=True)
+    table = reading.table([addresses, counts, [threads(count) for count in counts]])
+    functions = kernels.functions
+    launches: list[Launch] = [(functions["mean"], len(counts), (table, means, len(counts)))]
+    for index, (values, count) in enumerate(vectors):
+        if count > TORCH_BLOCK:
+            blocks = thread_blocks(count, kernels.numbers["resident_blocks"])
+            launches.append((functions["mean_part"], blocks, (values, room, count, blocks)))
+            launches.append((functions["mean_total"], 1, (room, means + 4 * index, blocks, count)))
+    return launches
+
+
+def _compress(reading: Reading, kernels: Kernels[int], rows: Sequence[Row], means: int) -> Launch:
+    """What quantizes absmax: of each weight the addresses of absmax, of its codes and of nested_absmax, its blocks."""
+    table, tiles = reading.tiled_table(rows, kernels.numbers["nested_tile"])
+    return kernels.functions["compress"], tiles, (table, means, kernels.tables["middles"], len(rows))
+
+
+def _compress_all(reading: Reading, kernels: Kernels[int], out: _Output, absmax: Sequence[int]) -> list[Launch]:
     base = reading.worker.output.address
     rows = [
         (scales, base + out.codes + codes, base + out.nested_absmax + 4 * nested, count)
         for scales, codes, nested, count in zip(absmax, out.codes_starts, out.nested_starts, out.blocks, strict=False)
     ]
-    return compress(reading, kernels, rows, base + out.means, base + out.scratch)
+    vectors = list(zip(absmax, out.blocks, strict=True))
+    averaging = _average(reading, kernels, vectors, base + out.means, base + out.scratch)
+    return [*averaging, _compress(reading, kernels, rows, base + out.means)]
 
 
 def _write_scales(
@@ -294,11 +329,12 @@ def _write_parts(progress: ShardProgress, first: PackJob, parts: Sequence[memory
 
 
 def _write_large_scales(
-    worker: CudaWorker, kernels: Kernels, progress: ShardProgress, job: PackJob, absmax: int, blocks: int
+    worker: CudaWorker, kernels: Kernels[int], progress: ShardProgress, job: PackJob, absmax: int, blocks: int
 ) -> float | None:
     """As `_write_scales` for a weight whose absmax has gathered on the device: it comes down in pieces."""
     maps = memoryview(_MAPS[progress.format.quant_type])
-    chunks = [*large_chunks(len(worker.result.view), blocks)]
+    step = len(worker.result.view) // 8 // NESTED_BLOCKSIZE * NESTED_BLOCKSIZE  # whose scales, plain or nested, fit
+    chunks = [(start, min(step, blocks - start)) for start in range(0, blocks, step)]
     if not progress.format.double_quant:
         for start, count in chunks:
             worker.stream.to_host(worker.result.address, absmax + 4 * start, 4 * count)
@@ -307,7 +343,7 @@ def _write_large_scales(
         progress.writer.write(job.offsets[2], maps)
         return None
     reading, mean = Reading(worker), worker.output.address
-    launches = average(reading, kernels, [(absmax, blocks)], mean, mean + HEAD)
+    launches = _average(reading, kernels, [(absmax, blocks)], mean, mean + HEAD)
     worker.execute(reading.stop, launches, 4)
     [offset] = worker.result.view[:4].cast("f").tolist()
     for start, count in chunks:
@@ -315,7 +351,7 @@ def _write_large_scales(
             codes, nested = HEAD, HEAD + count + -count % 256  # behind the mean
             size = nested + 4 * block_count(count, NESTED_BLOCKSIZE)
             reading = Reading(worker)
-            launch = compress_with(reading, kernels, [(absmax + 4 * start, mean + codes, mean + nested, count)], mean)
+            launch = _compress(reading, kernels, [(absmax + 4 * start, mean + codes, mean + nested, count)], mean)
             worker.execute(reading.stop, [launch], size)
         with worker.timed(Activity.WRITE):
             place, view = start // NESTED_BLOCKSIZE * 4, worker.result.view

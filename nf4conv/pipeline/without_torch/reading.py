@@ -18,8 +18,8 @@ from nf4conv.errors import CodecError, SourceError
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, nested_offset_of, parse_quant_state
 from nf4conv.pipeline.loop import aligned
-from nf4conv.pipeline.without_torch.bundle import Action, Purpose
-from nf4conv.pipeline.without_torch.worker import TABLE_ROOM, CudaWorker, Kernels, Launch
+from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
+from nf4conv.pipeline.without_torch.worker import TABLE_ROOM, CudaWorker, Launch
 
 FLAG: Final = 0
 HEAD: Final = 256
@@ -185,7 +185,7 @@ def bring(reading: Reading, origin: Origin, tag: str, target: int) -> Launch:
     return decode(origin.tensor, {"scale": number, **places}, kernels, target)
 
 
-def _unpack(reading: Reading, origin: Origin, kernels: Kernels, target: int) -> Launch:
+def _unpack(reading: Reading, origin: Origin, kernels: Kernels[int], target: int) -> Launch:
     tensor, places = origin.tensor, {role: reading.address(position) for role, position in origin.places.items()}
     assert tensor.encoding is not None
     parts = dict(tensor.encoding.parts)
@@ -203,7 +203,7 @@ def _unpack(reading: Reading, origin: Origin, kernels: Kernels, target: int) -> 
     return kernels.functions[name], -(-tensor.elements // kernels.numbers["tile"]), (*decoding, target, tensor.elements)
 
 
-def _decode_scaled(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels, target: int) -> Launch:
+def _decode_scaled(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels[int], target: int) -> Launch:
     assert tensor.encoding is not None
     parts = dict(tensor.encoding.parts)
     rows, columns = parts["values"].shape
@@ -220,7 +220,7 @@ def _strides(scale: TensorInfo | None) -> tuple[int, int]:
     return (0 if height == 1 else width), (0 if width == 1 else 1)
 
 
-def _decode_fp4(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels, target: int) -> Launch:
+def _decode_fp4(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels[int], target: int) -> Launch:
     assert tensor.encoding is not None
     parts = dict(tensor.encoding.parts)
     (rows, pairs), groups = parts["values"].shape, parts["scale"].shape[1]

@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import Nf4convError
 from nf4conv.pipeline.loop import Worker
-from nf4conv.pipeline.without_torch.bundle import Bundle, Purpose, load_bundles
+from nf4conv.pipeline.without_torch.bundle import Kernels, Purpose, load_bundles
 from nf4conv.pipeline.without_torch.driver import (
     CudaOutOfMemoryError,
     Device,
@@ -29,27 +29,19 @@ Launch = tuple[Function, int, tuple[int, ...]]
 """Kernel, programs, arguments."""
 
 
-class Kernels(NamedTuple):
-    """The kernels for a purpose, see codec.kernels.ahead; `tables` are addresses on the device."""
-
-    functions: Mapping[str, Function]
-    tables: Mapping[str, int]
-    numbers: Mapping[str, int]
-
-
 class CudaEngine:
     """One GPU, with kernels for some purposes.
 
     Args:
         device: of this process.
-        bundles: the kernels.
+        kernels: by purpose.
         returned: how many bytes come back from the device for each that goes there.
 
     Attributes:
-        kernels: by purpose.
+        kernels: by purpose, with their tables on the device.
     """
 
-    def __init__(self, device: Device, bundles: Mapping[Purpose, Bundle], returned: float) -> None:
+    def __init__(self, device: Device, kernels: Mapping[Purpose, Kernels[bytes]], returned: float) -> None:
         self._device = device
         self._returned = returned
         self._lock = threading.Lock()
@@ -58,11 +50,11 @@ class CudaEngine:
         stream = Stream()
         self.kernels = {
             purpose: Kernels(
-                bundle.functions,
-                {name: self._upload(stream, content) for name, content in bundle.tables.items()},
-                bundle.numbers,
+                found.functions,
+                {name: self._upload(stream, content) for name, content in found.tables.items()},
+                found.numbers,
             )
-            for purpose, bundle in bundles.items()
+            for purpose, found in kernels.items()
         }
         stream.destroy()
 
