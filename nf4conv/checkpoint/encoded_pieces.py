@@ -18,14 +18,14 @@ _BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4, Method.BITSANDBY
 _BY_MATRICES: Final = (Method.SCALED, Method.STACKED_MXFP4)
 
 
-class EncodedPiece(NamedTuple):
-    """A run of an encoded tensor's elements."""
+class Piece(NamedTuple):
+    """A run of a tensor's elements."""
 
-    tensor: TensorInfo  # that run, encoded
+    tensor: TensorInfo  # that run, encoded if the tensor is
     start: int  # elements of the whole tensor before it
 
 
-def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
+def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """An encoded tensor in pieces that are decoded one by one, in order; the whole of it if it cannot be cut so.
 
     Args:
@@ -37,11 +37,11 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Encoded
     if is_stack_of_matrices(tensor) and size % unit == 0:
         matrices = (matrix_of(tensor, index) for index in range(tensor.shape[0]))
         return [
-            EncodedPiece(piece.tensor, index * size + piece.start)
+            Piece(piece.tensor, index * size + piece.start)
             for index, matrix in enumerate(matrices)
             for piece in encoded_pieces(matrix, most, unit)
         ]
-    return [EncodedPiece(rows_of(tensor, *span), span[0] * size) for span in _row_spans(tensor, most, unit)]
+    return [Piece(rows_of(tensor, *span), span[0] * size) for span in _row_spans(tensor, most, unit)]
 
 
 def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
@@ -140,10 +140,10 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     return part._replace(shape=shape, start=part.start + first * size, stop=part.start + last * size)
 
 
-def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[EncodedPiece]:
+def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """A weight that bitsandbytes packed to 4 bits, in pieces; arguments as `encoded_pieces`. Their shape is flat."""
     spans = packed_spans(tensor.elements, _encoding(tensor).block[0], most, unit)
-    return [EncodedPiece(packed_part(tensor, *span), span[0]) for span in spans or [(0, 0)]]
+    return [Piece(packed_part(tensor, *span), span[0]) for span in spans or [(0, 0)]]
 
 
 def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
@@ -182,7 +182,7 @@ def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop:
     return {role: cut_elements(part, *ranges[role]) if role in ranges else part for role, part in found.items()}
 
 
-def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
+def matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     """An encoded weight in pieces that can be decoded one by one.
 
     Args:
@@ -207,6 +207,12 @@ def matrix_pieces(job: PackJob, most: int, unit: int) -> list[EncodedPiece]:
             return []
         source = rows_of(source, *matrix.rows)
     return encoded_pieces(source, most, unit)
+
+
+def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
+    """A tensor that is stored as it is, in pieces of at most so many elements; an empty one in one piece."""
+    ends = ((start, min(start + most, tensor.elements)) for start in range(0, max(tensor.elements, 1), most))
+    return [Piece(cut_elements(tensor, *span), span[0]) for span in ends]
 
 
 def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece
+from nf4conv.checkpoint.encoded_pieces import Piece, matrix_pieces, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, Format, quant_state_json
-from nf4conv.pipeline.loop import Task, W_contra, Worker, aligned, batches, interleave
+from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
+from nf4conv.pipeline.loop import Task, W_contra, Worker, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while
@@ -34,11 +34,8 @@ class Audit(Protocol):
     ) -> None:
         """Compare weights of which all is written but the JSON blobs."""
 
-    def check_copy(self, worker: Any, progress: "ShardProgress", job: CopyJob, start: int, stop: int) -> None:
-        """Compare bytes start … stop of a tensor's source with what has become of them."""
-
-    def check_decoded(self, worker: Any, progress: "ShardProgress", job: CopyJob, piece: EncodedPiece) -> None:
-        """Compare a piece of an encoded tensor with what it has been decoded to."""
+    def check_copy(self, worker: Any, progress: "ShardProgress", job: CopyJob, piece: Piece) -> None:
+        """Compare a piece of a tensor's source with what has become of it."""
 
     def faults(self) -> Iterator[str]:
         """A line for everything that is wrong."""
@@ -195,26 +192,52 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
     }
 
 
-def pack_groups(shard: Shard, piece: int) -> Iterator[tuple[PackJob, ...]]:
-    """A shard's weights in groups: neighbours that fit a piece together, or one that does not fit or is cut out.
+def weight_tasks(
+    progress: ShardProgress,
+    groups: Iterable[tuple[PackJob, ...]],
+    pieces: Callable[[PackJob], Sequence[Piece]],
+    of_piece: Callable[..., ShardTask[Any]],
+    of_batch: Callable[..., ShardTask[Any]],
+) -> list[ShardTask[Any]]:
+    """The tasks of a shard's weights.
 
-    No group is of several source files.
+    Args:
+        progress: the shard.
+        groups: of weights that are taken together.
+        pieces: of the first of a group, which is alone if they are several.
+        of_piece: makes the task of one of several.
+        of_batch: makes that of a group.
     """
-    jobs = (job for job in shard.jobs if isinstance(job, PackJob) and not job.stored)
-
-    def kind(job: PackJob) -> tuple[Path, str | None]:
-        return job.source.file, job.name if job.is_cut_out else None
-
-    return batches(jobs, lambda job: aligned(job.source_bytes), piece, kind, LARGEST_BATCH)
-
-
-def spans(job: PackJob, piece: int) -> list[tuple[int, int]]:
-    """A large weight in pieces: (start, stop) in elements, starts at block boundaries."""
-    step = piece // (DTYPE_BITS[job.source.dtype] // 8)  # a multiple of every blocksize, see piece_size
-    return [(start, min(start + step, job.elements)) for start in range(0, job.elements, step)]
+    tasks: list[ShardTask[Any]] = []
+    for jobs in groups:
+        job, parts = jobs[0], pieces(jobs[0])
+        if len(parts) > 1:
+            absmax: Gathered[Any] = Gathered(block_count(job.elements, progress.format.blocksize), len(parts))
+            tasks += [of_piece(progress, job.source.file, job, part, absmax) for part in parts]
+        else:
+            tasks.append(of_batch(progress, job.source.file, jobs))
+    return tasks
 
 
-CopyPart = tuple[CopyJob, int, int]  # (job, start, stop): bytes of its source
+def packed_anew(shard: Shard) -> Iterator[PackJob]:
+    """The weights that are not copied as they are."""
+    return (job for job in shard.jobs if isinstance(job, PackJob) and not job.stored)
+
+
+def weight_pieces(job: PackJob, piece: int, most: int, blocksize: int) -> list[Piece]:
+    """A weight in pieces of so many bytes, or elements once decoded, that begin at a block.
+
+    A single one, or none, if it is taken whole: a weight that is cut out of its source can be taken piece by piece only
+    if it is encoded by rows.
+    """
+    if job.is_cut_out:
+        return matrix_pieces(job, most, blocksize)
+    begin, end = job.source_range
+    run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
+    return plain_pieces(run, piece * 8 // DTYPE_BITS[run.dtype])  # a multiple of every blocksize, see piece_size
+
+
+CopyPart = tuple[CopyJob, Piece]
 
 
 def copy_groups(shard: Shard, piece: int, *, is_cast: bool) -> Iterator[tuple[CopyPart, ...]]:
@@ -223,12 +246,12 @@ def copy_groups(shard: Shard, piece: int, *, is_cast: bool) -> Iterator[tuple[Co
     No group is of several source files. Those that must be decoded are left out.
     """
     parts = (
-        (job, start, min(start + piece, job.source_bytes))
+        (job, part)
         for job in shard.jobs
         if isinstance(job, CopyJob) and not job.source.encoding and (job.dtype != job.source.dtype) is is_cast
-        for start in range(0, max(job.source_bytes, 1), piece)
+        for part in plain_pieces(job.source, piece * 8 // DTYPE_BITS[job.source.dtype] // 64 * 64)
     )
-    return batches(parts, lambda part: part[2] - part[1], piece, lambda part: part[0].source.file)
+    return batches(parts, lambda part: part[1].tensor.nbytes, piece, lambda part: part[0].source.file)
 
 
 @dataclass(frozen=True)
@@ -238,11 +261,11 @@ class RawCopies(ShardTask[Worker]):
     parts: tuple[CopyPart, ...]
 
     def run(self, worker: Worker) -> None:
-        for job, start, stop in self.parts:
-            begin = job.source.start + start
-            worker.copy(job.source.file, begin, begin + stop - start, self.progress.writer, job.offset + start)
+        for job, piece in self.parts:
+            offset = job.offset + piece.tensor.start - job.source.start
+            worker.copy(*piece.tensor.file_range, self.progress.writer, offset)
             if self.progress.audit is not None:
-                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
+                self.progress.audit.check_copy(worker, self.progress, job, piece)
         self.progress.done()
 
 

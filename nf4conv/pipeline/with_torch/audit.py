@@ -8,14 +8,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.encoded_pieces import Piece
+from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
 from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
-from nf4conv.pipeline.with_torch.check import CompareCopy, CompareDecoded, tasks_of_weight
+from nf4conv.pipeline.with_torch.check import CompareCopy, tasks_of_weight
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.rows import VerificationSummary, distance
@@ -47,13 +47,8 @@ class TorchAudit:
             for task in tasks_of_weight(result, job, self._piece):
                 task.run(worker)
 
-    def check_copy(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, start: int, stop: int) -> None:
-        bits = DTYPE_BITS[job.source.dtype]
-        task = CompareCopy(self._copy(progress, job), job.source, start * 8 // bits, stop * 8 // bits)
-        task.run(worker)
-
-    def check_decoded(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, piece: EncodedPiece) -> None:
-        CompareDecoded(self._copy(progress, job), piece).run(worker)
+    def check_copy(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, piece: Piece) -> None:
+        CompareCopy(self._copy(progress, job), piece).run(worker)
 
     def _copy(self, progress: ShardProgress, job: CopyJob) -> CopyResult:
         with self._lock:

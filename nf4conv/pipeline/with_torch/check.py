@@ -15,12 +15,13 @@ from typing import Final
 import torch
 
 from nf4conv.checkpoint.encoded_pieces import (
-    EncodedPiece,
+    Piece,
     cut_elements,
     cut_parts,
     encoded_pieces,
     matrix_pieces,
     packed_spans,
+    plain_pieces,
 )
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
@@ -37,8 +38,7 @@ from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.shards import Gathered
 from nf4conv.pipeline.with_torch.difference import byte_tasks
 from nf4conv.pipeline.with_torch.pack import part_of
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded, read_matrix
-from nf4conv.pipeline.with_torch.unpack import packed_piece
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, packed_piece, read_decoded, read_matrix
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, TensorDifference, WeightResult
 
@@ -91,12 +91,9 @@ def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iter
     """The comparison of every other tensor with its source."""
     for stored, source in pairs.copies:
         result = results[stored.name]
-        if source.encoding is not None:
-            yield from (CompareDecoded(result, part) for part in encoded_pieces(source, piece // 4))
-            continue
         step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
-        for start in range(0, max(stored.elements, 1), step):
-            yield CompareCopy(result, source, start, min(start + step, stored.elements))
+        pieces = plain_pieces(source, step) if source.encoding is None else encoded_pieces(source, piece // 4)
+        yield from (CompareCopy(result, part) for part in pieces)
 
 
 @dataclass(frozen=True)
@@ -309,39 +306,22 @@ def _count(wrong: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CompareCopy:
-    """Elements start … stop of a tensor that is not packed, and of its source."""
+    """A tensor that is not packed, or a piece of it, and that of its source."""
 
     result: CopyResult
-    source: TensorInfo
-    start: int
-    stop: int
+    source: Piece
 
     def run(self, worker: TorchWorker) -> None:
-        stored = self.result.tensor
-        parts = [cut_elements(tensor, self.start, self.stop) for tensor in (stored, self.source)]
-        found, original = worker.read([part.file_range for part in parts])
+        source, start = self.source
+        stored = cut_elements(self.result.tensor, start, start + source.elements)
+        if source.encoding is not None:
+            original = read_decoded(worker, source).to(TORCH_DTYPES[stored.dtype]).clone()
+            [found] = worker.read([stored.file_range])
+        else:
+            found, original = worker.read([stored.file_range, source.file_range])
         with worker.timed(Activity.COMPUTE):
-            if self.source.dtype != stored.dtype:
-                original = original.view(TORCH_DTYPES[self.source.dtype]).to(TORCH_DTYPES[stored.dtype])
-            self.result.add(_count_differing(found, original.view(torch.uint8), stored))
-
-
-@dataclass(frozen=True)
-class CompareDecoded:
-    """A tensor that is not packed, or a piece of it, whose source is encoded."""
-
-    result: CopyResult
-    source: EncodedPiece
-
-    def run(self, worker: TorchWorker) -> None:
-        stored, start = self.result.tensor, self.source.start
-        original = read_decoded(worker, self.source.tensor).to(TORCH_DTYPES[stored.dtype]).clone()
-        [found] = worker.read([cut_elements(stored, start, start + original.numel()).file_range])
-        with worker.timed(Activity.COMPUTE):
-            self.result.add(_count_differing(found, original.view(-1).view(torch.uint8), stored))
-
-
-def _count_differing(found: torch.Tensor, expected: torch.Tensor, tensor: TensorInfo) -> int:
-    """Elements of which any byte differs."""
-    size = max(DTYPE_BITS[tensor.dtype] // 8, 1)
-    return int((found.view(-1, size) != expected.view(-1, size)).any(dim=1).sum())
+            if source.encoding is None and source.dtype != stored.dtype:
+                original = original.view(TORCH_DTYPES[source.dtype]).to(TORCH_DTYPES[stored.dtype])
+            size = max(DTYPE_BITS[stored.dtype] // 8, 1)
+            expected = original.view(-1).view(torch.uint8).view(-1, size)
+            self.result.add(int((found.view(-1, size) != expected).any(dim=1).sum()))

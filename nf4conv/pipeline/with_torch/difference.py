@@ -15,8 +15,7 @@ from nf4conv.checkpoint.header import FileRange, TensorInfo
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity, Task, aligned, batches
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_values
-from nf4conv.pipeline.with_torch.unpack import decode_piece, read_packed
+from nf4conv.pipeline.with_torch.reading import read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import PieceDifference, TensorDifference
 
@@ -125,19 +124,10 @@ class CompareValues:
     b: TensorInfo
 
     def run(self, worker: TorchWorker) -> None:
-        a = _read(worker, self.a).clone()  # the next read reuses the buffer
-        b = _read(worker, self.b)
+        a = read_values(worker, self.a).clone()  # the next read reuses the buffer
+        b = read_values(worker, self.b)
         with worker.timed(Activity.COMPUTE):
             self.result.add_piece(self.start, difference(a, b))
-
-
-def _read(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    """[elements] of a piece, decoded."""
-    if tensor.encoding is None or tensor.encoding.method is not Method.BITSANDBYTES_4BIT:
-        return read_values(worker, tensor)
-    packed, state = read_packed(worker, tensor)
-    with worker.timed(Activity.COMPUTE):
-        return decode_piece(packed, state, tensor.elements, TORCH_DTYPES[tensor.dtype])
 
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -7,57 +7,66 @@ neighbours in the shard (checkpoint/plan.py), so each kind of component of a who
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece, encoded_pieces, matrix_pieces
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
+from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, packed_pieces
+from nf4conv.checkpoint.header import DTYPE_BITS
 from nf4conv.checkpoint.plan import CopyJob, PackJob
-from nf4conv.codec.ops import compress_absmax, encoder
-from nf4conv.codec.quant_state import DTYPES, code_table, dynamic_table
+from nf4conv.codec.ops import backend, compress_absmax, encoder
+from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of, dynamic_table
+from nf4conv.format.encodings import Method
 from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline import shards
-from nf4conv.pipeline.loop import Activity
+from nf4conv.pipeline.loop import Activity, aligned, batches
 from nf4conv.pipeline.shards import CopyPart, Gathered, NonFiniteError, ShardProgress, ShardTask
 from nf4conv.pipeline.with_torch.reading import (
     TORCH_DTYPES,
     check_cast,
     exactly_decoded,
+    packed_piece,
     read_decoded,
     read_matrix,
+    read_values,
 )
-from nf4conv.pipeline.with_torch.unpack import UnpackPiece, packed_spans_of
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
-    tasks: list[ShardTask[TorchWorker]] = []
-    for jobs in shards.pack_groups(progress.shard, piece):
-        job, pieces = jobs[0], _pieces(jobs[0], piece, progress.format.blocksize)
-        if len(pieces) > 1:
-            absmax: Gathered[torch.Tensor] = Gathered(block_count(job.elements, progress.format.blocksize), len(pieces))
-            tasks += [PackPiece(progress, job.source.file, job, absmax, *part) for part in pieces]
-        else:
-            tasks.append(PackBatch(progress, job.source.file, jobs))
-    for kept in progress.shard.jobs:
-        if isinstance(kept, CopyJob) and kept.source.encoding is not None:
-            file, encoded = kept.source.file, encoded_pieces(kept.source, piece // 2)
-            parts = packed_spans_of(kept, piece) if progress.audit is None else []
-            tasks += [UnpackPiece(progress, file, kept, *part) for part in parts]
-            tasks += [] if parts else [CopyDecoded(progress, file, kept, part) for part in encoded]
+    blocksize = progress.format.blocksize
+    groups = batches(shards.packed_anew(progress.shard), _room, piece, _kind, shards.LARGEST_BATCH)
+    # elements: as many as a piece holds in 16 bits
+    pieces = partial(shards.weight_pieces, piece=piece, most=piece // 2, blocksize=blocksize)
+    tasks = shards.weight_tasks(progress, groups, pieces, PackPiece, PackBatch)
+    for job in progress.shard.jobs:
+        if isinstance(job, CopyJob) and job.source.encoding is not None:
+            parts = _encoded_pieces(job, piece)
+            tasks += [CopyDecoded(progress, job.source.file, job, part) for part in parts]
     return shards.fill(progress, tasks, piece, CastCopies)
 
 
-def _pieces(job: PackJob, piece: int, blocksize: int) -> list[tuple[int, int, TensorInfo | None]]:
-    """(start, stop, encoded elements) of the pieces of a large weight; none, or one, for a weight that is taken whole.
+def _room(job: PackJob) -> int:
+    return aligned(job.source_bytes)
 
-    A weight that is cut out of its source can be taken piece by piece only if it is encoded by rows.
-    """
-    if job.is_cut_out:
-        encoded = matrix_pieces(job, piece // 2, blocksize)  # elements: as many as a piece holds in 16 bits
-        return [(start, start + tensor.elements, tensor) for tensor, start in encoded]
-    return [(*span, None) for span in shards.spans(job, piece)]
+
+def _kind(job: PackJob) -> tuple[Path, str | None]:
+    return job.source.file, job.name if job.is_cut_out else None
+
+
+def _encoded_pieces(job: CopyJob, piece: int) -> list[Piece]:
+    """A tensor in pieces; one that bitsandbytes packed as large as a worker's buffer when decoded."""
+    if _is_unpacked(job):
+        return packed_pieces(job.source, piece * 8 // DTYPE_BITS[job.dtype])
+    return encoded_pieces(job.source, piece // 2)
+
+
+def _is_unpacked(job: CopyJob) -> bool:
+    """Whether it is a weight that bitsandbytes packed, and becomes what it is decoded to."""
+    encoding = job.source.encoding
+    return encoding is not None and encoding.method is Method.BITSANDBYTES_4BIT and job.dtype == job.source.dtype
 
 
 def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -67,32 +76,24 @@ def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch
 
 @dataclass(frozen=True)
 class PackPiece(ShardTask[TorchWorker]):
-    """Elements start … stop of a large weight; `encoded` holds them if the weight is encoded."""
+    """A piece of a large weight."""
 
     job: PackJob
+    piece: Piece
     absmax: Gathered[torch.Tensor]
-    start: int
-    stop: int
-    encoded: TensorInfo | None
 
     def run(self, worker: TorchWorker) -> None:
-        blocksize = self.progress.format.blocksize
-        weight = self._read(worker)
+        format, (tensor, start) = self.progress.format, self.piece
+        weight = read_values(worker, tensor)
         with worker.timed(Activity.COMPUTE):
-            absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
-            packed = _pack(self.progress.format, weight, absmax)
-        worker.write([(self.progress.writer, self.job.offsets[0] + self.start // 2, packed)])
+            weight = weight.to(DTYPES[format.dtype])
+            stop = block_count(start + tensor.elements, format.blocksize)
+            absmax = part_of(self.absmax, start // format.blocksize, stop, worker.device)
+            packed = _pack(format, weight, absmax)
+        worker.write([(self.progress.writer, self.job.offsets[0] + start // 2, packed)])
         _check_finite([self.job], [weight])
         whole = self.absmax.done()
         self.progress.done(None if whole is None else _complete(worker, self.progress, [self.job], [whole]))
-
-    def _read(self, worker: TorchWorker) -> torch.Tensor:
-        """[stop - start] in the format's dtype."""
-        format = self.progress.format
-        if self.encoded is not None:
-            return read_decoded(worker, self.encoded).to(DTYPES[format.dtype]).view(-1)
-        [weight] = _read_weights(worker, format, [self.job], self.start, self.stop)
-        return weight
 
 
 @dataclass(frozen=True)
@@ -127,19 +128,40 @@ class CopyDecoded(ShardTask[TorchWorker]):
     """A kept tensor, or a piece of it, that the source holds encoded."""
 
     job: CopyJob
-    piece: EncodedPiece
+    piece: Piece
 
     def run(self, worker: TorchWorker) -> None:
+        values = self._unpacked(worker) if _is_unpacked(self.job) else self._decoded(worker)
+        offset = self.job.offset + self.piece.start * values.element_size()
+        worker.write([(self.progress.writer, offset, values)])
+        if self.progress.audit is not None:
+            self.progress.audit.check_copy(worker, self.progress, self.job, self.piece)
+        self.progress.done()
+
+    def _decoded(self, worker: TorchWorker) -> torch.Tensor:
         tensor = read_decoded(worker, self.piece.tensor)
         with worker.timed(Activity.COMPUTE):
             cast = tensor.to(TORCH_DTYPES[self.job.dtype])
             if cast is not tensor or cast.dtype is torch.float16:  # the other dtypes hold whatever decoding gives
                 check_cast(cast, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
-        offset = self.job.offset + self.piece.start * cast.element_size()
-        worker.write([(self.progress.writer, offset, cast)])
-        if self.progress.audit is not None:
-            self.progress.audit.check_decoded(worker, self.progress, self.job, self.piece)
-        self.progress.done()
+        return cast
+
+    def _unpacked(self, worker: TorchWorker) -> torch.Tensor:
+        tensor = self.piece.tensor
+        assert tensor.encoding is not None
+        raws = worker.read([part.file_range for _, part in tensor.encoding.parts])
+        with worker.timed(Activity.COMPUTE):
+            packed, state = packed_piece(dict(tensor.encoding.parts), raws)
+
+            def values(dtype: torch.dtype) -> torch.Tensor:
+                out = torch.empty(tensor.elements, dtype=dtype, device=worker.device)
+                backend(worker.device).dequantize_blocks(packed, decoding_of(state), out)
+                return out
+
+            found = values(TORCH_DTYPES[self.job.dtype])
+            if found.dtype != state.dtype:
+                check_cast(found, self.job, lambda: values(torch.float32))
+        return found
 
 
 @dataclass(frozen=True)
@@ -149,36 +171,20 @@ class CastCopies(ShardTask[TorchWorker]):
     parts: tuple[CopyPart, ...]
 
     def run(self, worker: TorchWorker) -> None:
-        for job, start, stop in self.parts:
-            begin = job.source.start + start
-            [raw] = worker.read([(job.source.file, begin, begin + stop - start)])
+        for job, piece in self.parts:
+            values = read_values(worker, piece.tensor)
             with worker.timed(Activity.COMPUTE):
-                cast = _cast(raw, job)
-            offset = job.offset + start * DTYPE_BITS[job.dtype] // DTYPE_BITS[job.source.dtype]
-            worker.write([(self.progress.writer, offset, cast)])
+                cast = values.to(TORCH_DTYPES[job.dtype])
+                check_cast(cast, job, partial(values.view, -1))
+            worker.write([(self.progress.writer, job.offset + piece.start * cast.element_size(), cast)])
             if self.progress.audit is not None:
-                self.progress.audit.check_copy(worker, self.progress, job, start, stop)
+                self.progress.audit.check_copy(worker, self.progress, job, piece)
         self.progress.done()
 
 
-def _cast(raw: torch.Tensor, job: CopyJob) -> torch.Tensor:
-    """The values of some bytes of a kept tensor in the dtype that it is stored in."""
-    values = raw.view(TORCH_DTYPES[job.source.dtype])
-    cast = values.to(TORCH_DTYPES[job.dtype])
-    check_cast(cast, job, lambda: values)
-    return cast
-
-
-def _read_weights(
-    worker: TorchWorker, format: Format, jobs: Sequence[PackJob], start: int = 0, stop: int | None = None
-) -> list[torch.Tensor]:
-    """Weights, or elements start … stop of them, flat and cast to the format's dtype."""
-    ranges = []
-    for job in jobs:
-        begin, end = job.source_range
-        itemsize = DTYPE_BITS[job.source.dtype] // 8
-        ranges.append((job.source.file, begin + start * itemsize, end if stop is None else begin + stop * itemsize))
-    raws = worker.read(ranges)
+def _read_weights(worker: TorchWorker, format: Format, jobs: Sequence[PackJob]) -> list[torch.Tensor]:
+    """Weights, flat and cast to the format's dtype."""
+    raws = worker.read([(job.source.file, *job.source_range) for job in jobs])
     with worker.timed(Activity.COMPUTE):
         return [
             raw.view(TORCH_DTYPES[job.source.dtype]).to(DTYPES[format.dtype])

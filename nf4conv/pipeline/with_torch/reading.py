@@ -1,7 +1,7 @@
 """Tensors from a source: encoded ones decoded on the device, and weights as they are before they are packed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -10,6 +10,7 @@ from nf4conv.checkpoint.encoded_pieces import is_stack_of_matrices, matrix_of
 from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.decode import decode
+from nf4conv.codec.quant_state import QuantState
 from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity
 from nf4conv.pipeline.shards import CastError
@@ -85,6 +86,16 @@ def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
         return read_decoded(worker, tensor)
     [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
     return _shaped(raw.view(TORCH_DTYPES[tensor.dtype]), tensor)
+
+
+def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:
+    """The codes of a weight that bitsandbytes packed, or of a piece of it, and their state, from parts and their bytes.
+
+    The state's shape is that of the whole weight.
+    """
+    tensors = {role: raw.view(TORCH_DTYPES[part.dtype]) for (role, part), raw in zip(parts.items(), raws, strict=True)}
+    packed = tensors.pop("values")
+    return packed, QuantState.from_components(tensors)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:

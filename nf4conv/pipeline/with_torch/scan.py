@@ -3,13 +3,13 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import cut_elements, encoded_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
@@ -56,11 +56,12 @@ def find_unpackable(
         job.source.name: _LARGEST_SUM / max(block_count(job.source.elements, format.blocksize), 1) for job in jobs
     }
     pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
-    pieces = _pieces({job.source.name: job.source for job in jobs}, pipeline.piece)
+    tensors = {job.source.name: job.source for job in jobs}
     with _open_reader(source) as reader:
         tasks = (
-            _CountPiece(piece, limits[piece.name] if format.double_quant else math.inf, counts, lock)
-            for piece in pieces
+            _CountPiece(piece.tensor, limits[name] if format.double_quant else math.inf, counts, lock)
+            for name, tensor in tensors.items()
+            for piece in _pieces(tensor, pipeline.piece)
         )
         pipeline.run(tasks, reader)
     return {name: (count, what) for (name, what), count in sorted(counts.items(), reverse=True) if count}
@@ -75,11 +76,7 @@ def _open_reader(source: Source) -> Reader:
     return RemoteReader(fetched.repository, fetched.absent)
 
 
-def _pieces(tensors: Mapping[str, TensorInfo], piece: int) -> Iterator[TensorInfo]:
-    for tensor in tensors.values():
-        if tensor.encoding is not None:
-            yield from (part.tensor for part in encoded_pieces(tensor, piece // 2))
-            continue
-        step = piece // (DTYPE_BITS[tensor.dtype] // 8)
-        for start in range(0, tensor.elements, step):
-            yield cut_elements(tensor, start, min(start + step, tensor.elements))
+def _pieces(tensor: TensorInfo, piece: int) -> list[Piece]:
+    if tensor.encoding is not None:
+        return encoded_pieces(tensor, piece // 2)
+    return plain_pieces(tensor, piece // (DTYPE_BITS[tensor.dtype] // 8))

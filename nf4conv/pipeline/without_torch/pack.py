@@ -11,10 +11,11 @@ copy. Regions of the output, those that come down first:
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from nf4conv.checkpoint.encoded_pieces import EncodedPiece, cut_elements, matrix_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece, matrix_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
@@ -29,7 +30,9 @@ from nf4conv.pipeline.shards import (
     ShardTask,
     fill,
     json_blobs,
-    spans,
+    packed_anew,
+    weight_pieces,
+    weight_tasks,
 )
 from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
 from nf4conv.pipeline.without_torch.driver import DeviceMemory
@@ -83,17 +86,11 @@ def _purposes_of_weight(job: PackJob, tag: str) -> frozenset[Purpose] | None:
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many bytes, of the source and decoded."""
-    tasks: list[ShardTask[CudaWorker]] = []
     format = progress.format
-    jobs = (job for job in progress.shard.jobs if isinstance(job, PackJob) and not job.stored)
-    for group in batches(jobs, lambda job: _room(job, format), piece, _kind, LARGEST_BATCH):
-        file, pieces = group[0].source.file, _pieces(group[0], format, piece)
-        if len(pieces) > 1:
-            absmax: Gathered[DeviceMemory] = Gathered(block_count(group[0].elements, format.blocksize), len(pieces))
-            tasks += [PackPiece(progress, file, group[0], part, absmax) for part in pieces]
-        else:
-            tasks.append(PackBatch(progress, file, group))
-    return fill(progress, tasks, piece)
+    groups = batches(packed_anew(progress.shard), lambda job: _room(job, format), piece, _kind, LARGEST_BATCH)
+    most = piece * 8 // DTYPE_BITS[TAGS[format.dtype]]
+    pieces = partial(weight_pieces, piece=piece, most=most, blocksize=format.blocksize)
+    return fill(progress, weight_tasks(progress, groups, pieces, PackPiece, PackBatch), piece)
 
 
 def _room(job: PackJob, format: Format) -> int:
@@ -103,15 +100,6 @@ def _room(job: PackJob, format: Format) -> int:
 
 def _kind(job: PackJob) -> tuple[Path, bool]:
     return job.source.file, job.source.encoding is not None
-
-
-def _pieces(job: PackJob, format: Format, piece: int) -> list[EncodedPiece]:
-    """A weight in pieces of so many bytes; itself if it is not larger."""
-    if job.source.encoding is not None:
-        return matrix_pieces(job, piece * 8 // DTYPE_BITS[TAGS[format.dtype]], format.blocksize)
-    begin, end = job.source_range
-    source = job.source._replace(start=begin, stop=end)
-    return [EncodedPiece(cut_elements(source, *span), span[0]) for span in spans(job, piece) or [(0, 0)]]
 
 
 class _Weights(NamedTuple):
@@ -178,7 +166,7 @@ class PackBatch(ShardTask[CudaWorker]):
     def run(self, worker: CudaWorker) -> None:
         format = self.progress.format
         reading = Reading(worker)
-        tensors = [_pieces(job, format, job.elements * 8)[0].tensor for job in self.jobs]
+        tensors = [weight_pieces(job, 8 * job.elements, 8 * job.elements, 1)[0].tensor for job in self.jobs]
         weights = _load(reading, tensors, format)
         kernels = worker.engine.kernels[purpose_of_format(format)]
         with worker.timed(Activity.COMPUTE):
@@ -210,7 +198,7 @@ class PackPiece(ShardTask[CudaWorker]):
     """A piece of a large weight."""
 
     job: PackJob
-    piece: EncodedPiece
+    piece: Piece
     absmax: Gathered[DeviceMemory]
 
     def run(self, worker: CudaWorker) -> None:

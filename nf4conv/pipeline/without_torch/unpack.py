@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from nf4conv.checkpoint.encoded_pieces import packed_part, packed_spans
+from nf4conv.checkpoint.encoded_pieces import packed_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Plan
 from nf4conv.format.encodings import Method
@@ -73,9 +73,8 @@ class Span(NamedTuple):
 def _spans(progress: ShardProgress, piece: int) -> Iterator[Span]:
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
-            most = piece * 8 // DTYPE_BITS[job.dtype]
-            for start, stop in packed_spans(job.elements, job.source.encoding.block[0], most):
-                yield Span(job, packed_part(job.source, start, stop), start)
+            for part in packed_pieces(job.source, piece * 8 // DTYPE_BITS[job.dtype]):
+                yield Span(job, *part)
 
 
 @dataclass(frozen=True)
