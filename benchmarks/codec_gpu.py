@@ -24,7 +24,7 @@ from bitsandbytes import functional
 
 from benchmarks import gpu_peers, plot_codec
 from nf4conv.codec import kernels, ops
-from nf4conv.codec.quant_state import QuantState
+from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Call = Callable[[], object]
 
@@ -179,7 +179,7 @@ def error_rows() -> list[dict[str, object]]:
     packed, state = ops.quantize_4bit(weight)
     moved = int(weight.numel() * (2 + 1 / 2 + 1 / 64))
     timed = {
-        "nf4conv": loop(partial(ops.error_sums, weight, packed, state), 10),
+        "nf4conv": loop(partial(kernels.error_sums, weight.view(-1), packed.view(-1), decoding_of(state)), 10),
         "dequantize, then torch": loop(partial(materialised_error, weight, packed, state), 3),
         "copy": loop(copy_call(moved), 10),
     }

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from nf4conv.codec.ops import quantize_4bit
+from nf4conv.codec.error_sums import ErrorSums
+from nf4conv.codec.ops import backend, quantize_4bit
+from nf4conv.codec.quant_state import QuantState, decoding_of
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "dtype": "bfloat16"}
+
+
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, scales: str = "absmax") -> ErrorSums:
+    """How far a packed weight is from the weight it was made of, with what its device has."""
+    decoding = decoding_of(state)._replace(scales=scales)
+    sums: ErrorSums = backend(weight.device).error_sums(weight.view(-1), packed.view(-1), decoding)
+    return sums
 
 
 def pack(name: str, weight: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:

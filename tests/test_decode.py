@@ -104,6 +104,17 @@ def test_stacked_matrices_have_grids_of_their_own():
     assert decoded.tolist() == [[[1, 1, 2, 2]] * 2, [[3, 3, 4, 4]] * 2]
 
 
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [((), ()), ((5,), ()), ((5,), (5,)), ((0, 64), (0, 1)), ((3, 0), (3, 1)), ((2, 3, 4), (2, 1, 1)), ((2, 3, 4), ())],
+    ids=str,
+)
+def test_one_scale_broadcasts_over_any_number_of_dimensions(shape: tuple[int, ...], scales: tuple[int, ...]):
+    values, scale = torch.ones(shape).to(torch.float8_e5m2), random_scales(*scales)
+    expected = (values.float() * scale).to(BF16)
+    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16), expected)
+
+
 def test_every_fp4_pair_low_nibble_first():
     codes = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     values = torch.arange(256, dtype=torch.uint8).view(16, 16)

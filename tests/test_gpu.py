@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from batched import means_of, quantize_batch
+from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
@@ -140,7 +141,7 @@ def test_more_than_two_to_the_thirty_one_elements() -> None:
     )
     piece_state.absmax = scales
     assert_same_bits(out[start:], ops.dequantize_4bit(piece, piece_state))
-    sums = ops.error_sums(weight, packed, state)
+    sums = error_sums(weight, packed, state)
     assert sums.outside.item() == 0
 
 
@@ -268,7 +269,7 @@ def test_error_sums_equal_a_materialised_comparison(quant_type: str, dtype: str,
     for elements in (1 << 20, 64 * 70 + 8, 70_003):
         weight = random_weight(elements, DTYPES[dtype]).to(CUDA)
         packed, state = ops.quantize_4bit(weight, quant_type, 64, double_quant)
-        sums, again = (ops.error_sums(weight, packed, state) for _ in range(2))
+        sums, again = (error_sums(weight, packed, state) for _ in range(2))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
         assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
@@ -276,7 +277,7 @@ def test_error_sums_equal_a_materialised_comparison(quant_type: str, dtype: str,
         assert sums.outside.item() == 0
         assert all(torch.equal(getattr(sums, name), getattr(again, name)) for name in vars(sums))
         packed[elements // 4] ^= 0x88
-        assert ops.error_sums(weight, packed, state).outside.item() > 0
+        assert error_sums(weight, packed, state).outside.item() > 0
 
 
 def test_compiles_without_a_graph_break() -> None:

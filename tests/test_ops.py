@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+from four_bit import error_sums
 from weights import random_weight
 
 from nf4conv.codec import ops
@@ -137,6 +138,6 @@ def test_custom_op_is_registered_correctly() -> None:
 def test_error_sums_of_an_exact_weight_are_zero() -> None:
     packed, state = quantized(False)
     exact = ops.dequantize_4bit(packed, state)
-    sums = ops.error_sums(exact, packed, state)
+    sums = error_sums(exact, packed, state)
     assert (sums.max_error, sums.squared_error, sums.outside) == (0, 0, 0)
     assert sums.squared_weight.item() == pytest.approx(exact.double().square().sum().item(), rel=1e-6)

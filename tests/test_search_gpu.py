@@ -6,10 +6,10 @@ Run on a GPU with `pytest -m gpu`.
 import pytest
 import torch
 from batched import quantize_batch
+from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv import dequantize_4bit, quantize_4bit
-from nf4conv.codec import ops
 from nf4conv.codec.quant_state import QuantState
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_error_sums_are_those_of_the_cpu(quant_type):
     found = []
     for one in (weight, weight.to(CUDA)):
         packed, state = quantize_4bit(one, quant_type, 64, scales="search")
-        found.append(ops.error_sums(one, packed, state, "search"))
+        found.append(error_sums(one, packed, state, "search"))
     assert int(found[0].outside) == int(found[1].outside) == 0
     for name in ("max_error", "max_relative_error", "squared_error", "squared_weight"):
         assert float(getattr(found[1], name)) == pytest.approx(float(getattr(found[0], name)), rel=1e-6)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import contents, write_source
+from four_bit import error_sums
 from safetensors.torch import load_file, save_file
 from test_encoded import (
     PLAIN,
@@ -33,7 +34,7 @@ from nf4conv import (
     verify_checkpoint,
 )
 from nf4conv.codec import cpu_search, reference
-from nf4conv.codec.ops import dequantize_4bit, error_sums
+from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.report.tolerance import RELATIVE_ERRORS

@@ -36,7 +36,7 @@ def linear_4bit(
     trains = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if trains or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
         format = quant_state.shape[0], quant_state.quant_type, quant_state.blocksize
-        result: torch.Tensor = _linear_op(x, bias, packed, *_tensors(quant_state), *format)
+        result: torch.Tensor = _linear_op(x, bias, packed, *decoding_of(quant_state).tensors(), *format)
         return result
     weight = _weights.get(id(quant_state))
     if weight is None or not weight.is_of(packed, quant_state):
@@ -59,11 +59,6 @@ def _forward(module: Any, x: torch.Tensor) -> Any:
     return linear_4bit(x.to(module.compute_dtype or x.dtype), module.weight, state, module.bias).to(x.dtype)
 
 
-def _tensors(state: QuantState) -> tuple[torch.Tensor | None, ...]:
-    nested = (None, None) if state.state2 is None else (state.state2.absmax, state.state2.code)
-    return state.absmax, *nested, state.offset
-
-
 class _Weight:
     """A weight that was found right and what is prepared to multiply with it: made once, forgotten with its state."""
 
@@ -73,7 +68,7 @@ class _Weight:
         check_decodable(packed, state, state.shape[0] * state.shape[1])
         (self.n, self.k), self.device, self.address = state.shape, packed.device, packed.data_ptr()
         self.packed = packed.data.view(torch.uint8)  # bitsandbytes' own parameter would keep its state alive
-        self.decoding, self.tensors = decoding_of(state), _tensors(state)
+        self.decoding = decoding_of(state)
         self.runs: dict[tuple[int, torch.dtype], Any] = {}
         key = id(state)
         self.state = weakref.ref(state, lambda _: _weights.pop(key, None))
@@ -115,7 +110,7 @@ class _Weight:
         """Decode, then torch's product; in float32 where there are no kernels, which is the definition."""
         dtype = x.dtype if has_kernels(self.device) else torch.float32
         weight = torch.empty((self.n, self.k), dtype=dtype, device=self.device)
-        dequantize_op(self.packed, *self.tensors, weight, self.decoding.quant_type, self.decoding.blocksize)
+        dequantize_op(self.packed, *self.decoding.tensors(), weight, self.decoding.quant_type, self.decoding.blocksize)
         return functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
 
 

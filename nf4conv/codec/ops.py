@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 from nf4conv.codec import cpu, cpu_search, reference
-from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.quant_state import (
     DTYPE_NAMES,
     Decoding,
@@ -128,9 +127,7 @@ def dequantize_4bit(
         packed = packed.view(torch.uint8)
     decoding = decoding_of(quant_state)
     if torch.compiler.is_compiling():
-        absmax, state2, offset, quant_type, blocksize, _ = decoding
-        nested = (None, None) if state2 is None else (state2.absmax, state2.code)
-        dequantize_op(packed, absmax, *nested, offset, out, quant_type, blocksize)
+        dequantize_op(packed, *decoding.tensors(), out, decoding.quant_type, decoding.blocksize)
         return out
     functions = backend(out.device)
     if functions in (cpu, reference):
@@ -160,31 +157,6 @@ def dequantize_op(
 @dequantize_op.register_fake
 def _(*_: object) -> None:
     """Nothing but `out` is touched."""
-
-
-def error_sums(
-    tensor: torch.Tensor, packed: torch.Tensor, quant_state: QuantState, scales: str = "absmax"
-) -> ErrorSums:
-    """How far a packed weight is from the weight it was made of, in one pass that materialises nothing.
-
-    Args:
-        tensor: the original, contiguous; float32, float16 or bfloat16.
-        packed: its packed codes, uint8, contiguous.
-        quant_state: from `quantize_4bit`, or bitsandbytes' own.
-        scales: what it was packed with: "absmax", or "search", whose values may be farther off at the first and last.
-
-    Raises:
-        CodecError: as `dequantize_4bit`.
-    """
-    _check_dtype(tensor)
-    if tensor.shape != quant_state.shape:
-        raise CodecError(f"the weight has the shape {list(tensor.shape)}, its state {list(quant_state.shape)}")
-    check_decodable(packed, quant_state, tensor.numel())
-    _check_flat("weight", tensor, tensor.numel(), packed.device)
-    flat = packed.view(torch.uint8).view(-1)
-    decoding = decoding_of(quant_state)._replace(scales=scales)
-    sums: ErrorSums = backend(tensor.device).error_sums(tensor.view(-1), flat, decoding)
-    return sums
 
 
 def check_options(quant_type: str, blocksize: int) -> None:

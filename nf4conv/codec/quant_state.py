@@ -65,6 +65,11 @@ class Decoding(NamedTuple):
             return (self.absmax,) * 4
         return self.absmax, self.state2.code, self.state2.absmax, self.offset
 
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What custom operators take, which know no classes: absmax, nested absmax, its code, offset."""
+        nested = (None, None) if self.state2 is None else (self.state2.absmax, self.state2.code)
+        return self.absmax, *nested, self.offset
+
 
 @dataclass
 class QuantState:

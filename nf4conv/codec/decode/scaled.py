@@ -40,13 +40,16 @@ def decode_scaled(
         scale = _broadcastable(values, scale)
     else:
         _check_grid(values, scale, block)
-    if has_kernels(values.device) and values.dim() > 1:
-        return _decode_on_gpu(values, scale, block, dtype)
-    scale = scale_values(scale)
-    if block:
-        pairs = zip(_matrices(values), _matrices(scale), strict=True)
-        return torch.stack([_decode_grid(*pair, block, dtype) for pair in pairs]).view(values.shape)
-    return _decode_broadcast(values, scale, dtype)
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    decode = _decode_matrix
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels import scaled  # importing Triton takes a second
+
+        decode = scaled.decode_scaled
+    spread = scale if block else scale.expand((*values.shape[:-2], *scale.shape[-2:]))
+    for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
+        decode(matrix.contiguous(), scales.contiguous(), (block[0], block[1]) if block else (1, 1), decoded)
+    return out
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -94,20 +97,6 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _decode_on_gpu(
-    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """Decode a matrix, or a stack of them; scales as a grid of blocks, or of single rows, columns or all."""
-    from nf4conv.codec.kernels import scaled  # importing Triton takes a second
-
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    height, width = block or (1, 1)
-    spread = scale if block else scale.expand(*values.shape[:-2], *scale.shape[-2:])
-    for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
-        scaled.decode_scaled(matrix.contiguous(), scales.contiguous(), (height, width), decoded)
-    return out
-
-
 def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]) -> None:
     height, width = block
     *stacked, rows, columns = values.shape
@@ -120,18 +109,18 @@ def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...
 
 
 def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return stack.reshape(-1, *stack.shape[-2:]).unbind()
+    shape = torch.atleast_2d(stack).shape  # type: ignore[no-untyped-call]
+    return stack.reshape(math.prod(shape[:-2]), *shape[-2:]).unbind()
 
 
-def _decode_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    height, width = block
-    columns = values.shape[1]
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    for part in chunks(values, columns, height):
-        scales = scale[part.start // height : -(-part.stop // height)]
-        scales = scales.repeat_interleave(width, dim=1)[:, :columns].repeat_interleave(height, dim=0)
+def _decode_matrix(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
+    """As kernels.scaled.decode_scaled."""
+    (height, width), scale = block, scale_values(scale)
+    for part in chunks(values, values.shape[1], height):
+        scales = scale if scale.shape[0] == 1 else scale[part.start // height : -(-part.stop // height)]
+        if block != (1, 1):
+            scales = scales.repeat_interleave(width, dim=1)[:, : values.shape[1]].repeat_interleave(height, dim=0)
         out[part] = byte_values(values[part]).mul_(scales[: part.stop - part.start])
-    return out
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -144,12 +133,3 @@ def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     ):
         raise CodecError(f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}")
     return scale
-
-
-def _decode_broadcast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if values.dim() == 0:
-        return (byte_values(values) * scale).to(dtype)
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    for part in chunks(values, math.prod(values.shape[1:])):
-        out[part] = byte_values(values[part]).mul_(scale if scale.shape[0] == 1 else scale[part])
-    return out

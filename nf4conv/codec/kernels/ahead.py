@@ -1,5 +1,6 @@
 """The kernels compiled ahead of a run, as bytes: what a program without torch and Triton needs to launch them."""
 
+import base64
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -51,16 +52,6 @@ class Codec:
     kernels: dict[str, Variant]
     tables: dict[str, bytes]
     numbers: dict[str, int]
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """Machine code of one kernel: its name in there, bytes of shared memory and threads of each program."""
-
-    cubin: bytes
-    entry: str
-    shared: int
-    threads: int
 
 
 def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str) -> Codec:
@@ -137,13 +128,13 @@ def scaled_decoder(
     """What decodes 8-bit values with scales, as scaled.decode_scaled; `aligned` says if rows are multiples of 16.
 
     Returns:
-        kernels: "scaled".
+        kernels: "decode".
         numbers: "rows", "columns" of a program.
     """
     examples = [torch.empty(0, dtype=dtype) for dtype in (values, scale)]
     arguments = (*map(stored, examples), torch.empty(0, dtype=out), *[1] * 5, *block, *map(kind_of, examples))
     constants = (by_127, aligned, scaled.TILE_ROWS, scaled.TILE_COLUMNS)
-    kernels = {"scaled": Variant(scaled.scaled_kernel, (*arguments, *constants), scaled.NUM_WARPS)}
+    kernels = {"decode": Variant(scaled.scaled_kernel, (*arguments, *constants), scaled.NUM_WARPS)}
     return Codec(kernels, {}, {"rows": scaled.TILE_ROWS, "columns": scaled.TILE_COLUMNS})
 
 
@@ -159,7 +150,7 @@ def fp4_decoder(
     """What decodes MXFP4 and NVFP4, as fp4.decode_fp4; `aligned` says if rows are multiples of 16 pairs.
 
     Returns:
-        kernels: "fp4".
+        kernels: "decode".
         numbers: "rows", "columns" of a program, in pairs.
     """
     scales = torch.empty(0, dtype=scale)
@@ -167,7 +158,7 @@ def fp4_decoder(
     values, result = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=out)
     constants = (group_pairs, kind_of(scales), divisor is not None, multiplier is not None, aligned)
     arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants, fp4.TILE_ROWS, fp4.TILE_PAIRS)
-    kernels = {"fp4": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
+    kernels = {"decode": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
     return Codec(kernels, {}, {"rows": fp4.TILE_ROWS, "columns": fp4.TILE_PAIRS})
 
 
@@ -175,12 +166,16 @@ _waiting: list[Variant] = []
 """What the processes that are forked now are to compile."""
 
 
-def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[CompiledKernel]:
+def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[dict[str, Any]]:
     """Compile kernels, in as many processes as there are cores: Triton holds the interpreter's lock meanwhile.
 
     Args:
         variants: the kernels.
         capability: compute capability of the GPU, such as (9, 0).
+
+    Returns:
+        Of each kernel the machine code, in base64, its name in there, and bytes of shared memory and threads of each
+        program.
     """
     _waiting[:] = variants
     tasks = [(number, capability) for number in range(len(variants))]
@@ -192,7 +187,7 @@ def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[C
             return [_compile(task) for task in tasks]
 
 
-def _compile(task: tuple[int, tuple[int, int]]) -> CompiledKernel:
+def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
     number, (major, minor) = task
     kernel, arguments, num_warps = _waiting[number]
     types, constants = {}, {}
@@ -207,7 +202,8 @@ def _compile(task: tuple[int, tuple[int, int]]) -> CompiledKernel:
         target=GPUTarget("cuda", 10 * major + minor, 32),
         options={"num_warps": num_warps, "enable_fp_fusion": False},
     )
-    return CompiledKernel(found.asm["cubin"], found.metadata.name, found.metadata.shared, 32 * num_warps)
+    cubin = base64.b64encode(found.asm["cubin"]).decode()
+    return {"cubin": cubin, "entry": found.metadata.name, "shared": found.metadata.shared, "threads": 32 * num_warps}
 
 
 _POINTERS: Final = {

@@ -77,6 +77,20 @@ def repeats_torch(device: torch.device) -> bool:
 
 
 @triton.jit
+def _dealt(values_ptr, count, first, step, threads):
+    """[512, 4]: of some threads, the first of which has vector `first`, each adds every step-th vector to four sums."""
+    thread = tl.arange(0, 512)[:, None]
+    part = tl.arange(0, 4)[None, :]
+    whole = count // 4 * 4
+    sums = tl.zeros((512, 4), tl.float32)
+    for start in range(first * 4, whole, step * 4):
+        index = start + thread * 4 + part
+        sums += tl.load(values_ptr + index, mask=(thread < threads) & (index < whole), other=0.0)
+    rest = whole + thread + 0 * part
+    return sums + tl.load(values_ptr + rest, mask=(first == 0) & (part == 0) & (rest < count), other=0.0)
+
+
+@triton.jit
 def _halve(total):
     """[512] → [1]: add the upper half to the lower until one is left."""
     for level in tl.static_range(9):
@@ -114,20 +128,12 @@ def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
     count = tl.load(table_ptr + tensors + tensor)
     threads = tl.load(table_ptr + 2 * tensors + tensor)
     if count <= LONGEST:
-        thread = tl.arange(0, 512)[:, None]
-        part = tl.arange(0, 4)[None, :]
-        active = thread < threads
         if count < 128:
-            own = thread + part * threads
-            sums = tl.load(values_ptr + own, mask=active & (own < count), other=0.0)
+            thread = tl.arange(0, 512)[:, None]
+            own = thread + tl.arange(0, 4)[None, :] * threads
+            sums = tl.load(values_ptr + own, mask=(thread < threads) & (own < count), other=0.0)
         else:
-            sums = tl.zeros((512, 4), tl.float32)
-            whole = count // 4 * 4
-            for start in range(0, whole, threads * 4):
-                index = start + thread * 4 + part
-                sums += tl.load(values_ptr + index, mask=active & (index < whole), other=0.0)
-            rest = whole + thread + 0 * part
-            sums += tl.load(values_ptr + rest, mask=(part == 0) & (rest < count), other=0.0)
+            sums = _dealt(values_ptr, count, 0, threads, threads)
         tl.store(means_ptr + tensor + tl.arange(0, 1), _times_reciprocal(_sum_parts(sums), count))
 
 
@@ -140,15 +146,7 @@ def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
         partial_ptr: [blocks] float32, written.
     """
     block = tl.program_id(0).to(tl.int64)
-    thread = tl.arange(0, 512)[:, None]
-    part = tl.arange(0, 4)[None, :]
-    whole = count // 4 * 4
-    sums = tl.zeros((512, 4), tl.float32)
-    for start in range(block * 2048, whole, blocks * 2048):
-        index = start + thread * 4 + part
-        sums += tl.load(values_ptr + index, mask=index < whole, other=0.0)
-    rest = whole + thread + 0 * part
-    sums += tl.load(values_ptr + rest, mask=(block == 0) & (part == 0) & (rest < count), other=0.0)
+    sums = _dealt(values_ptr, count, block * 512, blocks * 512, 512)
     tl.store(partial_ptr + block + tl.arange(0, 1), _sum_parts(sums))
 
 

@@ -79,23 +79,11 @@ def compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_p
 @triton.jit
 def _bisect(quotient, middle_ptr):
     table = tl.zeros(quotient.shape, tl.int64) + middle_ptr.to(tl.int64)
+    rows = ()
+    for row in tl.static_range(8):
+        rows = rows + (lane_entry(table + 128 * row, True),)  # type: ignore[assignment]  # it is unrolled
     return tl.inline_asm_elementwise(
-        bisect_assembly(),
-        "=r,f,r,r,r,r,r,r,r,r",
-        [
-            quotient,
-            lane_entry(table, True),
-            lane_entry(table + 128, True),
-            lane_entry(table + 256, True),
-            lane_entry(table + 384, True),
-            lane_entry(table + 512, True),
-            lane_entry(table + 640, True),
-            lane_entry(table + 768, True),
-            lane_entry(table + 896, True),
-        ],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
+        bisect_assembly(), "=r,f,r,r,r,r,r,r,r,r", (quotient,) + rows, dtype=tl.int32, is_pure=True, pack=1
     )
 
 

@@ -151,23 +151,11 @@ def _least_squares(known, top, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexp
 def _nearest(distance, level_ptr, PTX: tl.constexpr):
     """float32: how far positions that are not negative are from the nearest of 0 and 8 levels; float16 till then."""
     if PTX:
+        levels = ()
+        for level in tl.static_range(8):
+            levels = levels + (tl.load(level_ptr + level),)  # type: ignore[assignment]  # it is unrolled
         nearest = tl.inline_asm_elementwise(
-            nearest_assembly(),
-            "=r,r,r,r,r,r,r,r,r,r",
-            [
-                distance,
-                tl.load(level_ptr),
-                tl.load(level_ptr + 1),
-                tl.load(level_ptr + 2),
-                tl.load(level_ptr + 3),
-                tl.load(level_ptr + 4),
-                tl.load(level_ptr + 5),
-                tl.load(level_ptr + 6),
-                tl.load(level_ptr + 7),
-            ],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
+            nearest_assembly(), "=r,r,r,r,r,r,r,r,r,r", (distance,) + levels, dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         nearest = distance

@@ -178,11 +178,11 @@ class CompareWeight:
         dtype = DTYPES[stored.format.dtype]
         parts = cut_parts(stored.parts(), stored.format.blocksize, self.start, self.stop)
         ranges = _ranges(parts)
-        if self.encoded is not None:
-            weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
-            return weight, *_stored_piece(stored, parts, worker.read(ranges))
         if job.is_cut_out:
-            weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
+            if self.encoded is not None:
+                weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
+            else:
+                weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
             return weight, *_stored_piece(stored, parts, worker.read(ranges))
         begin, _ = job.source_range
         itemsize = DTYPE_BITS[job.source.dtype] // 8

@@ -82,10 +82,7 @@ def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) ->
 
 
 def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    if tensor.encoding is not None:
-        return read_decoded(worker, tensor)
-    [raw] = worker.read([(tensor.file, tensor.start, tensor.stop)])
-    return _shaped(raw.view(TORCH_DTYPES[tensor.dtype]), tensor)
+    return _shaped(read_values(worker, tensor), tensor)
 
 
 def packed_piece(parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, QuantState]:

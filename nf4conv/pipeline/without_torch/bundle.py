@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,7 +81,7 @@ def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, K
 
 def _loaded(content: dict[str, Any]) -> Kernels[bytes]:
     functions = {
-        name: Function(base64.b64decode(kernel["cubin"]), kernel["entry"], kernel["shared"], kernel["threads"])
+        name: Function(**kernel | {"cubin": base64.b64decode(kernel["cubin"])})
         for name, kernel in content["kernels"].items()
     }
     tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
@@ -174,10 +174,7 @@ def _compile(
     kernels = iter(ahead.compiled(variants, capability))
     return {
         purpose: {
-            "kernels": {
-                name: asdict(kernel) | {"cubin": base64.b64encode(kernel.cubin).decode()}
-                for name, kernel in [(name, next(kernels)) for name in found.kernels]
-            },
+            "kernels": {name: next(kernels) for name in found.kernels},
             "tables": {name: base64.b64encode(table).decode() for name, table in found.tables.items()},
             "numbers": found.numbers,
         }

@@ -180,9 +180,18 @@ def bring(reading: Reading, origin: Origin, tag: str, target: int) -> Launch:
     if purpose.action is Action.UNPACK:
         return _unpack(reading, origin, kernels, target)
     number = reading.put(origin.places["number"], 1.0)
-    places = {role: reading.address(position) for role, position in origin.places.items()}
-    decode = _decode_scaled if purpose.action is Action.DECODE_SCALED else _decode_fp4
-    return decode(origin.tensor, {"scale": number, **places}, kernels, target)
+    places = {"scale": number} | {role: reading.address(position) for role, position in origin.places.items()}
+    assert origin.tensor.encoding is not None
+    parts = dict(origin.tensor.encoding.parts)
+    rows, columns = parts["values"].shape
+    tiles = -(-columns // kernels.numbers["columns"])
+    if purpose.action is Action.DECODE_SCALED:
+        factors, steps = [], _strides(parts.get("scale"))
+    else:
+        factors = [places.get(role, places["scale"]) for role in ("divisor", "multiplier")]
+        steps = (parts["scale"].shape[1],)
+    arguments = (places["values"], places["scale"], *factors, target, rows, columns, tiles, *steps)
+    return kernels.functions["decode"], -(-rows // kernels.numbers["rows"]) * tiles, arguments
 
 
 def _unpack(reading: Reading, origin: Origin, kernels: Kernels[int], target: int) -> Launch:
@@ -203,28 +212,9 @@ def _unpack(reading: Reading, origin: Origin, kernels: Kernels[int], target: int
     return kernels.functions[name], -(-tensor.elements // kernels.numbers["tile"]), (*decoding, target, tensor.elements)
 
 
-def _decode_scaled(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels[int], target: int) -> Launch:
-    assert tensor.encoding is not None
-    parts = dict(tensor.encoding.parts)
-    rows, columns = parts["values"].shape
-    tiles = -(-columns // kernels.numbers["columns"])
-    arguments = (places["values"], places["scale"], target, rows, columns, tiles, *_strides(parts.get("scale")))
-    return kernels.functions["scaled"], -(-rows // kernels.numbers["rows"]) * tiles, arguments
-
-
-def _strides(scale: TensorInfo | None) -> tuple[int, int]:
+def _strides(scale: TensorInfo | None) -> tuple[int, ...]:
     """From one row, and column, of scales to the next; 0 where one serves all. A single dimension is that of rows."""
     if scale is None or scale.elements == 1:
         return 0, 0
     height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
     return (0 if height == 1 else width), (0 if width == 1 else 1)
-
-
-def _decode_fp4(tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels[int], target: int) -> Launch:
-    assert tensor.encoding is not None
-    parts = dict(tensor.encoding.parts)
-    (rows, pairs), groups = parts["values"].shape, parts["scale"].shape[1]
-    tiles = -(-pairs // kernels.numbers["columns"])
-    factors = [places.get(role, places["scale"]) for role in ("divisor", "multiplier")]
-    arguments = (places["values"], places["scale"], *factors, target, rows, pairs, tiles, groups)
-    return kernels.functions["fp4"], -(-rows // kernels.numbers["rows"]) * tiles, arguments
