@@ -73,13 +73,11 @@ def _summands() -> Words:
 @functools.cache
 def _squares() -> Words:
     """[65536] uint32: s(t)."""
-    bits = np.arange(1 << 16, dtype=np.uint32) >> np.arange(16, dtype=np.uint32)[:, None] & 1
-    total = np.zeros(1 << 16, dtype=np.uint32)
-    for high in range(16):
-        if 2 * high >= 17:
-            total += bits[high] << np.uint32(2 * high - 17)
-        for low in range(max(16 - high, 0), high):
-            total += (bits[high] & bits[low]) << np.uint32(high + low - 16)
+    t = np.arange(1 << 16, dtype=np.uint32)
+    total = np.zeros_like(t)
+    for high in range(9, 16):  # each bit with those below it whose product with it counts, and with itself
+        below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
+        total += ((t >> high) & 1) * (below + (1 << (2 * high - 17)))
     return total
 
 

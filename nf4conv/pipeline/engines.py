@@ -3,8 +3,9 @@
 For that reason each engine is imported only when it is chosen.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from nf4conv.checkpoint.plan import Plan
@@ -20,17 +21,14 @@ def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTas
     """The engine that quantizes, and its tasks."""
     from nf4conv.pipeline.without_torch import pack
 
-    if run.verify:  # there are no kernels in a bundle that compare
-        return _with_torch(run)
-    # 2-byte weights in blocks of 32: 1/4 of a piece in codes, 1/16 in absmax, 1/64 in its codes
-    return _engine(run, partial(pack.purposes_of, output), 3 / 8, pack.shard_tasks)
+    return _with_torch(run) if run.verify else _engine(output, run, pack)  # bundles hold no kernels that compare
 
 
 def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
     """The engine that dequantizes, and its tasks; `is_cast` says whether to another dtype than before."""
     from nf4conv.pipeline.without_torch import unpack
 
-    return _with_torch(run) if is_cast else _engine(run, partial(unpack.purposes_of, output), 1, unpack.shard_tasks)
+    return _with_torch(run) if is_cast else _engine(output, run, unpack)
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:
@@ -47,14 +45,12 @@ def make_audit(piece: int, tolerance: float | None) -> Audit:
     return TorchAudit(piece, tolerance)
 
 
-def _engine(
-    run: RunOptions, purposes: Callable[[], Collection[Any] | None], returned: float, tasks: ShardTasks
-) -> tuple[Engine[Any], ShardTasks]:
+def _engine(output: Plan, run: RunOptions, way: ModuleType) -> tuple[Engine[Any], ShardTasks]:
     """The engine without torch and its tasks, if there are kernels and a GPU for it; or else that with torch."""
     from nf4conv.pipeline.without_torch.worker import bare_engine
 
-    engine = bare_engine(run.device, purposes, returned)
-    return (engine, tasks) if engine is not None else _with_torch(run)
+    engine = bare_engine(run.device, partial(way.purposes_of, output), way.RETURNED)
+    return (engine, way.shard_tasks) if engine is not None else _with_torch(run)
 
 
 def _with_torch(run: RunOptions) -> tuple[Engine[Any], ShardTasks]:

@@ -13,7 +13,6 @@
     finite.py       whether any value is NaN or infinite
     ahead.py        compiled kernels as bytes, for programs without torch
     error.py        weight, packed codes → error sums, nothing materialised
-    eight_bit.py    a byte of FP8, INT8 or E8M0 → float32
     product.py      x, packed codes, absmax → product; its PTX is in product_assembly.py, its launches in matmul.py
     scaled.py       8-bit values, scales → weight
     fp4.py          MXFP4 and NVFP4 → weight

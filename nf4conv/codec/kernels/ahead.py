@@ -13,8 +13,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from nf4conv.codec.kernels import dequantize, finite, fp4, mean, nested, pack, scaled
-from nf4conv.codec.kernels.eight_bit import kind_of, stored
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
+from nf4conv.codec.kernels.scaled import kind_of, stored
 from nf4conv.codec.kernels.tables import middle_table, value_table
 from nf4conv.codec.mean_order import TORCH_BLOCK
 from nf4conv.format.codebook import NESTED_BLOCKSIZE

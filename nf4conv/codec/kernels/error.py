@@ -13,13 +13,12 @@ from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
 from nf4conv.codec.kernels.arithmetic import lookup, multiply
 from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.quantize import access, halves, load_words
+from nf4conv.codec.kernels.quantize import access, configuration, halves, load_words
 from nf4conv.codec.kernels.tables import bound_table, value_table
 from nf4conv.codec.quant_state import Decoding
 
-MINIMUM_SLOTS = 256
+CONFIGURATIONS = {2: (256, 4), 4: (256, 4)}  # as of quantize.py
 TILES = 8
-NUM_WARPS = 4
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
@@ -27,7 +26,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     quant_type, blocksize = decoding.quant_type, decoding.blocksize
     n = weight.numel()
     device = weight.device
-    tile = max(MINIMUM_SLOTS * 16, blocksize * weight.element_size()) // weight.element_size()
+    tile, num_warps = configuration(weight.dtype, blocksize, CONFIGURATIONS)
     programs = -(-n // (tile * TILES))
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
@@ -39,7 +38,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
             (weight, packed, *decoding.pointers(), *tables, peaks, squares, outside, n, programs),
             (blocksize, tile, TILES, decoding.state2 is not None, access(weight, packed, n, tile), weight.is_cuda),
             weight.dtype,
-            NUM_WARPS,
+            num_warps,
         )
     peak = peaks.amax(1) if n else peaks.new_zeros(2)
     total = squares.sum(1)

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.eight_bit import kind_of, signed, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.scaled import kind_of, signed, stored, to_float
 
 TILE_ROWS = 4
 TILE_PAIRS = 256
@@ -67,7 +67,7 @@ def fp4_kernel(
 
     Pointers to tensors:
         values_ptr: [rows, pairs] uint8, the low nibble first.
-        scale_ptr: [rows, groups] 8-bit, of the kind SCALE (eight_bit.py), one for GROUP_PAIRS pairs.
+        scale_ptr: [rows, groups] 8-bit, of the kind SCALE, one for GROUP_PAIRS pairs.
         divisor_ptr, multiplier_ptr: [1] float; read where DIVIDE, MULTIPLY.
         out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written.
     """

@@ -19,7 +19,6 @@ from nf4conv.checkpoint.encoded_pieces import (
     cut_elements,
     cut_parts,
     encoded_pieces,
-    matrix_pieces,
     packed_spans,
     plain_pieces,
 )
@@ -35,10 +34,10 @@ from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
-from nf4conv.pipeline.shards import Gathered
+from nf4conv.pipeline.shards import Gathered, weight_pieces
 from nf4conv.pipeline.with_torch.difference import byte_tasks
 from nf4conv.pipeline.with_torch.pack import part_of
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, packed_piece, read_decoded, read_matrix
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, packed_piece, read_matrix, read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, TensorDifference, WeightResult
 
@@ -76,15 +75,12 @@ def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[T
     """The comparison with what quantizing the source gives."""
     weight = result.weight
     blocksize = weight.format.blocksize
-    # a code and its share of the scales take less than a byte
-    spans = packed_spans(weight.elements, blocksize, piece // (DTYPE_BITS[job.source.dtype] // 8 + 1))
-    pieces = matrix_pieces(job, piece // 4, blocksize * NESTED_BLOCKSIZE)
-    if job.is_cut_out:
-        spans = [(part.start, part.start + part.tensor.elements) for part in pieces] or [(0, weight.elements)]
-    absmax: Gathered[torch.Tensor] = Gathered(block_count(weight.elements, blocksize), len(spans))
-    for number, (start, stop) in enumerate(spans):
-        encoded = pieces[number].tensor if len(pieces) > 1 else None
-        yield CompareWeight(result, job, absmax, start, stop, encoded)
+    unit, itemsize = blocksize * NESTED_BLOCKSIZE, DTYPE_BITS[job.source.dtype] // 8
+    most = piece // (itemsize + 1)  # a code and its share of the scales take less than a byte
+    pieces = weight_pieces(job, max(most - most % unit, unit) * itemsize, piece // 4, unit)
+    whole = job.is_cut_out and len(pieces) <= 1
+    absmax: Gathered[torch.Tensor] = Gathered(block_count(weight.elements, blocksize), 1 if whole else len(pieces))
+    yield from (CompareWeight(result, job, absmax, part) for part in ([None] if whole else pieces))
 
 
 def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -152,44 +148,42 @@ def _nested_offset(worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: b
 
 @dataclass(frozen=True)
 class CompareWeight:
-    """Elements start … stop of a packed weight and of its source; `encoded` holds the latter if they are encoded."""
+    """A piece of a weight's source, None if it is taken whole, and what has become of it."""
 
     result: WeightResult
     job: PackJob
     absmax: Gathered[torch.Tensor]
-    start: int
-    stop: int
-    encoded: TensorInfo | None = None
+    source: Piece | None
 
     def run(self, worker: TorchWorker) -> None:
-        weight, packed, state = self._read(worker)
-        blocksize = state.blocksize
+        stored = self.result.weight
+        start = 0 if self.source is None else self.source.start
+        stop = start + (stored.elements if self.source is None else self.source.tensor.elements)
+        blocksize = stored.format.blocksize
+        weight, packed, state = self._read(worker, cut_parts(stored.parts(), blocksize, start, stop))
         with worker.timed(Activity.COMPUTE):
-            absmax = part_of(self.absmax, self.start // blocksize, block_count(self.stop, blocksize), worker.device)
-            errors = _compare_piece(weight, packed, state, absmax, self.result.weight.format.scales)
-        self.result.add_piece(self.start, errors)
+            absmax = part_of(self.absmax, start // blocksize, block_count(stop, blocksize), worker.device)
+            errors = _compare_piece(weight, packed, state, absmax, stored.format.scales)
+        self.result.add_piece(start, errors)
         whole = self.absmax.done()
         if whole is not None:
-            self.result.scales = _compare_scales(worker, self.result.weight, whole)
+            self.result.scales = _compare_scales(worker, stored, whole)
 
-    def _read(self, worker: TorchWorker) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
+    def _read(
+        self, worker: TorchWorker, parts: Mapping[str, TensorInfo]
+    ) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
         """The source cast to what was packed, the codes, and their state."""
-        stored, job = self.result.weight, self.job
-        dtype = DTYPES[stored.format.dtype]
-        parts = cut_parts(stored.parts(), stored.format.blocksize, self.start, self.stop)
-        ranges = _ranges(parts)
-        if job.is_cut_out:
-            if self.encoded is not None:
-                weight = read_decoded(worker, self.encoded).to(dtype).view(-1)
-            else:
-                weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
-            return weight, *_stored_piece(stored, parts, worker.read(ranges))
-        begin, _ = job.source_range
-        itemsize = DTYPE_BITS[job.source.dtype] // 8
-        raws = worker.read([(job.source.file, begin + self.start * itemsize, begin + self.stop * itemsize), *ranges])
-        with worker.timed(Activity.COMPUTE):
-            weight = raws[0].view(TORCH_DTYPES[job.source.dtype]).to(dtype)
-        return weight, *_stored_piece(stored, parts, raws[1:])
+        stored, ranges, dtype = self.result.weight, _ranges(parts), DTYPES[self.result.weight.format.dtype]
+        if self.source is None:
+            weight = read_matrix(worker, self.job, dtype).clone()  # the next read reuses the buffer
+        elif self.source.tensor.encoding is not None:
+            weight = read_values(worker, self.source.tensor).to(dtype)
+        else:
+            first, *raws = worker.read([self.source.tensor.file_range, *ranges])
+            with worker.timed(Activity.COMPUTE):
+                weight = first.view(TORCH_DTYPES[self.source.tensor.dtype]).to(dtype)
+            return weight, *_stored_piece(stored, parts, raws)
+        return weight, *_stored_piece(stored, parts, worker.read(ranges))
 
 
 def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
@@ -315,7 +309,7 @@ class CompareCopy:
         source, start = self.source
         stored = cut_elements(self.result.tensor, start, start + source.elements)
         if source.encoding is not None:
-            original = read_decoded(worker, source).to(TORCH_DTYPES[stored.dtype]).clone()
+            original = read_values(worker, source).to(TORCH_DTYPES[stored.dtype]).clone()
             [found] = worker.read([stored.file_range])
         else:
             found, original = worker.read([stored.file_range, source.file_range])
@@ -323,5 +317,5 @@ class CompareCopy:
             if source.encoding is None and source.dtype != stored.dtype:
                 original = original.view(TORCH_DTYPES[source.dtype]).to(TORCH_DTYPES[stored.dtype])
             size = max(DTYPE_BITS[stored.dtype] // 8, 1)
-            expected = original.view(-1).view(torch.uint8).view(-1, size)
+            expected = original.view(torch.uint8).view(-1, size)
             self.result.add(int((found.view(-1, size) != expected).any(dim=1).sum()))

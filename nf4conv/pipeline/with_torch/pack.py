@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, packed_pieces
-from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import backend, compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of, dynamic_table
@@ -27,7 +27,6 @@ from nf4conv.pipeline.with_torch.reading import (
     check_cast,
     exactly_decoded,
     packed_piece,
-    read_decoded,
     read_matrix,
     read_values,
 )
@@ -44,8 +43,8 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
             parts = _encoded_pieces(job, piece)
-            tasks += [CopyDecoded(progress, job.source.file, job, part) for part in parts]
-    return shards.fill(progress, tasks, piece, CastCopies)
+            tasks += [Conversions(progress, job.source.file, ((job, part),)) for part in parts]
+    return shards.fill(progress, tasks, piece, Conversions)
 
 
 def _room(job: PackJob) -> int:
@@ -124,62 +123,48 @@ class PackBatch(ShardTask[TorchWorker]):
 
 
 @dataclass(frozen=True)
-class CopyDecoded(ShardTask[TorchWorker]):
-    """A kept tensor, or a piece of it, that the source holds encoded."""
-
-    job: CopyJob
-    piece: Piece
-
-    def run(self, worker: TorchWorker) -> None:
-        values = self._unpacked(worker) if _is_unpacked(self.job) else self._decoded(worker)
-        offset = self.job.offset + self.piece.start * values.element_size()
-        worker.write([(self.progress.writer, offset, values)])
-        if self.progress.audit is not None:
-            self.progress.audit.check_copy(worker, self.progress, self.job, self.piece)
-        self.progress.done()
-
-    def _decoded(self, worker: TorchWorker) -> torch.Tensor:
-        tensor = read_decoded(worker, self.piece.tensor)
-        with worker.timed(Activity.COMPUTE):
-            cast = tensor.to(TORCH_DTYPES[self.job.dtype])
-            if cast is not tensor or cast.dtype is torch.float16:  # the other dtypes hold whatever decoding gives
-                check_cast(cast, self.job, lambda: read_decoded(worker, exactly_decoded(self.piece.tensor)))
-        return cast
-
-    def _unpacked(self, worker: TorchWorker) -> torch.Tensor:
-        tensor = self.piece.tensor
-        assert tensor.encoding is not None
-        raws = worker.read([part.file_range for _, part in tensor.encoding.parts])
-        with worker.timed(Activity.COMPUTE):
-            packed, state = packed_piece(dict(tensor.encoding.parts), raws)
-
-            def values(dtype: torch.dtype) -> torch.Tensor:
-                out = torch.empty(tensor.elements, dtype=dtype, device=worker.device)
-                backend(worker.device).dequantize_blocks(packed, decoding_of(state), out)
-                return out
-
-            found = values(TORCH_DTYPES[self.job.dtype])
-            if found.dtype != state.dtype:
-                check_cast(found, self.job, lambda: values(torch.float32))
-        return found
-
-
-@dataclass(frozen=True)
-class CastCopies(ShardTask[TorchWorker]):
-    """Tensors, or parts of them, that are kept in another dtype."""
+class Conversions(ShardTask[TorchWorker]):
+    """Tensors, or parts of them, that are kept in another dtype, or that the source holds encoded."""
 
     parts: tuple[CopyPart, ...]
 
     def run(self, worker: TorchWorker) -> None:
         for job, piece in self.parts:
-            values = read_values(worker, piece.tensor)
-            with worker.timed(Activity.COMPUTE):
-                cast = values.to(TORCH_DTYPES[job.dtype])
-                check_cast(cast, job, partial(values.view, -1))
-            worker.write([(self.progress.writer, job.offset + piece.start * cast.element_size(), cast)])
+            values = (_unpacked if _is_unpacked(job) else _converted)(worker, job, piece.tensor)
+            worker.write([(self.progress.writer, job.offset + piece.start * values.element_size(), values)])
             if self.progress.audit is not None:
                 self.progress.audit.check_copy(worker, self.progress, job, piece)
         self.progress.done()
+
+
+def _converted(worker: TorchWorker, job: CopyJob, tensor: TensorInfo) -> torch.Tensor:
+    """[elements] of a piece of a kept tensor in the dtype that it is stored in."""
+    values = read_values(worker, tensor)
+    with worker.timed(Activity.COMPUTE):
+        cast = values.to(TORCH_DTYPES[job.dtype])
+        if tensor.encoding is None:
+            check_cast(cast, job, lambda: values)
+        elif cast is not values or cast.dtype is torch.float16:  # the other dtypes hold whatever decoding gives
+            check_cast(cast, job, lambda: read_values(worker, exactly_decoded(tensor)))
+    return cast
+
+
+def _unpacked(worker: TorchWorker, job: CopyJob, tensor: TensorInfo) -> torch.Tensor:
+    """As `_converted` for a weight that bitsandbytes packed."""
+    assert tensor.encoding is not None
+    raws = worker.read([part.file_range for _, part in tensor.encoding.parts])
+    with worker.timed(Activity.COMPUTE):
+        packed, state = packed_piece(dict(tensor.encoding.parts), raws)
+
+        def values(dtype: torch.dtype) -> torch.Tensor:
+            out = torch.empty(tensor.elements, dtype=dtype, device=worker.device)
+            backend(worker.device).dequantize_blocks(packed, decoding_of(state), out)
+            return out
+
+        found = values(TORCH_DTYPES[job.dtype])
+        if found.dtype != state.dtype:
+            check_cast(found, job, lambda: values(torch.float32))
+    return found
 
 
 def _read_weights(worker: TorchWorker, format: Format, jobs: Sequence[PackJob]) -> list[torch.Tensor]:

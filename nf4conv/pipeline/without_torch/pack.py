@@ -49,6 +49,10 @@ from nf4conv.pipeline.without_torch.reading import (
 )
 from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
 
+RETURNED: Final = 3 / 8
+"""Bytes that come back from the device for each that goes there; of 2-byte weights in blocks of 32: 1/4 in codes, 1/16
+in absmax, 1/64 in its codes."""
+
 _MEAN_ROOM: Final = 4 * 2**16
 """Bytes that the mean of a long vector needs for the sums of its parts."""
 

@@ -26,6 +26,8 @@ from nf4conv.pipeline.without_torch.reading import (
 )
 from nf4conv.pipeline.without_torch.worker import CudaWorker
 
+RETURNED: Final = 1.0  # bytes that come back from the device for each that goes there
+
 
 def purposes_of(plan: Plan) -> frozenset[Purpose] | None:
     """What kernels a plan needs; None if it needs more than is here: transposed weights, other encodings."""
