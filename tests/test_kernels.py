@@ -10,7 +10,7 @@ from batched import quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.kernels import finite, mean, tables
+from nf4conv.codec.kernels import mean, pack, tables
 from nf4conv.codec.quant_state import Decoding, NestedState, decoding_of, dynamic_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
@@ -175,9 +175,9 @@ def test_the_search_for_non_finite_values_sees_every_word(dtype: str, words: int
 
     def found() -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        mask, halves = finite.exponent_mask(values.dtype), values.itemsize == 2
-        grid = (-(-words // finite.TILE),)
-        finite.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves, finite.TILE)
+        mask, halves = pack.exponent_mask(values.dtype), values.itemsize == 2
+        grid = (-(-words // pack.FINITE_TILE),)
+        pack.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves, pack.FINITE_TILE)
         return bool(flag)
 
     assert not found()

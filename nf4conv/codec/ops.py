@@ -61,7 +61,10 @@ def quantize_4bit(
     check_options(quant_type, blocksize)
     if scales not in SCALES:
         raise CodecError(f"unknown scales {scales!r}; expected one of {', '.join(SCALES)}")
-    _check_dtype(tensor)
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CodecError(
+            f"cannot quantize {tensor.dtype}: bitsandbytes takes float32, float16 and bfloat16; cast the tensor first"
+        )
     flat = tensor.contiguous().view(-1)
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device)
@@ -164,13 +167,6 @@ def check_options(quant_type: str, blocksize: int) -> None:
         raise CodecError(f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}")
     if blocksize not in BLOCKSIZES:
         raise CodecError(f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}")
-
-
-def _check_dtype(tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise CodecError(
-            f"cannot quantize {tensor.dtype}: bitsandbytes takes float32, float16 and bfloat16; cast the tensor first"
-        )
 
 
 def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int) -> None:

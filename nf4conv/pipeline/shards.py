@@ -199,15 +199,7 @@ def weight_tasks(
     of_piece: Callable[..., ShardTask[Any]],
     of_batch: Callable[..., ShardTask[Any]],
 ) -> list[ShardTask[Any]]:
-    """The tasks of a shard's weights.
-
-    Args:
-        progress: the shard.
-        groups: of weights that are taken together.
-        pieces: of the first of a group, which is alone if they are several.
-        of_piece: makes the task of one of several.
-        of_batch: makes that of a group.
-    """
+    """The tasks of a shard's weights: of each group, or of each piece of one that is alone and comes in several."""
     tasks: list[ShardTask[Any]] = []
     for jobs in groups:
         job, parts = jobs[0], pieces(jobs[0])

@@ -7,10 +7,9 @@
     quantize.py     weight → packed codes, absmax
     search.py       weight → packed codes, searched scales
     nested.py       absmax → 8-bit codes
-    pack.py         the launches of these three, for one tensor or for many
+    pack.py         the launches of these three, for one tensor or for many; whether any value is NaN or infinite
     dequantize.py   packed codes, absmax (plain or nested) → weight
     mean.py         the mean that the nested step subtracts, in torch's order
-    finite.py       whether any value is NaN or infinite
     ahead.py        compiled kernels as bytes, for programs without torch
     error.py        weight, packed codes → error sums, nothing materialised
     product.py      x, packed codes, absmax → product; its PTX is in product_assembly.py, its launches in matmul.py

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import dequantize, finite, fp4, mean, nested, pack, scaled
+from nf4conv.codec.kernels import dequantize, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.scaled import kind_of, stored
 from nf4conv.codec.kernels.tables import middle_table, value_table
@@ -68,7 +68,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     tile, num_warps = pack.packing(dtype, blocksize, searches)
     integers, floats, words = (torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32))
     quantize = (integers, torch.empty(0, dtype=dtype), words, 1, blocksize, tile, quant_type == "fp4")
-    values = (words, words, 1, finite.exponent_mask(dtype), dtype.itemsize == 2, finite.TILE)
+    values = (words, words, 1, pack.exponent_mask(dtype), dtype.itemsize == 2, pack.FINITE_TILE)
     absmax = (integers, floats, floats, 1, device.type == "cuda")
     kernels = {
         **{
@@ -81,7 +81,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
         "mean": Variant(mean.mean_kernel, (integers, floats, 1, TORCH_BLOCK), mean.NUM_WARPS),
         "mean_part": Variant(mean.partial_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
         "mean_total": Variant(mean.total_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
-        "finite": Variant(finite.non_finite_kernel, values, finite.NUM_WARPS),
+        "finite": Variant(pack.non_finite_kernel, values, pack.FINITE_NUM_WARPS),
     }
     codes = pack.packing_table(quant_type, device, searches)
     tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
@@ -89,7 +89,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
         "tile": tile,
         "nested_tile": NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "finite_tile": finite.TILE,
+        "finite_tile": pack.FINITE_TILE,
         "resident_blocks": mean.resident_blocks(device),
     }
     return Codec(kernels, tables, numbers)

@@ -2,7 +2,8 @@
 
 For many, a table on the device has a column for each tensor; a program finds the tensor that its tile belongs to by
 bisection over the tensors' first tiles, and then runs the same code as the kernels for one tensor. These kernels are
-launched without torch only (pipeline/without_torch/pack.py), from what ahead.py has compiled.
+launched without torch only (pipeline/without_torch/pack.py), from what ahead.py has compiled; and so is the one that
+looks for NaN and infinity before anything is packed.
 """
 
 import torch
@@ -16,6 +17,9 @@ from nf4conv.codec.kernels.quantize import access, configuration, quantize_tile
 from nf4conv.codec.kernels.search import CONFIGURATIONS as SEARCHING
 from nf4conv.codec.kernels.search import search_tile
 from nf4conv.codec.kernels.tables import bucket_table, search_table
+
+FINITE_TILE = 8192  # words that a program of non_finite_kernel looks at
+FINITE_NUM_WARPS = 4
 
 
 def quantize_blocks(
@@ -166,3 +170,32 @@ def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, P
     codes_ptr = addresses[1].to(tl.pointer_type(tl.uint8)) + first
     nested_absmax_ptr = addresses[2].to(tl.pointer_type(tl.float32)) + first // 256
     compress_tile(absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)
+
+
+def exponent_mask(dtype: torch.dtype) -> int:
+    """The exponent bits of a value, which are all set in NaN and infinity."""
+    return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
+
+
+@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["values_ptr", "found_ptr"])
+def non_finite_kernel(
+    values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr
+):
+    """Set *found_ptr to 1 if a value's exponent bits are all set.
+
+    Pointers to tensors:
+        values_ptr: [words] int32, each one float32 or two half-precision values.
+        found_ptr: [1] int32, written only if there is one.
+
+    Constexprs:
+        EXPONENT: mask of the exponent bits of one value.
+        HALVES: whether a word holds two values.
+        TILE: words of a program.
+    """
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    word = tl.load(values_ptr + index, mask=index < words, other=0)
+    found = (word & EXPONENT) == EXPONENT
+    if HALVES:
+        found = found | (((word >> 16) & EXPONENT) == EXPONENT)
+    if tl.max(found.to(tl.int32), axis=0) != 0:
+        tl.store(found_ptr, 1)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from nf4conv.checkpoint.encoded_pieces import Piece, matrix_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
@@ -74,18 +74,18 @@ def purposes_of(plan: Plan) -> frozenset[Purpose] | None:
             if job.dtype != job.source.dtype or job.source.encoding is not None:
                 return None
         elif job.stored is None:
-            needed = _purposes_of_weight(job, TAGS[plan.format.dtype])
+            pieces = _whole(job)
+            needed = purposes_of_tensor(pieces[0].tensor, TAGS[plan.format.dtype]) if pieces else None
             if needed is None:
                 return None
             found |= needed
     return frozenset(found)
 
 
-def _purposes_of_weight(job: PackJob, tag: str) -> frozenset[Purpose] | None:
-    if not job.is_cut_out:
-        return purposes_of_tensor(job.source, tag)
-    pieces = matrix_pieces(job, job.elements, 1)
-    return purposes_of_tensor(pieces[0].tensor, tag) if pieces else None
+def _whole(job: PackJob) -> list[Piece]:
+    """A weight in one piece; none for one that must be read as a whole matrix."""
+    enough = 8 * max(job.elements, 1)
+    return weight_pieces(job, enough, enough, 1)
 
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
@@ -106,29 +106,26 @@ def _kind(job: PackJob) -> tuple[Path, bool]:
     return job.source.file, job.source.encoding is not None
 
 
-class _Weights(NamedTuple):
-    """Weights on the device as they are packed: where each begins, and where the last one ends."""
+def _load(reading: Reading, tensors: Sequence[TensorInfo], format: Format) -> tuple[list[int], list[Launch]]:
+    """Read weights, and decode them if they are encoded: all of them, or none.
 
-    addresses: Sequence[int]
-    launches: list[Launch]
-
-
-def _load(reading: Reading, tensors: Sequence[TensorInfo], format: Format) -> _Weights:
-    """Read weights, and decode them if they are encoded: all of them, or none."""
+    Returns:
+        addresses: where each begins on the device, and where the last one ends.
+        launches: what decodes them.
+    """
     worker, tag = reading.worker, TAGS[format.dtype]
-    origins = [add_tensor(reading, tensor) for tensor in tensors]
+    placed = [add_tensor(reading, tensor) for tensor in tensors]
     reading.read()
     if tensors[0].encoding is None:
-        places = [origin.places["values"] for origin in origins]
-        return _Weights([*map(reading.address, places), reading.address(reading.stop)], [])
+        return [reading.address(place) for place in [*(parts["values"] for parts in placed), reading.stop]], []
     positions = starts(aligned(bytes_of(tag, tensor.elements)) for tensor in tensors)
     base = worker.scratch(positions[-1])
     addresses = [base + position for position in positions]
     for tensor, stop in zip(tensors, addresses[1:], strict=True):
         gap = -bytes_of(tag, tensor.elements) % 64
         worker.stream.clear(stop - gap, gap)  # the search for NaN looks at all of it
-    launches = [bring(reading, origin, tag, address) for origin, address in zip(origins, addresses, strict=False)]
-    return _Weights(addresses, launches)
+    each = zip(tensors, placed, addresses, strict=False)
+    return addresses, [bring(reading, tensor, parts, tag, address) for tensor, parts, address in each]
 
 
 class _Output:
@@ -170,8 +167,7 @@ class PackBatch(ShardTask[CudaWorker]):
     def run(self, worker: CudaWorker) -> None:
         format = self.progress.format
         reading = Reading(worker)
-        tensors = [weight_pieces(job, 8 * job.elements, 8 * job.elements, 1)[0].tensor for job in self.jobs]
-        weights = _load(reading, tensors, format)
+        addresses, launches = _load(reading, [_whole(job)[0].tensor for job in self.jobs], format)
         kernels = worker.engine.kernels[purpose_of_format(format)]
         with worker.timed(Activity.COMPUTE):
             sizes = [job.elements for job in self.jobs]
@@ -180,16 +176,13 @@ class PackBatch(ShardTask[CudaWorker]):
             base = worker.output.address
             absmax = [base + out.absmax + 4 * start for start in out.absmax_starts[:-1]]
             codes = [base + out.packed + start for start in out.packed_starts[:-1]]
-            rows = list(zip(weights.addresses, codes, absmax, sizes, strict=False))
-            launches = [
-                *weights.launches,
-                _look_for_non_finite(worker, kernels, weights.addresses[0], weights.addresses[-1]),
-                *_quantize(reading, kernels, rows),
-            ]
+            rows = list(zip(addresses, codes, absmax, sizes, strict=False))
+            launches.append(_look_for_non_finite(worker, kernels, addresses[0], addresses[-1]))
+            launches += _quantize(reading, kernels, rows)
             if format.double_quant:
                 launches += _compress_all(reading, kernels, out, absmax)
             worker.execute(reading.stop, launches, out.visible)
-        _check_finite(worker, kernels, self.jobs, weights.addresses)
+        _check_finite(worker, kernels, self.jobs, addresses)
         host = worker.result.view
         with worker.timed(Activity.WRITE):
             self.progress.writer.write(self.jobs[0].offsets[0], host[out.packed : out.packed + out.packed_starts[-1]])
@@ -208,21 +201,18 @@ class PackPiece(ShardTask[CudaWorker]):
     def run(self, worker: CudaWorker) -> None:
         format, (tensor, start) = self.progress.format, self.piece
         reading = Reading(worker)
-        weights = _load(reading, [tensor], format)
+        addresses, launches = _load(reading, [tensor], format)
         kernels = worker.engine.kernels[purpose_of_format(format)]
         with worker.timed(Activity.COMPUTE):
             whole = self.absmax.memory(lambda blocks: worker.engine.allocate(4 * blocks))
             absmax = whole.address + 4 * (start // format.blocksize)
             size = -(-tensor.elements // 2)
             worker.reserve(result=HEAD + size)
-            row = weights.addresses[0], worker.output.address + HEAD, absmax, tensor.elements
-            launches = [
-                *weights.launches,
-                _look_for_non_finite(worker, kernels, *weights.addresses),
-                *_quantize(reading, kernels, [row]),
-            ]
+            row = addresses[0], worker.output.address + HEAD, absmax, tensor.elements
+            launches.append(_look_for_non_finite(worker, kernels, *addresses))
+            launches += _quantize(reading, kernels, [row])
             worker.execute(reading.stop, launches, HEAD + size)
-        _check_finite(worker, kernels, [self.job], weights.addresses)
+        _check_finite(worker, kernels, [self.job], addresses)
         with worker.timed(Activity.WRITE):
             codes = worker.result.view[HEAD : HEAD + size]
             self.progress.writer.write(self.job.offsets[0] + start // 2, codes)

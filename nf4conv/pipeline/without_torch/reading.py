@@ -11,7 +11,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.errors import CodecError, SourceError
@@ -102,17 +102,10 @@ class Reading:
         return self.table([*zip(*rows, strict=True), first_tiles]), tiles
 
 
-class Origin(NamedTuple):
-    """A tensor, or a piece of it, in a worker's input: as it is stored, and the positions of its parts by role."""
-
-    tensor: TensorInfo
-    places: Mapping[str, int]
-
-
-def add_tensor(reading: Reading, tensor: TensorInfo) -> Origin:
-    """Add all that is needed of a tensor."""
+def add_tensor(reading: Reading, tensor: TensorInfo) -> dict[str, int]:
+    """Add all that is needed of a tensor, or a piece of it: the positions of its parts, as they are stored, by role."""
     if tensor.encoding is None:
-        return Origin(tensor, {"values": reading.add(tensor.file_range)})
+        return {"values": reading.add(tensor.file_range)}
     parts = dict(tensor.encoding.parts)
     if tensor.encoding.method is Method.BITSANDBYTES_4BIT:
         blob = parts[blob_role(parts)]
@@ -120,7 +113,7 @@ def add_tensor(reading: Reading, tensor: TensorInfo) -> Origin:
             raise SourceError(f"{blob.file}: {blob.name}: a quant state of impossible size")
     places = {role: reading.add(part.file_range) for role, part in parts.items()}
     # a number that the host knows: nested_offset, or the scale where there is none
-    return Origin(tensor, {"number": reading.take(4), **places})
+    return {"number": reading.take(4), **places}
 
 
 def room_of(tensor: TensorInfo) -> int:
@@ -165,24 +158,19 @@ def _purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     return None
 
 
-def bring(reading: Reading, origin: Origin, tag: str, target: int) -> Launch:
-    """The launch that decodes a tensor that has been read.
+def bring(reading: Reading, tensor: TensorInfo, positions: Mapping[str, int], tag: str, target: int) -> Launch:
+    """The launch that decodes a tensor, which has been read to positions from `add_tensor`, to the dtype of a tag.
 
-    Args:
-        reading: that it is in.
-        origin: the tensor.
-        tag: the dtype of the result; `purposes_of_tensor` has said that it can be done.
-        target: address of the result, of a packed weight any that suits its dtype, else a multiple of 16.
+    The target is the address of the result: of a packed weight any that suits its dtype, else a multiple of 16.
     """
-    purpose = _purpose(origin.tensor, tag)
-    assert purpose is not None
-    kernels = reading.worker.engine.kernels[purpose]
+    purpose = _purpose(tensor, tag)
+    assert purpose is not None  # `purposes_of_tensor` has said that it can be done
+    assert tensor.encoding is not None
+    parts, kernels = dict(tensor.encoding.parts), reading.worker.engine.kernels[purpose]
     if purpose.action is Action.UNPACK:
-        return _unpack(reading, origin, kernels, target)
-    number = reading.put(origin.places["number"], 1.0)
-    places = {"scale": number} | {role: reading.address(position) for role, position in origin.places.items()}
-    assert origin.tensor.encoding is not None
-    parts = dict(origin.tensor.encoding.parts)
+        return _unpack(reading, tensor, positions, kernels, target)
+    number = reading.put(positions["number"], 1.0)
+    places = {"scale": number} | {role: reading.address(position) for role, position in positions.items()}
     rows, columns = parts["values"].shape
     tiles = -(-columns // kernels.numbers["columns"])
     if purpose.action is Action.DECODE_SCALED:
@@ -194,15 +182,16 @@ def bring(reading: Reading, origin: Origin, tag: str, target: int) -> Launch:
     return kernels.functions["decode"], -(-rows // kernels.numbers["rows"]) * tiles, arguments
 
 
-def _unpack(reading: Reading, origin: Origin, kernels: Kernels[int], target: int) -> Launch:
-    tensor, places = origin.tensor, {role: reading.address(position) for role, position in origin.places.items()}
+def _unpack(
+    reading: Reading, tensor: TensorInfo, positions: Mapping[str, int], kernels: Kernels[int], target: int
+) -> Launch:
     assert tensor.encoding is not None
-    parts = dict(tensor.encoding.parts)
+    parts, places = dict(tensor.encoding.parts), {role: reading.address(at) for role, at in positions.items()}
     role, is_nested = blob_role(parts), "nested_absmax" in parts
     try:
-        fields = parse_quant_state(reading.content(origin.places[role], parts[role].nbytes))
+        fields = parse_quant_state(reading.content(positions[role], parts[role].nbytes))
         if is_nested:
-            reading.put(origin.places["number"], nested_offset_of(fields))
+            reading.put(positions["number"], nested_offset_of(fields))
     except CodecError as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: {error}") from error
     is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0

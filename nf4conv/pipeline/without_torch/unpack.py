@@ -11,10 +11,9 @@ from typing import Final, NamedTuple
 from nf4conv.checkpoint.encoded_pieces import packed_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, Plan
-from nf4conv.format.encodings import Method
 from nf4conv.pipeline.loop import Activity, batches
 from nf4conv.pipeline.shards import LARGEST_BATCH, ShardProgress, ShardTask, fill
-from nf4conv.pipeline.without_torch.bundle import Purpose
+from nf4conv.pipeline.without_torch.bundle import Action, Purpose
 from nf4conv.pipeline.without_torch.reading import (
     Reading,
     add_tensor,
@@ -33,10 +32,8 @@ def purposes_of(plan: Plan) -> frozenset[Purpose] | None:
     """What kernels a plan needs; None if it needs more than is here: transposed weights, other encodings."""
     found: set[Purpose] = set()
     for job in plan.jobs:
-        if not isinstance(job, CopyJob) or (job.source.encoding and job.source.encoding.method is not _METHOD):
-            return None
-        needed = purposes_of_tensor(job.source, job.dtype)
-        if needed is None:
+        needed = purposes_of_tensor(job.source, job.dtype) if isinstance(job, CopyJob) else None
+        if needed is None or any(purpose.action is not Action.UNPACK for purpose in needed):
             return None
         found |= needed
     return frozenset(found)
@@ -50,9 +47,6 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
 
     groups = batches(_spans(progress, piece), room, piece, lambda span: span.job.source.file, LARGEST_BATCH)
     return fill(progress, [Unpack(progress, spans[0].job.source.file, spans) for spans in groups], piece)
-
-
-_METHOD: Final = Method.BITSANDBYTES_4BIT
 
 
 class Span(NamedTuple):
@@ -87,15 +81,15 @@ class Unpack(ShardTask[CudaWorker]):
 
     def run(self, worker: CudaWorker) -> None:
         reading = Reading(worker)
-        origins = [add_tensor(reading, span.tensor) for span in self.spans]
+        positions = [add_tensor(reading, span.tensor) for span in self.spans]
         reading.read()
         places = starts(span.nbytes for span in self.spans)
         with worker.timed(Activity.COMPUTE):
             worker.reserve(result=places[-1])
             targets = [worker.output.address + place for place in places]
             launches = [
-                bring(reading, origin, span.job.dtype, target)
-                for span, origin, target in zip(self.spans, origins, targets, strict=False)
+                bring(reading, span.tensor, position, span.job.dtype, target)
+                for span, position, target in zip(self.spans, positions, targets, strict=False)
             ]
             worker.execute(reading.stop, launches, places[-1])
         with worker.timed(Activity.WRITE):

@@ -105,13 +105,7 @@ class CudaEngine:
 
 
 class CudaWorker(Worker):
-    """A thread's buffers.
-
-    Args:
-        engine: whose kernels it launches.
-        reader: of the source files.
-        sizes: bytes of the first two buffers.
-        advance: told how many source bytes have been read.
+    """A thread's buffers, of so many bytes on either side.
 
     Attributes:
         engine: whose kernels it launches.
@@ -140,12 +134,7 @@ class CudaWorker(Worker):
                 self.engine.give_back(memory)
 
     def reserve(self, source: int = 0, result: int = 0) -> None:
-        """Make the buffers at least so large: what cannot be cut may be larger than a piece. They lose what they held.
-
-        Args:
-            source: bytes of source and input.
-            result: bytes of result and output.
-        """
+        """Make the buffers at least so large: what cannot be cut may exceed a piece. They lose what they held."""
         if source > len(self.source.view):
             self.source, self.input = self._larger(self.source, self.input, source)
             self._buffer = self.source.view
@@ -177,15 +166,12 @@ class CudaWorker(Worker):
 
 
 def bare_engine(device: str, purposes: Callable[[], Collection[Purpose] | None], returned: float) -> CudaEngine | None:
-    """An engine without torch.
+    """An engine without torch; None where torch must do it: no such GPU, or no kernels, or none that can be compiled.
 
     Args:
         device: "auto", "cuda" or "cuda:N"; auto takes the first GPU.
         purposes: tells what it is to do; None if there are no kernels for it. Asked only where there is a GPU.
-        returned: how many bytes come back from the device for each that goes there.
-
-    Returns:
-        None where torch must do it: no such GPU, or no kernels, or none that can be compiled.
+        returned: as of CudaEngine.
     """
     name, _, index = device.partition(":")
     index = index or "0"
