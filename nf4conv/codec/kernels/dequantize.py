@@ -14,7 +14,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.assembly import decode_assembly
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.quantize import access, configuration
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Decoding
@@ -44,12 +44,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
     )
 
 
-@triton.jit(
-    do_not_specialize=["n"],
-    do_not_specialize_on_alignment=[
-        "packed_ptr", "absmax_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr", "table_ptr", "out_ptr"
-    ],
-)  # fmt: skip
+@kernel
 def dequantize_kernel(
     packed_ptr,
     absmax_ptr,

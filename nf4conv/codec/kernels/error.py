@@ -6,13 +6,12 @@ small or too large for its square, and 2^31 of them add up with 15 digits.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
 from nf4conv.codec.kernels.arithmetic import lookup, multiply
 from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.quantize import access, configuration, halves, load_words
 from nf4conv.codec.kernels.tables import bound_table, value_table
 from nf4conv.codec.quant_state import Decoding
@@ -49,13 +48,7 @@ _NESTED_ERROR = tl.constexpr(NESTED_ERROR)
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 
-@triton.jit(
-    do_not_specialize=["n", "programs"],
-    do_not_specialize_on_alignment=[
-        "weight_ptr", "packed_ptr", "absmax_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr", "value_ptr",
-        "bound_ptr", "peaks_ptr", "squares_ptr", "outside_ptr",
-    ],
-)  # fmt: skip
+@kernel
 def _error_kernel(
     weight_ptr,
     packed_ptr,

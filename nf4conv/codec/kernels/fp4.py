@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.scaled import kind_of, signed, stored, to_float
 
 TILE_ROWS = 4
@@ -41,10 +41,7 @@ def decode_fp4(
     )
 
 
-@triton.jit(
-    do_not_specialize=["rows", "pairs", "pair_tiles", "groups"],
-    do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "divisor_ptr", "multiplier_ptr", "out_ptr"],
-)
+@kernel
 def fp4_kernel(
     values_ptr,
     scale_ptr,

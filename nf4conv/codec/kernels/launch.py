@@ -6,6 +6,7 @@ to Triton's C launcher. So kernels must not depend on what Triton would infer fr
 sizes are declared `do_not_specialize`, and alignment that the host has checked is stated in the kernel.
 """
 
+import inspect
 import os
 import tempfile
 import threading
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton.runtime import driver
 
 _first_call = threading.Lock()
@@ -31,8 +34,17 @@ def _find_triton_a_folder() -> None:
 _find_triton_a_folder()
 
 
+def kernel(function: Any) -> Any:
+    """`triton.jit` for what a Launcher launches: only constexprs decide the compilation. Pointers are named …_ptr."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
+    pointers = [name for name in names if name.endswith("_ptr")]
+    sizes = [name for name in names if name not in pointers]
+    return triton.jit(function, do_not_specialize=sizes, do_not_specialize_on_alignment=pointers)
+
+
 class Launcher:
-    """One `@triton.jit` kernel and what it was compiled to.
+    """One `@kernel` and what it was compiled to.
 
     Args:
         kernel: the function; its parameters are run-time arguments first, then constexprs.

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.product import launch_product
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Decoding
@@ -115,7 +115,7 @@ def _wait(index):
     return tl.inline_asm_elementwise(text, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["x_ptr", "out_ptr"])
+@kernel
 def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
     """[count] pairs of k in the order in which the pieces of a tile hold them: p + 8 t of 32 to 4 p + t."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -125,7 +125,7 @@ def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
     tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + index, pair, mask=index < count)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["parts_ptr", "out_ptr"])
+@kernel
 def sum_kernel(parts_ptr, out_ptr, count: tl.int64, SPLITS: tl.constexpr, TILE: tl.constexpr):
     """[SPLITS, count] float32 → [count], the sums."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

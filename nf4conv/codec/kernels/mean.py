@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.quantize import split_words
 from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
@@ -112,7 +112,7 @@ def _times_reciprocal(total, count):
     return total * tl.div_rn(one, one * count.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr"])
+@kernel
 def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
     """The means of vectors of at most LONGEST values, a program each; longer ones are left alone.
 
@@ -137,7 +137,7 @@ def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
         tl.store(means_ptr + tensor + tl.arange(0, 1), _times_reciprocal(_sum_parts(sums), count))
 
 
-@triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["values_ptr", "partial_ptr"])
+@kernel
 def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
     """Sum the share of one of torch's thread blocks; the last count % 4 values go to the first.
 
@@ -150,7 +150,7 @@ def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
     tl.store(partial_ptr + block + tl.arange(0, 1), _sum_parts(sums))
 
 
-@triton.jit(do_not_specialize=["blocks", "count"], do_not_specialize_on_alignment=["partial_ptr", "mean_ptr"])
+@kernel
 def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
     """Sum the blocks' sums in torch's order, and divide by the count.
 

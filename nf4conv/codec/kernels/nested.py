@@ -9,7 +9,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import lane_entry, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import bisect_assembly
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import middle_table
 
 NUM_WARPS = 1
@@ -25,10 +25,7 @@ def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: to
     return offset
 
 
-@triton.jit(
-    do_not_specialize=["blocks"],
-    do_not_specialize_on_alignment=["absmax_ptr", "offset_ptr", "codes_ptr", "nested_absmax_ptr", "middle_ptr"],
-)
+@kernel
 def _compress_kernel(
     absmax_ptr,
     offset_ptr,

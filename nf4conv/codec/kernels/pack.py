@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.nested import compress_tile
 from nf4conv.codec.kernels.quantize import CONFIGURATIONS as PACKING
 from nf4conv.codec.kernels.quantize import access, configuration, quantize_tile
@@ -58,9 +58,7 @@ def packing_table(quant_type: str, device: torch.device, searches: bool) -> torc
     return search_table(quant_type, device) if searches else bucket_table(quant_type, device)
 
 
-@triton.jit(
-    do_not_specialize=["n"], do_not_specialize_on_alignment=["weight_ptr", "packed_ptr", "scales_ptr", "table_ptr"]
-)
+@kernel
 def quantize_kernel(
     weight_ptr,
     packed_ptr,
@@ -122,7 +120,7 @@ def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
     return low, first, count, addresses
 
 
-@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "example_ptr", "code_ptr"])
+@kernel
 def quantize_batch_kernel(
     table_ptr,
     example_ptr,
@@ -155,7 +153,7 @@ def quantize_batch_kernel(
         quantize_tile(weight_ptr, packed_ptr, absmax_ptr, code_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
 
 
-@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["table_ptr", "means_ptr", "middle_ptr"])
+@kernel
 def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, PTX: tl.constexpr):
     """Encode a nested block of one of many absmax vectors to 8 bits.
 
@@ -177,7 +175,7 @@ def exponent_mask(dtype: torch.dtype) -> int:
     return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
 
 
-@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["values_ptr", "found_ptr"])
+@kernel
 def non_finite_kernel(
     values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr
 ):

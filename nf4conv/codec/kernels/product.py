@@ -18,16 +18,11 @@ import triton.language as tl
 
 import nf4conv.codec.kernels.product_assembly as text
 from nf4conv.codec.kernels.arithmetic import multiply
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 
 
 # fmt: off
-@triton.jit(
-    do_not_specialize=["m", "n", "k", "steps", "units", "split_shift", "block_shift", "norm"],
-    do_not_specialize_on_alignment=[
-        "x_ptr", "packed_ptr", "absmax_ptr", "code_ptr", "nested_absmax_ptr", "offset_ptr", "pair_ptr", "out_ptr"
-    ],
-)
+@kernel
 def product_kernel(
     x_ptr, packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr, out_ptr,
     m: tl.int32, n: tl.int32, k: tl.int32, steps: tl.int32, units: tl.int32, split_shift: tl.int32,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.launch import Launcher, kernel
 
 TILE_ROWS = 4
 TILE_COLUMNS = 512
@@ -96,10 +96,7 @@ def decode_scaled(
     )
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns", "column_tiles", "row_stride", "column_stride"],
-    do_not_specialize_on_alignment=["values_ptr", "scale_ptr", "out_ptr"],
-)
+@kernel
 def scaled_kernel(
     values_ptr,
     scale_ptr,
