@@ -70,8 +70,10 @@ def _chunk_errors(
     # the bound without its last terms; what is beyond it is seldom, and held against the whole bound
     bounds = _by_pairs(_gap_table(quant_type, decoding.scales), indices, scales.abs() + moved, blocksize)
     beyond = torch.from_numpy(np.flatnonzero(errors.view(-1).numpy() > bounds.numpy()))
-    errors_beyond, allowed = errors.view(-1)[beyond], bounds[beyond]
-    allowed = allowed + _rest_of_bound(packed, moved, beyond, quant_type, blocksize) + SMALLEST_NORMAL
+    errors_beyond = errors.view(-1)[beyond]
+    codes = (packed[beyond // 2] >> (4 - 4 * (beyond % 2))) & 15
+    values = reference.decoded_values(quant_type, packed.device)[codes.int()]
+    allowed = bounds[beyond] + values.abs() * moved[beyond // blocksize] + SMALLEST_NORMAL
     return ErrorSums(
         max_error=peaks.amax(),
         max_relative_error=(peaks / scales).abs_().where(scales != 0, 0).amax(),
@@ -79,15 +81,6 @@ def _chunk_errors(
         squared_weight=original.square_().view(-1, blocksize).sum(dim=1).sum(dtype=torch.float64),
         outside=(errors_beyond > allowed).sum(),
     )
-
-
-def _rest_of_bound(
-    packed: torch.Tensor, moved: torch.Tensor, elements: torch.Tensor, quant_type: str, blocksize: int
-) -> torch.Tensor:
-    """|value| · moved of some elements: with half_gap · (scale + moved) and the smallest number, their whole bound."""
-    codes = (packed[elements // 2] >> (4 - 4 * (elements % 2))) & 15
-    values = reference.decoded_values(quant_type, packed.device)[codes.int()]
-    return values.abs() * moved[elements // blocksize]
 
 
 def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
