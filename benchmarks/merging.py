@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from benchmarks.end_to_end import machine
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 from nf4conv import DequantizeOptions, QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
-from nf4conv.pipeline import engines
+from nf4conv.pipeline.without_torch import worker
 
 Convert = Callable[..., Any]
 
@@ -72,7 +72,7 @@ def main() -> None:
     chosen = parser.parse_args()
     shape = SHAPES[chosen.shape]
     assert isinstance(shape, Llama)
-    engines._engine = lambda run, *_: engines._with_torch(run)  # type: ignore[assignment]
+    worker.bare_engine = lambda *_: None  # there is none without torch, then
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source, nf4, out, adapter = (Path(scratch) / name for name in ("source", "nf4", "out", "adapter"))
         write_checkpoint(shape, source)

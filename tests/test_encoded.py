@@ -288,7 +288,7 @@ def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
     source = write(tmp_path / "encoded", PLAIN | encoded.stored)
     (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     [note] = [note for note in plan_quantization(source).notes if "quantized" in note]
-    assert note == "the source is quantized (modelopt): 3 of fp4 decoded, then packed or kept"
+    assert note == "the source is quantized (modelopt): 3 of fp4"
     same_tensors(quantized(source), quantized(write(tmp_path / "plain", PLAIN | encoded.decoded)))
     assert not (tmp_path / "encoded-out/hf_quant_config.json").exists()
 

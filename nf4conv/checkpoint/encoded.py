@@ -135,7 +135,7 @@ def decoded_tensors(
     methods = Counter(decoded.encoding.method for decoded in found.values() if decoded.encoding is not None)
     counts = ", ".join(f"{count:,} of {kind.value}" for kind, count in methods.items())
     by = f" ({method})" if method else ""
-    return logical, (f"the source is quantized{by}: {counts} decoded, then packed or kept",) if methods else ()
+    return logical, (f"the source is quantized{by}: {counts}",) if methods else ()
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
