@@ -28,13 +28,21 @@ CHECKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or worth knowing."""
+    """Something that is wrong, or worth knowing.
 
-    check: str  # which of CHECKS found it
-    file: str  # name of the file, relative to the checkpoint
-    tensor: str  # name of the tensor; empty if it concerns the file
-    text: str  # what was found, what was expected
-    is_fault: bool = True  # whether verification fails for it
+    Attributes:
+        check: which of CHECKS found it.
+        file: name of the file, relative to the checkpoint.
+        tensor: name of the tensor; empty if it concerns the file.
+        text: what was found, what was expected.
+        is_fault: whether verification fails for it.
+    """
+
+    check: str
+    file: str
+    tensor: str
+    text: str
+    is_fault: bool = True
 
     def line(self) -> str:
         """The finding as one line."""
