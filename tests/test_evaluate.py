@@ -46,7 +46,7 @@ MODELS = {
 }
 
 
-def made(folder: Path, kind: str, *tokenizer: str) -> tuple[Path, Path]:
+def made(folder: Path, kind: str, *tokenizer: str, card: str = "") -> tuple[Path, Path]:
     """A source and its searched checkpoint."""
     model = MODELS[kind]
     generator = torch.Generator().manual_seed(0)
@@ -55,6 +55,7 @@ def made(folder: Path, kind: str, *tokenizer: str) -> tuple[Path, Path]:
     model.save_pretrained(folder / "source")
     for name in tokenizer:
         shutil.copy(MINILM / name, folder / "source" / name)
+    (folder / "source/README.md").write_text(card)
     options = QuantizeOptions(scales="search", compute_dtype="float32")
     nf4conv.quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True))
     return folder / "source", folder / "out"
@@ -166,13 +167,15 @@ def test_models_on_the_hub(tmp_path, ids, hub: Hub):
 
 
 def test_the_card_and_its_checksum(tmp_path, ids):
-    source, out = made(tmp_path, "causal")
-    before = (out / "README.md").read_text()
+    source, out = made(tmp_path, "causal", card="# A model\n\n## Check\n\nIt was checked.\n")
+    before, check, after = (out / "README.md").read_text().partition("\n## Check\n")
     for _ in range(2):
         result = run(out, "--source", source, "--text", ids, "--card", "--json")
         assert result.exit_code == 0, result.output
     card = (out / "README.md").read_text()
-    assert card.startswith(before.rstrip("\n"))
+    assert card.startswith(f"{before.rstrip()}\n\n## Against the original\n")
+    assert card.endswith(check + after)
+    assert after.endswith("\n\n---\n\n# A model\n\n## Check\n\nIt was checked.\n")
     assert card.count("## Against the original") == 1
     kl = json.loads(result.stdout)["figures"]["kl"]
     assert f"| kl | {kl:.5g} |" in card

@@ -321,7 +321,8 @@ def _bytes(count: int) -> str:
 
 
 def with_evaluation(card: str, evaluation: Evaluation) -> str:
-    """A card with what `evaluate` found, in the place of what it found before."""
+    """A card with what `evaluate` found, in the place of what it found before, and above the text of the author."""
     rows = "".join(f"| {name} | {value} |\n" for name, value in evaluation.rows().items())
-    rest = re.sub(rf"\n*{_EVALUATED}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).rstrip("\n")
-    return f"{rest}\n\n{_EVALUATED}\n\n| | |\n|---|---|\n{rows}".lstrip("\n")
+    rest = re.sub(rf"\n*{_EVALUATED}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL)
+    above, check, below = rest.partition("\n## Check\n")
+    return f"{above.rstrip()}\n\n{_EVALUATED}\n\n| | |\n|---|---|\n{rows}{check}{below}".lstrip("\n")
