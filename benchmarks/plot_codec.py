@@ -1,6 +1,8 @@
-"""Draw the GPU benchmark: python -m benchmarks.plot_codec benchmarks/results/codec_gpu_h200.json out.svg
+"""Draw benchmarks: python -m benchmarks.plot_codec benchmarks/results/codec_gpu_h200.json out.svg
 
-Bars of GB/s, dequantization by shape and quantization by input, with the copy of the same bytes as a line over them.
+Bars of GB/s, dequantization by shape and quantization by input, with the copy of the same bytes as a line over them. Of
+whole commands, given one record or more (end_to_end_h200.json end_to_end_cpu.json out.svg), bars of seconds and of host
+memory.
 """
 
 import json
@@ -30,6 +32,34 @@ def main(source: Path, target: Path) -> None:
     for index, group in enumerate(groups):
         parts += bars(LEFT + index * GROUP + 8, group)
     target.write_text("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def whole_commands(sources: list[Path], target: Path) -> None:
+    """Of each record one group of bars for the seconds and one for the host memory, each by its own longest."""
+    left, length, step = 200, 400, 24
+    parts, top = [text(16, 24, "whole command, bfloat16 to NF4, files in memory", 14)], 48
+    for source in sources:
+        record = json.loads(source.read_text())
+        machine, summary = record["machine"], record["summary"]
+        parameters = record["runs"]["nf4conv"][0]["parameters"]
+        place = machine["gpu"] or f"{machine['cores']} cores, no GPU"
+        parts.append(text(16, top + 2, f"{parameters / 1e9:.1f} B parameters, {place}", 12))
+        for unit, ours, theirs in (
+            ("s", summary["wall_seconds"]["nf4conv"], summary["wall_seconds"]["transformers + bitsandbytes"]),
+            ("GB of memory", summary["host_peak_bytes"] / 1e9, summary["peer_host_peak_bytes"] / 1e9),
+        ):
+            for name, value in (("nf4conv", ours), ("transformers + bitsandbytes", theirs)):
+                top += step
+                width = length * value / max(ours, theirs)
+                colour = COLOURS[name.split(" + ")[-1]]
+                parts.append(text(16, top, name))
+                parts.append(f'<rect x="{left}" y="{top - 13}" width="{width:.1f}" height="18" fill="{colour}"/>')
+                parts.append(text(left + width + 6, top, f"{value:.3g} {unit}"))
+            top += 8
+        top += 36
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{top - 12}" font-family="sans-serif">'
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    target.write_text("\n".join([opening, ground, *parts, "</svg>"]) + "\n")
 
 
 def chosen_groups(rows: list[dict[str, str]]) -> list[Group]:
@@ -82,4 +112,8 @@ def text(x: float, y: float, words: str, size: int = 11) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    *named, drawn = map(Path, sys.argv[1:])
+    if "summary" in json.loads(named[0].read_text()):
+        whole_commands(named, drawn)
+    else:
+        main(named[0], drawn)
