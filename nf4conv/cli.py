@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -263,7 +264,7 @@ class _Shown:
             nf4conv.write_json(result, self.json_file)
         if self.as_json:
             click.echo(nf4conv.to_json(result), nl=False)
-        elif text := "\n".join(() if self.quiet else lines):
+        elif text := "\n".join(() if self.quiet else map(_wrapped, lines)):
             click.echo(text)
 
 
@@ -441,7 +442,8 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
     plan = nf4conv.plan_quantization(source, options, where)
     last = "finishing" if push.push_to_hub is None else f"uploading to {push.push_to_hub}"
     execute = partial(nf4conv.execute_quantization, plan, out, run, push=push)
-    _carry_out(plan, execute, shown, quantization_lines, "quantizing", last)
+    verb = "quantizing and verifying" if run.verify else "quantizing"
+    _carry_out(plan, run, execute, shown, quantization_lines, verb, last)
 
 
 @main.command()
@@ -461,7 +463,7 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
     shown, run, options, where = _read(chosen, [source], RunOptions, DequantizeOptions, SourceOptions)
     plan = nf4conv.plan_dequantization(source, options, where)
     execute = partial(nf4conv.execute_dequantization, plan, out, run)
-    _carry_out(plan, execute, shown, dequantization_lines, "decoding", "finishing")
+    _carry_out(plan, run, execute, shown, dequantization_lines, "decoding", "finishing")
 
 
 @main.command()
@@ -603,7 +605,13 @@ def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
 
 
 def _carry_out(
-    plan: Any, execute: Callable[..., Any], shown: _Shown, lines: Callable[[Any], Iterable[str]], verb: str, last: str
+    plan: Any,
+    run: RunOptions,
+    execute: Callable[..., Any],
+    shown: _Shown,
+    lines: Callable[[Any], Iterable[str]],
+    verb: str,
+    last: str,
 ) -> None:
     """Show what a plan would do, or do it and show that."""
     if shown.dry_run:
@@ -611,7 +619,9 @@ def _carry_out(
         shown.show(described, plan_lines(described, _width(), every=shown.every))
         return
     tell_notes(() if shown.quiet else plan.notes)
-    with progress(verb, plan.totals().bytes_before, hidden=shown.quiet, last=last) as advance:
+    totals = plan.totals()
+    again = totals.bytes_before + totals.bytes_after if run.verify else 0
+    with progress(verb, totals.bytes_before + again, hidden=shown.quiet, last=last) as advance:
         report = execute(progress=advance)
     shown.show(report, lines(report))
 
@@ -625,6 +635,14 @@ def _quieten(quiet: bool) -> None:
 def _width() -> int | None:
     """Of the terminal; None where stdout is none, so that a file or a program gets whole names."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _wrapped(line: str) -> str:
+    """A sentence in lines of the terminal; what is there to be copied stays whole, as do rows of tables, which fit."""
+    width = _width()
+    if width is None or line.startswith(("load:", "push:")):
+        return line
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _examples(lines: Iterable[str]) -> str:

@@ -1,12 +1,17 @@
 """The command line: what it prints where, how fast it starts, and what it refuses."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import pty
 import re
 import statistics
+import struct
 import subprocess
 import sys
+import termios
 from importlib.metadata import version
 
 import click
@@ -223,6 +228,45 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
         table = [line for line in lines if line.startswith("model")]
         assert len(table) > 6
         assert max(map(len, table)) <= 60
+
+
+def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str, list[str]]:
+    """Exit code, what the command wrote, and each state of its lines, without the codes that move the cursor."""
+    program, terminal = pty.fork()
+    if program == 0:
+        unwanted = ("HF_HUB_DISABLE_PROGRESS_BARS", "COLUMNS")
+        environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        os.execve(sys.executable, [sys.executable, "-m", "nf4conv", *arguments], environment | {"TERM": "xterm"})
+    written = b""
+    with contextlib.suppress(OSError):  # which Linux gives at the end
+        while part := os.read(terminal, 2**16):
+            written += part
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), text, re.split(r"[\r\n]+", text)
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(tmp_path, monkeypatch, columns):
+    monkeypatch.chdir(tmp_path)
+    write_source(tmp_path / "source", layers=24)
+    for verb, arguments in (
+        ("quantizing and verifying", ("quantize", "source", "out", "--verify")),
+        ("verifying", ("verify", "out", "--source", "source")),
+        ("", ("inspect", "out")),
+        ("", ("quantize", "source", "other", "--dry-run")),
+    ):
+        code, text, states = on_a_terminal(columns, *arguments)
+        assert code == 0, text
+        to_be_copied = ("load:", "push:")
+        assert not [line for line in states if len(line) > columns and not line.startswith(to_be_copied)]
+        assert f"{verb}: " in text
+        bars = [line for line in states if "B/s]" in line]
+        assert bool(bars) == bool(verb)
+        assert all("%" in line for line in bars), "one that overran its total has no share"
+        shares = [int(line.partition("%")[0].split()[-1]) for line in bars]
+        assert shares == sorted(shares)
 
 
 def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_and_then(capsys, monkeypatch):

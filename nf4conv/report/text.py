@@ -283,7 +283,7 @@ def progress(verb: str, total: int, *, hidden: bool, last: str = "finishing") ->
     with tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar:
 
         def advance(count: int) -> None:
-            bar.update(count)
+            bar.update(min(count, total - bar.n))  # a bar that overruns would vanish
             if bar.n >= total:
                 bar.set_description(last)
 
@@ -298,7 +298,7 @@ def _logging(verb: str, total: int) -> Callable[[int], None]:
     def advance(count: int) -> None:
         nonlocal done, last
         with lock:
-            done, now = done + count, time.monotonic()
+            done, now = min(done + count, total), time.monotonic()
             if now - last < _SECONDS_BETWEEN_LINES:
                 return
             last, rate = now, done / (now - started)
