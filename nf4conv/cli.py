@@ -269,6 +269,7 @@ class _Shown:
 
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_Lines = Callable[[Any], Iterable[str]]
 
 _repository_options = _options(
     click.option("--revision", help="Take this branch, tag or commit of a model on the Hub.  [default: main]"),
@@ -605,13 +606,7 @@ def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
 
 
 def _carry_out(
-    plan: Any,
-    run: RunOptions,
-    execute: Callable[..., Any],
-    shown: _Shown,
-    lines: Callable[[Any], Iterable[str]],
-    verb: str,
-    last: str,
+    plan: Any, run: RunOptions, execute: Callable[..., Any], shown: _Shown, lines: _Lines, verb: str, last: str
 ) -> None:
     """Show what a plan would do, or do it and show that."""
     if shown.dry_run:

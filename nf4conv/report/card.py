@@ -218,18 +218,15 @@ def _is_plain(value: object) -> bool:
 
 
 def _introduction(subject: _Subject) -> str:
-    name, origin = subject.format.quant_type.upper(), subject.origin
-    title = f"# {_cell(subject.name)} in 4 bits\n\n"
+    origin = subject.origin
     if origin is None:
         of = _cell(subject.name) if subject.base is None else f"[{subject.base}]({_HUB}/{subject.base})"
-        made = f"its linear layers packed to bitsandbytes {name} with nf4conv {__version__}"
-        return f"{title}{of}{_merged_with(subject)}, {made}.\n"
-    link = f"[{origin.repo}]({_HUB}/{origin.repo})" + (f", `{origin.subfolder}`," if origin.subfolder else "")
-    commit = f"[`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit})"
-    return (
-        f"{title}{link} at commit {commit}{_merged_with(subject)}, its linear layers packed to bitsandbytes {name} "
-        f"with nf4conv {__version__}.\n"
-    )
+    else:
+        subfolder = f", `{origin.subfolder}`," if origin.subfolder else ""
+        commit = f"[`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit})"
+        of = f"[{origin.repo}]({_HUB}/{origin.repo}){subfolder} at commit {commit}"
+    made = f"its linear layers packed to bitsandbytes {subject.format.quant_type.upper()} with nf4conv {__version__}"
+    return f"# {_cell(subject.name)} in 4 bits\n\n{of}{_merged_with(subject)}, {made}.\n"
 
 
 def _merged_with(subject: _Subject) -> str:

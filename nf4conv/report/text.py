@@ -299,7 +299,7 @@ def _logging(verb: str, total: int) -> Callable[[int], None]:
         nonlocal done, last
         with lock:
             done, now = min(done + count, total), time.monotonic()
-            if now - last < _SECONDS_BETWEEN_LINES:
+            if now - last < _SECONDS_BETWEEN_LINES or not done:
                 return
             last, rate = now, done / (now - started)
             shares = f"{size(done)} of {size(total)} ({100 * done / total:.0f} %)"
