@@ -190,7 +190,7 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
     for nested in (False, True):
         out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
         scales = (codes, dynamic_table(CUDA), nested_absmax, offset) if nested else (absmax,) * 4
-        kernels.depack._launch(
+        kernels.dequantize._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
             (blocksize, tile, nested, how, False, ptx),

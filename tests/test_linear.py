@@ -11,7 +11,7 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import linear
+from nf4conv.codec import linear, quant_state
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import CodecError
 
@@ -65,6 +65,17 @@ def test_the_gradient_is_that_of_the_decoded_weight() -> None:
     theirs = torch.autograd.grad((torch.nn.functional.linear(x, weight, bias) * probe).sum(), (x, bias))
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_inference_before_training_leaves_nothing_that_cannot_be_trained_with() -> None:
+    quant_state.dynamic_table.cache_clear()
+    quant_state.code_table.cache_clear()
+    with torch.inference_mode():
+        packed_weight(24, 128)
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(3, 128, requires_grad=True)
+    nf4conv.linear_4bit(x, packed, state).sum().backward()
+    torch.testing.assert_close(x.grad, dequantize_4bit(packed, state).sum(dim=0).expand(3, -1))
 
 
 def test_custom_op_is_registered_correctly() -> None:

@@ -4,7 +4,7 @@ The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_typ
 that `dequantize_4bit` takes either library's state without a conversion.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -23,13 +23,18 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @cache
 def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
     """[16] float32: the values of the codes (`quant_map` on disk); never to be written to."""
-    return torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float32, device=device)
+    return _kept(CODEBOOKS[quant_type].values, device)
 
 
 @cache
 def dynamic_table(device: torch.device) -> torch.Tensor:
     """[256] float32: the values of the nested codes (`nested_quant_map` on disk); never to be written to."""
-    return torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device)
+    return _kept(DYNAMIC_MAP, device)
+
+
+def _kept(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(mode=False):  # a tensor made in that mode, and kept, could not be trained with later
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @dataclass
