@@ -534,8 +534,8 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     """Ask the models OUT and SRC the same, and compare what they say.
 
-    It needs pip install 'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 the model or the tokens cannot be
-    used.
+    Either may be on the Hub, OUT at its main branch. It needs pip install 'nf4conv[evaluate]'. Exit codes: 0 done, 1
+    past --max-kl, 2 the model or the tokens cannot be used.
     """
     from tqdm import tqdm
 
