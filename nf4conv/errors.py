@@ -56,9 +56,10 @@ class CodecError(Nf4convError, ValueError):
 
 
 @contextmanager
-def named(path: object, kind: type[Nf4convError]) -> Iterator[None]:
-    """Turn what the operating system says into an error of a kind that names a file."""
+def named(path: object, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
+    """Turn what the operating system says into an error of a kind that names a file: this one, or one `inside` it."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{path}: {error.strerror or error}") from error
+        place = (inside and error.filename) or path
+        raise kind(f"{place}: {error.strerror or error}") from error

@@ -7,6 +7,5 @@ plan.py         headers + decisions → the complete list of output tensors, the
 reader.py       positional reads
 writer.py       a shard: temporary file, positional writes, header, fsync, rename
 making.py       nf4conv.json: by what a result was made
-patterns.py     patterns of the user that match nothing
 config.py       config.json and its quantization_config
 """

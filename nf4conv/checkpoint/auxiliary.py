@@ -10,27 +10,25 @@ from typing import Final
 
 from nf4conv.checkpoint.own_files import own_files
 
-WEIGHT_SUFFIXES: Final = frozenset(
-    f".{suffix}"
-    for suffix in (
-        *("safetensors", "bin", "pt", "pth", "ckpt", "gguf", "ggml", "onnx", "h5", "msgpack", "ot", "tflite"),
-        *("mlmodel", "npz", "npy", "pkl", "joblib"),
-    )
-)
-QUANTIZATION_LEFTOVERS: Final = frozenset(
-    ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml")
-)
+WEIGHT_SUFFIXES: Final = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".ot", ".tflite",
+    ".mlmodel", ".npz", ".npy", ".pkl", ".joblib",
+)  # fmt: skip
+QUANTIZATION_LEFTOVERS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml")
 """Files by which loaders recognise another quantization method; they must not survive into our output."""
 
-_NO_WEIGHTS: Final = frozenset(("spk_dict.pt",))
+_NO_WEIGHTS: Final = ("spk_dict.pt",)
 """Files that look like weights and are data of a model: the voices of Qwen 2.5 Omni, without which it does not load."""
 
 _LARGEST_MODULES: Final = 2**20
 
-_REWRITTEN: Final = frozenset(("config.json", "README.md", "SHA256SUMS", "nf4conv.json"))
-_TRAINING_LEFTOVERS: Final = frozenset(("trainer_state.json", "zero_to_fp32.py"))
-"""What trainers need to go on, beside optimizer.pt, scheduler.pt, rng_state.pth and training_args.bin."""
-_FOREIGN_FOLDERS: Final = frozenset(("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml"))
+_LEFT_OUT: Final = (
+    *QUANTIZATION_LEFTOVERS,
+    *("config.json", "README.md", "SHA256SUMS", "nf4conv.json"),  # written anew
+    *("trainer_state.json", "zero_to_fp32.py"),  # to go on training, as optimizer.pt, training_args.bin and the like
+    "params.json",  # goes with consolidated weights, which are not copied either
+)
+_FOREIGN_FOLDERS: Final = ("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml")
 
 
 def auxiliary_files(folder: Path, root: Path | None = None, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
@@ -62,12 +60,9 @@ def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePo
 def _belongs(path: PurePosixPath) -> bool:
     return not (
         path.name.startswith(".")
-        or path.name in _REWRITTEN
-        or path.name in QUANTIZATION_LEFTOVERS
-        or path.name in _TRAINING_LEFTOVERS
+        or path.name in _LEFT_OUT
         or (path.suffix in WEIGHT_SUFFIXES and path.name not in _NO_WEIGHTS)
         or (".index." in path.name and path.suffix == ".json")
-        or path.name == "params.json"  # goes with consolidated weights, which are not copied either
     )
 
 

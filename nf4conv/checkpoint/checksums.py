@@ -1,12 +1,11 @@
 """SHA256SUMS held against the files it lists."""
 
-import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from nf4conv.checkpoint.reader import read_chunks
+from nf4conv.checkpoint.reader import digest_of
 from nf4conv.checkpoint.structure import Structure
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import SourceError
@@ -49,13 +48,10 @@ def _sha256(path: Path) -> str:
     """The checksum of a file, or why it has none."""
     if path.exists() and not path.is_file():
         return "is no file"
-    digest = hashlib.sha256()
     try:
-        for chunk in read_chunks(path):
-            digest.update(chunk)
+        return digest_of(path)
     except SourceError as error:
         return str(error).removeprefix(f"{path}: ")
-    return digest.hexdigest()
 
 
 def renew_checksum(folder: Path, name: str) -> None:

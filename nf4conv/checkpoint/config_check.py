@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -30,6 +30,9 @@ _FLAGS: Final = (
     "llm_int8_enable_fp32_cpu_offload",
 )  # fmt: skip
 """What transformers raises a TypeError for unless it is true or false."""
+
+_Fault = tuple[TensorInfo, str, bool]  # (tensor, what is wrong with it, whether that is sure)
+_Verdicts = Iterator[tuple[str, list[bool]]]  # (loader, whether it would skip a module, for each name it may have)
 
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
@@ -142,8 +145,12 @@ def _check_skip_list(structure: Structure, config: Mapping[str, Any], quantizati
         return
     matchers = _matchers(structure, HEADS if listed is None else listed)
     names = ModuleNames.of(config)
-    faults = list(_mistaken(structure, names, matchers))
-    faults += _forgotten(list(_linear(structure, config)), names, matchers, listed is not None)
+
+    def verdicts(module: str) -> _Verdicts:
+        paths = names.spellings(module)
+        return ((loader, [is_skipped(path) for path in paths]) for loader, is_skipped in matchers.items())
+
+    faults = list(_misread(structure, config, verdicts, listed is not None))
     faults += _unnamed_heads(structure, config, names, matchers) if listed is not None else []
     for tensor, text, is_fault in faults[:_MOST_LINES]:
         structure.note("skip list", tensor.file, tensor.name, text, is_fault=is_fault)
@@ -166,27 +173,16 @@ def _matchers(structure: Structure, entries: Sequence[str]) -> dict[str, Predica
     return {name: match(entries) for name, match in MATCHERS.items() if not patterns or name in LITERAL}
 
 
-def _mistaken(
-    structure: Structure, names: ModuleNames, matchers: Mapping[str, Predicate]
-) -> Iterator[tuple[TensorInfo, str, bool]]:
-    """Packed modules that a loader would skip; surely only if it would under every name it may know it by."""
+def _misread(
+    structure: Structure, config: Mapping[str, Any], verdicts: Callable[[str], _Verdicts], is_explicit: bool
+) -> Iterator[_Fault]:
+    """Packed modules that a loader would skip, and others that it would not; surely only if under every name."""
     for weight in structure.weights.values():
-        for loader, is_skipped in matchers.items():
-            hits = [is_skipped(path) for path in names.spellings(module_of(weight.name))]
+        for loader, hits in verdicts(module_of(weight.name)):
             if any(hits):
                 yield weight.values, f"is packed, but {loader} would skip it", all(hits)
-
-
-def _forgotten(
-    linear: Sequence[tuple[TensorInfo, str, bool]],
-    names: ModuleNames,
-    matchers: Mapping[str, Predicate],
-    is_explicit: bool,
-) -> Iterator[tuple[TensorInfo, str, bool]]:
-    """Modules that are not packed, and that a loader would not skip."""
-    for tensor, module, is_sure in linear:
-        for loader, is_skipped in matchers.items():
-            hits = [is_skipped(path) for path in names.spellings(module)]
+    for tensor, module, is_sure in list(_linear(structure, config)):
+        for loader, hits in verdicts(module):
             if not all(hits):
                 fault = is_sure and is_explicit and not any(hits)
                 yield tensor, f"is not packed, but {loader} would not skip {module}", fault
@@ -194,7 +190,7 @@ def _forgotten(
 
 def _unnamed_heads(
     structure: Structure, config: Mapping[str, Any], names: ModuleNames, matchers: Mapping[str, Predicate]
-) -> Iterator[tuple[TensorInfo, str, bool]]:
+) -> Iterator[_Fault]:
     """An output head that is the embedding: it is not stored, but loaders make it 4-bit unless the list names it."""
     embedding = next((tensor for name, tensor in structure.plain.items() if name.endswith(_EMBEDDINGS)), None)
     heads = TIED_HEADS + tuple(head for family in names.families for head in family.heads)

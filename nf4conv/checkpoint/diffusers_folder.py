@@ -70,10 +70,13 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
         raise SourceError(f"{source}: no such file or folder")
     from nf4conv.checkpoint.hub import list_diffusers  # importing huggingface_hub takes a while
 
-    listing = list_diffusers(str(source), where)
-    pipeline = _describe(listing.folder, str(source), replace(where, revision=listing.commit), prefix, listing.names)
-    own_card = [name for name in listing.names if name == "README.md"]
-    listing.fetch([*(str(name) for name in pipeline.files), *own_card])
+    fetched, listed = list_diffusers(str(source), where)
+    repository = fetched.repository
+    commit = where.revision if repository is None else repository.commit  # offline the revision is asked for again
+    pipeline = _describe(fetched.folder, str(source), replace(where, revision=commit), prefix, listed)
+    missing = [*map(str, pipeline.files), *(name for name in listed if name == "README.md")]
+    if repository is not None and missing:
+        repository.fetch([f"{prefix}{name}" for name in missing])
     return pipeline
 
 

@@ -78,12 +78,7 @@ class Origin:
 class Repository:
     """A model repository, "org/name", at the commit that a revision stands for.
 
-    Attributes:
-        commit: what the revision stood for.
-        files: everything in it, by name.
-
-    Raises:
-        SourceError: it does not exist or may not be read; with the hub's own explanation.
+    A SourceError with the hub's own explanation if it does not exist or may not be read.
     """
 
     def __init__(self, repo: str, where: SourceOptions) -> None:
@@ -92,8 +87,8 @@ class Repository:
         with explained(repo):
             api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
             info = api.model_info(repo, revision=where.revision, files_metadata=True)
-        self.commit = str(info.sha)
-        self.files: Mapping[str, RemoteFile] = {
+        self.commit = str(info.sha)  # what the revision stood for
+        self.files: Mapping[str, RemoteFile] = {  # everything in it, by name
             file.rfilename: RemoteFile(
                 file.rfilename, file.size or 0, None if file.lfs is None else file.lfs.sha256, file.blob_id
             )
@@ -240,36 +235,20 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     return repository.fetch_first(cast("list[str]", names)), Origin(repo, repository.commit, "")
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of a diffusers pipeline on the hub."""
+def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:
+    """A repository that holds a diffusers pipeline, of which only model_index.json is fetched, and all its files.
 
-    folder: Path  # in the cache, where model_index.json is and what is fetched comes
-    commit: str | None  # what to ask for its submodels with; None for the latest, when the hub may not be asked
-    names: tuple[str, ...]  # of all files, relative to the folder
-    repository: Repository | None  # to get them from; None when offline
-    prefix: str  # of the folder in the repository
-
-    def fetch(self, names: Sequence[str]) -> None:
-        """Get files into the folder; nothing is left to get when offline."""
-        if self.repository is not None and names:
-            self.repository.fetch([f"{self.prefix}{name}" for name in names])
-
-
-def list_diffusers(repo: str, where: SourceOptions) -> Listing:
-    """What a repository that holds a diffusers pipeline consists of; only model_index.json is fetched.
-
-    Errors as `fetch_source`.
+    They are named relative to the folder. Errors as `fetch_source`.
     """
     if where.local_files_only or is_offline():
-        folder = _from_cache(repo, where).folder
-        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        return Listing(folder, where.revision, tuple(names), None, "")
+        fetched = _from_cache(repo, where)
+        files = (path.relative_to(fetched.folder) for path in fetched.folder.rglob("*") if path.is_file())
+        return fetched, tuple(file.as_posix() for file in files)
     repository = Repository(repo, where)
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
     folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
     inside = (name.removeprefix(prefix) for name in repository.files if name.startswith(prefix))
-    return Listing(folder, repository.commit, tuple(inside), repository, prefix)
+    return Fetched(folder, Origin(repo, repository.commit, prefix.rstrip("/")), repository, {}), tuple(inside)
 
 
 def _shards(index: Path) -> list[str]:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.checkpoint.source import AdapterFiles, Source
-from nf4conv.errors import SourceError
+from nf4conv.checkpoint.source import AdapterFiles, Source, read_json
+from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import SCALES
 
 MAKING: Final = "nf4conv.json"
@@ -63,13 +63,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """What a checkpoint says about its making; None if it says nothing that can be read."""
     path = folder / MAKING
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return None
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        record = read_json(path, _LARGEST) if path.is_file() else {}
+    except (OSError, SourceError):
         return None
-    known = isinstance(record, dict) and {*map(type, map(record.get, ("options", "source")))} == {dict}
-    return record if known else None
+    return record if {*map(type, map(record.get, ("options", "source")))} == {dict} else None
 
 
 def recorded_scales(folder: Path) -> str:
@@ -104,13 +101,10 @@ def headers_digest(source: Source) -> str:
 def _samples_digest(files: Iterable[Path]) -> str:
     """Of some bytes of each file, all over it: the same headers may describe other values after more training."""
     digest = hashlib.sha256()
-    try:
-        for path in files:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                for start in range(0, size, max(size // _SAMPLES, _SAMPLE)):
-                    file.seek(start)
-                    digest.update(file.read(_SAMPLE))
-    except OSError as error:
-        raise SourceError(f"{error.filename}: {error.strerror}") from error
+    for path in files:
+        with named(path, SourceError), path.open("rb") as file:
+            size = file.seek(0, 2)
+            for start in range(0, size, max(size // _SAMPLES, _SAMPLE)):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE))
     return digest.hexdigest()

@@ -24,13 +24,9 @@ _BUNDLED: Final = "model.diffusion_model."
 """Before the names of a denoiser that is in one file with text encoders and a VAE; UNets were only published so."""
 
 _BLOCKS: Final = (
-    "double_blocks.*",
-    "single_blocks.*",
-    "joint_blocks.*",
-    "input_blocks.*.transformer_blocks.*",
-    "middle_block.*.transformer_blocks.*",
-    "output_blocks.*.transformer_blocks.*",
-)
+    "double_blocks.*", "single_blocks.*", "joint_blocks.*", "input_blocks.*.transformer_blocks.*",
+    "middle_block.*.transformer_blocks.*", "output_blocks.*.transformer_blocks.*",
+)  # fmt: skip
 """Of Flux, of Stable Diffusion 3, and of the UNets. By layers outside of them tools recognise which model a file is."""
 
 _TELLING: Final = "*.transformer_blocks.0.attn2.to_k.weight"

@@ -123,10 +123,6 @@ def _view_as(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any) -
     return StoredTensor(storage, _DTYPES[dtype], _size(offset), _sizes(shape), _sizes(stride))
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
 def _of_class(rebuild: Any, kind: Any, arguments: Any, _state: Any) -> Any:
     if not isinstance(kind, _Name) or kind not in _CLASSES:
         raise PickleError(f"needs {_shown(kind)}")
@@ -144,8 +140,8 @@ _FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
     **_VIEWS,
     _Name("collections", "OrderedDict"): _dict,
     _Name("torch", "Size"): _sizes,
-    _Name("torch._utils", "_rebuild_parameter"): _parameter,
-    _Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    _Name("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    _Name("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
     _Name("torch._tensor", "_rebuild_from_type_v2"): _of_class,
 }
 _KNOWN: Final = frozenset((*_STORAGES, _UNTYPED, *_DTYPES, *_CLASSES, *_FUNCTIONS))

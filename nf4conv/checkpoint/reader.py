@@ -4,6 +4,7 @@ What is in the page cache is read by whoever wants it. Where that takes long, be
 network, a read is cut into blocks for many threads: so many in flight fill a disk and hide the latency of a network.
 """
 
+import hashlib
 import os
 import threading
 import time
@@ -112,6 +113,14 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     with named(path, SourceError), path.open("rb") as file:
         while chunk := file.read(2**22):
             yield chunk
+
+
+def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
+    """The SHA-256 of a file, or another digest of it, in hexadecimal; a SourceError if it cannot be read."""
+    digest = digest or hashlib.sha256()
+    for chunk in read_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:

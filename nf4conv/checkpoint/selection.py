@@ -14,8 +14,9 @@ from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import is_transposed
 from nf4conv.checkpoint.header import TensorInfo, is_in_4_bits
 from nf4conv.checkpoint.module_names import ModuleNames, module_of
+from nf4conv.checkpoint.source import Source
 from nf4conv.errors import PlanError
-from nf4conv.options import QuantizeOptions
+from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
 
 NOTES: Final = {
     Why.EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a checkpoint "
@@ -24,6 +25,9 @@ NOTES: Final = {
     Why.TOWER: "the vision and audio parts. --quantize-towers packs them too",
 }
 """What to tell the user when many bytes are kept for a reason."""
+
+Parts = Sequence[tuple[str, Source]]
+"""The submodels of a diffusers pipeline by name, or one checkpoint without one."""
 
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -215,19 +219,24 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
 
 def _by_wishes(options: QuantizeOptions, names: ModuleNames) -> Callable[[str], str | None]:
     """Why the user does not want a tensor to be packed, by its name; None where it is not known that he does not."""
-    rules = (skip_list.transformers_4(options.skip_modules), skip_list.transformers_5(options.skip_modules))
+    is_skipped = _are_skipped(options.skip_modules, names)
 
     def why_unwanted(name: str) -> str | None:
         if _matches(name, options.exclude):
             return "excluded by the user"
-        paths = names.spellings(module_of(name)) if options.skip_modules else ()
-        if any(is_skipped(path) for path in paths for is_skipped in rules):
+        if options.skip_modules and is_skipped(name):
             return "in a module that the user skips"
         if options.include and not _matches(name, options.include):
             return "not included by the user"
         return None
 
     return why_unwanted
+
+
+def _are_skipped(modules: Sequence[str], names: ModuleNames) -> Callable[[str], bool]:
+    """Whether modules that the user skips, as transformers 4 or 5 would, are that of a tensor, by its name."""
+    rules = (skip_list.transformers_4(modules), skip_list.transformers_5(modules))
+    return lambda name: any(rule(path) for path in names.spellings(module_of(name)) for rule in rules)
 
 
 def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -237,3 +246,26 @@ def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
     return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)
+
+
+def unmatched(options: QuantizeOptions | DequantizeOptions | CompareOptions, parts: Parts) -> Iterator[str]:
+    """A line for each pattern that matches no tensor, or no module, of any part: a slip of the pen, else unnoticed."""
+    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+        for pattern in patterns:
+            meant = _meant(pattern, parts)
+            if not any(fnmatchcase(tensor.name, rest) for source, rest in meant for tensor in source.tensors):
+                yield f"{option} {pattern!r} matches no tensor"
+    for name in options.skip_modules if isinstance(options, QuantizeOptions) else ():
+        if not any(_has_module(source, rest) for source, rest in _meant(name, parts)):
+            yield f"--skip-modules {name!r} matches no module"
+
+
+def _meant(pattern: str, parts: Parts) -> Iterator[tuple[Source, str]]:
+    """The parts that a pattern is about, and the pattern without their name."""
+    owner, _, rest = pattern.rpartition("/")
+    return ((source, rest) for name, source in parts if not owner or fnmatchcase(name, owner))
+
+
+def _has_module(source: Source, name: str) -> bool:
+    is_named = _are_skipped([name], ModuleNames.of(source.config or {}))
+    return any(is_named(tensor.name) for tensor in source.tensors)

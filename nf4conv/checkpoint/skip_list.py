@@ -14,12 +14,12 @@ different paths is listed under each of them.
 """
 
 import re
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from nf4conv.checkpoint.name_index import NameIndex
 from nf4conv.errors import PlanError
 
 Predicate = Callable[[str], bool]
@@ -33,6 +33,45 @@ _DECODERS: Final = ("model", "transformer")
 """What decoders call their base, which has no pooler; encoders call it by the name of the family."""
 
 _SOME: Final = 32  # paths, which tell most of the entries that are too wide
+
+
+class NameIndex:
+    """Names, none of them empty, to be looked up in a path in a time that hardly depends on how many they are.
+
+    For a checkpoint of experts both the list of skipped modules and the modules may number tens of thousands.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        dots: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for name in self._names:
+            dots[len(name)].add(tuple(place for place, character in enumerate(name) if character == "."))
+        self._dots = dict(dots)
+        self._lengths = sorted(dots)
+
+    def ends(self, path: str) -> bool:
+        """Whether a path ends with one of the names."""
+        longest = bisect(self._lengths, len(path))
+        return any(path[-length:] in self._names for length in self._lengths[:longest])
+
+    def starts(self, path: str, length: int) -> bool:
+        """Whether a path starts with a name of this length, in which a dot stands for any character."""
+        head = path[:length]
+        if head in self._names:
+            return True
+        for places in self._dots.get(length, ()):
+            if any(head[place] != "." for place in places):
+                characters = list(head)
+                for place in places:
+                    characters[place] = "."
+                if "".join(characters) in self._names:
+                    return True
+        return False
+
+    def starts_between(self, path: str, shortest: int, longest: int) -> bool:
+        """Whether a path starts, as for `starts`, with a name longer than `shortest`, but not longer than `longest`."""
+        lengths = self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, longest)]
+        return any(self.starts(path, length) for length in lengths)
 
 
 def transformers_4(entries: Iterable[str]) -> Predicate:

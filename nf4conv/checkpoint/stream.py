@@ -21,7 +21,7 @@ from typing import Final
 
 from nf4conv.checkpoint.background import Background, outlast
 from nf4conv.checkpoint.hub import HUB_ERRORS, PATIENCE, RemoteFile, Repository, abort_transfers, one_line, patiently
-from nf4conv.checkpoint.reader import Reader, read_chunks
+from nf4conv.checkpoint.reader import Reader, digest_of
 from nf4conv.errors import OutputError, SourceError
 
 FILES_ON_DISK: Final = 2
@@ -201,9 +201,7 @@ def check_content(path: Path, file: RemoteFile) -> str | None:
         digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob
     else:
         return None
-    for chunk in read_chunks(path):
-        digest.update(chunk)
-    return None if digest.hexdigest() == expected else f"its hash is not {expected}, which the hub says"
+    return None if digest_of(path, digest) == expected else f"its hash is not {expected}, which the hub says"
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:

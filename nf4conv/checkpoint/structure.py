@@ -29,7 +29,8 @@ _JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 _NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
 MOST_ELEMENTS: Final = 2**63  # sizes of tensors are int64 everywhere
 
-_CLOSE: Final = 2**-8  # relative: how far a code map that was made in bfloat16 may be from the standard one
+CLOSE: Final = 2**-8
+"""Relative: how far a code map that was made in bfloat16 may be from the standard one, which kernels decode with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,27 +362,25 @@ def _check_maps(structure: Structure, weight: StoredWeight) -> None:
         stored = struct.unpack(f"<{len(values)}f", structure.read(part))
         if stored == tuple(values):
             continue
-        wrong, far = _distance(stored, values)
+        wrong, far = [place for place, value in enumerate(values) if stored[place] != value], distance(stored, values)
         if suffix == "nested_quant_map" and far <= 2**-21:
             continue  # made on a machine without fused multiply-add (docs/format.md)
         # where one value stands out, it was damaged: lost precision shows in many
-        changed = sum(found != value for found, value in zip(stored, values, strict=True))
-        if far <= _CLOSE and changed >= len(values) // 4:
+        if far <= CLOSE and len(wrong) >= len(values) // 4:
             text = f"{of} in low precision, as bitsandbytes before 0.45.3 made it under another default dtype"
             structure.note("code maps", part.file, part.name, text, is_fault=suffix == "quant_map")
             continue
         other = next((name for name, book in CODEBOOKS.items() if stored == tuple(book.values)), None)
-        text = f"the values are those of {other}, not {of}" if other else f"value {wrong} is not that of {of}"
+        text = f"the values are those of {other}, not {of}" if other else f"value {wrong[0]} is not that of {of}"
         structure.note("code maps", part.file, part.name, text)
 
 
-def _distance(stored: Sequence[float], expected: Sequence[float]) -> tuple[int, float]:
-    """Which value is the first to differ, and the largest relative difference of any; NaN is infinitely far."""
-    far = [
+def distance(stored: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of a value; NaN is infinitely far."""
+    return max(
         0.0 if found == value else abs(found - value) / abs(value) if value and found == found else float("inf")
         for found, value in zip(stored, expected, strict=True)
-    ]
-    return next(index for index, distance in enumerate(far) if distance), max(far)
+    )
 
 
 def _check_uniform(structure: Structure) -> None:

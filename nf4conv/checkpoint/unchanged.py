@@ -10,17 +10,13 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.structure import Structure, check_weight
+from nf4conv.checkpoint.structure import CLOSE, Structure, check_weight, distance
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
-
-_MAP_SIZE: Final = 64
-_CLOSE: Final = 2**-8
-"""Relative: how far a code map may be from the standard one, which bitsandbytes' kernels decode with anyway."""
 
 
 class Stored(NamedTuple):
@@ -84,7 +80,8 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return f"its quant state is damaged: {error}"
     table = CODEBOOKS[mine.quant_type].values
-    if "quant_map" not in parts or _is_close(read(parts["quant_map"]), table):
+    raw = read(parts["quant_map"]) if "quant_map" in parts else struct.pack("<16f", *table)
+    if len(raw) == 64 and distance(struct.unpack("<16f", raw), table) <= CLOSE:
         parts["quant_map"] = values._replace(name=f"{tensor.name}.quant_map", dtype="F32", shape=(16,))
         written["quant_map"] = struct.pack("<16f", *table)
     given = {parts[suffix].name: content for suffix, content in written.items()}
@@ -103,10 +100,3 @@ def _written_state(blob: bytes, format: Format) -> bytes:
     fields = json.loads(blob)
     offset = float(fields["nested_offset"]) if format.double_quant else None
     return layout.quant_state_json(format, fields["shape"], offset)
-
-
-def _is_close(raw: bytes, table: tuple[float, ...]) -> bool:
-    if len(raw) != _MAP_SIZE:
-        return False
-    found = struct.unpack("<16f", raw)
-    return all(abs(value - exact) <= _CLOSE * abs(exact) for value, exact in zip(found, table, strict=True))

@@ -19,15 +19,15 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint.crc32 import crc32_of_file
-from nf4conv.checkpoint.reader import read_chunks
+from nf4conv.checkpoint.reader import digest_of, read_chunks
 from nf4conv.checkpoint.writer import ShardWriter, sync_folder, write_file
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import OutputError, SourceError, named
 
 CHECKSUMS: Final = "SHA256SUMS"
 WORK_FOLDER: Final = ".nf4conv"
@@ -55,11 +55,6 @@ class Workspace:
         overwrite: whether to delete what is there.
         checksum: whether to write SHA256SUMS.
 
-    Attributes:
-        out: the folder.
-        finished: the shards that are complete, by name.
-        downloads: a folder for source files that are fetched while the run needs them.
-
     Raises:
         OutputError: the folder holds something else, another run, or a run with another fingerprint.
     """
@@ -72,10 +67,10 @@ class Workspace:
         self._written: dict[str, str] = {}
         self._guard = threading.Lock()
         self._work = out / WORK_FOLDER
-        self.downloads = self._work / "source"
+        self.downloads = self._work / "source"  # for source files that are fetched while the run needs them
         self._fingerprint, self._stamps = json.loads(json.dumps([fingerprint, stamps]))
-        self.finished: dict[str, FinishedFile] = {}
-        with _as_output_error(out):
+        self.finished: dict[str, FinishedFile] = {}  # the shards that are complete, by name
+        with named(out, OutputError, inside=True):
             self._check_folder(overwrite)
             self._lock = self._acquire()
             try:
@@ -189,7 +184,7 @@ class Workspace:
     def forget(self) -> None:
         """Take no shard for finished, so that all are written again."""
         self.finished = {}
-        with _as_output_error(self.out):
+        with named(self.out, OutputError, inside=True):
             (self.out / "config.json").unlink(missing_ok=True)  # of a run that ended between its last two steps
             self._save()
 
@@ -214,9 +209,9 @@ class Workspace:
     def record(self, name: str, size: int, crc32: int | None = None) -> None:
         """Note that a shard is complete; without its CRC-32 it is read for that. May be called from any thread."""
         path = self.out / name
-        with _as_output_error(path):
+        with named(path, OutputError, inside=True):
             crc32 = crc32_of_file(path) if crc32 is None else crc32
-            finished = FinishedFile(size, crc32, _sha256(path) if self._checksum else None)
+            finished = FinishedFile(size, crc32, digest_of(path) if self._checksum else None)
             with self._guard:
                 self.finished[name] = finished
                 record = os.open(self._work / _RECORD, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -227,11 +222,7 @@ class Workspace:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file of the result."""
-        path = self.out / name
-        with _as_output_error(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, [content], folder=self._work)
-        self._written[name] = hashlib.sha256(content).hexdigest()
+        self._write(name, [content])
 
     def copy(self, name: str, source: Path) -> None:
         """Copy a file of the source, of any size, into the result.
@@ -240,18 +231,20 @@ class Workspace:
             SourceError: it cannot be read.
             OutputError: the disk is full or failing.
         """
-        path = self.out / name
-        with _as_output_error(path):
+        self._write(name, read_chunks(source))
+
+    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+        path, digest = self.out / name, hashlib.sha256()
+        with named(path, OutputError, inside=True):
             path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        write_file(path, _digested(read_chunks(source), digest), folder=self._work)
+        write_file(path, _digested(chunks, digest), folder=self._work)
         self._written[name] = digest.hexdigest()
 
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Write the files that make the folder a checkpoint, make everything durable and remove the work files."""
         if self._checksum:
             self.write(CHECKSUMS, self._manifest(last))
-        with _as_output_error(self.out):
+        with named(self.out, OutputError, inside=True):
             sync_folder(self.out)  # before a loader could take the folder for complete
             for name, content in last.items():
                 self.write(name, content)
@@ -259,7 +252,7 @@ class Workspace:
             self._remove_work_folder()
 
     def _manifest(self, last: Mapping[str, bytes]) -> bytes:
-        sums = {name: file.sha256 or _sha256(self.out / name) for name, file in self.finished.items()}
+        sums = {name: file.sha256 or digest_of(self.out / name) for name, file in self.finished.items()}
         sums |= self._written | {name: hashlib.sha256(content).hexdigest() for name, content in last.items()}
         return b"".join(f"{sums[name]}  ".encode() + os.fsencode(name) + b"\n" for name in sorted(sums))
 
@@ -293,26 +286,10 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-@contextmanager
-def _as_output_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
 def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
     for chunk in chunks:
         digest.update(chunk)
         yield chunk
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_finished(folder: Path) -> None:

@@ -21,9 +21,6 @@ class ShardWriter:
         final: path when it is complete.
         header_size: bytes to reserve for the header.
         data_size: bytes of data at fixed offsets; `finish` may append to them.
-
-    Attributes:
-        crc32: of the finished file, from the pieces that were written, not from what the disk made of them.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
@@ -32,7 +29,7 @@ class ShardWriter:
         self._header_size = header_size
         self._data_size = data_size
         self._pieces: list[tuple[int, int, int]] = []  # to which threads append
-        self.crc32 = 0
+        self.crc32 = 0  # of the finished file, from the pieces that were written, not from what the disk made of them
         with named(temporary, OutputError):
             temporary.unlink(missing_ok=True)
             self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from nf4conv.checkpoint.diffusers_folder import open_diffusers
-from nf4conv.checkpoint.patterns import unmatched
+from nf4conv.checkpoint.selection import unmatched
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
 from nf4conv.commands.output import check_apart, ignore
 from nf4conv.commands.single.dequantize import DequantizationPlan, plan_one, plan_submodel, write_one

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
-from nf4conv.checkpoint.patterns import unmatched
+from nf4conv.checkpoint.selection import unmatched
 from nf4conv.commands.diffusers import (
     DiffusersPlan,
     applying,

@@ -18,8 +18,7 @@ from typing import Final
 from nf4conv import __version__
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.pairing import alike
-from nf4conv.checkpoint.patterns import Parts, unmatched
-from nf4conv.checkpoint.selection import is_wanted
+from nf4conv.checkpoint.selection import Parts, is_wanted, unmatched
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
