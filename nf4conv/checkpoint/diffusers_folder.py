@@ -6,6 +6,7 @@ VAE and whatever else has weights keep them as they are, because a VAE in 4 bits
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -107,8 +108,6 @@ def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names
 
 
 def _has_variant(names: Collection[str], variant: str | None) -> bool:
-    try:
-        find_weights(names, variant, "")
-    except SourceError:
-        return False
-    return True
+    with suppress(SourceError):
+        return bool(find_weights(names, variant, ""))
+    return False

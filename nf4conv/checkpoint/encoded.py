@@ -17,9 +17,11 @@ config only says who made them and, where shapes do not tell, how large the bloc
 W is P.weight, or any other name. What is left over and belongs to activations is dropped.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.checkpoint.config import LEFTOVERS
@@ -30,33 +32,20 @@ from nf4conv.errors import CodecError, SourceError
 from nf4conv.format import layout
 from nf4conv.format.encodings import Method
 
-ACCEPTED: Final = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes")
+_NAMES: Final = json.loads(Path(__file__).with_name("encodings.json").read_bytes())
+_ACCEPTED: Final = tuple(_NAMES["accepted"])
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
-
-_TWICE: Final = "4-bit integers, which would lose precision a second time"
-_REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("gptq", "awq", "auto-round", "intel/auto-round", "autoround", "hqq", "sinq"), _TWICE),
-    **dict.fromkeys(("aqlm", "vptq", "spqr", "higgs", "quip", "exl2", "exl3", "fp_quant"), "a codebook of its own"),
-    "bitnet": "ternary weights, which 4 bits would only enlarge",
-    "gguf": "llama.cpp's block formats",
-    "torchao": "pickled tensor classes",
-}
+_REFUSED: Final = {method: reason for reason, methods in _NAMES["refused"].items() for method in methods}
+_TWICE: Final = _REFUSED["gptq"]
 
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
 _PLAIN: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 _PARTS: Final = (*_PLAIN, *_FLOAT8, "U8", "I8", "F8_E8M0")  # of what is decoded, and of what it is decoded with
 _STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")  # of the codes of bitsandbytes' 4 bits, see its quant_storage
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
-_ACTIVATIONS: Final = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
-    ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_scale", ".weight_format",
-)  # fmt: skip
+_ACTIVATIONS: Final = tuple(_NAMES["activations"])
 """Ends of names of what a quantized model needs to run, and a decoded one does not."""
-_OF_WEIGHTS: Final = (
-    "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".weight_zero_point",
-    ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight", ".g_idx", ".SCB", ".absmax",
-    ".pre_quant_scale", ".bitmask",
-)  # fmt: skip
+_OF_WEIGHTS: Final = tuple(_NAMES["weights"])
 """Ends of names of parts of encoded weights; one that is not used means that something is not understood."""
 _SCALES: Final = ("absmax", "nested_absmax", "nested_quant_map")
 """What decoding a 4-bit weight of bitsandbytes takes beside its codes."""
@@ -108,19 +97,13 @@ def decoded_tensors(
     if description is None and isinstance(of_modelopt, Mapping):
         description = {"quant_method": "modelopt", **of_modelopt}
     method = None if description is None else str(description.get("quant_method") or "compressed-tensors").lower()
-    if method is not None and not method.startswith(ACCEPTED):
+    if method is not None and not method.startswith(_ACCEPTED):
         reason = _REFUSED.get(method, "a format that nf4conv does not decode")
         raise SourceError(
             f"already quantized: quant_method {method}; give the checkpoint that it was made from: {reason}"
         )
-    siblings = _Siblings(
-        {tensor.name: tensor for tensor in tensors},
-        method,
-        tuple(_blocks(description or {})),
-        dtype,
-        families_of(config),
-        read,
-    )
+    by_name, blocks = {tensor.name: tensor for tensor in tensors}, tuple(_blocks(description or {}))
+    siblings = _Siblings(by_name, method, blocks, dtype, families_of(config), read)
     found: dict[str, TensorInfo] = {}
     if any(tensor.dtype not in _PLAIN for tensor in tensors):  # every encoding has parts in another dtype
         found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}

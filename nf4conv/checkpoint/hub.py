@@ -84,6 +84,7 @@ class Repository:
     def __init__(self, repo: str, where: SourceOptions) -> None:
         self.repo = repo
         self._where = where
+        self._access: dict[str, Any] = {"cache_dir": where.cache_dir, "token": where.token, "library_name": LIBRARY}
         with explained(repo):
             api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
             info = api.model_info(repo, revision=where.revision, files_metadata=True)
@@ -108,15 +109,9 @@ class Repository:
 
     def _snapshot(self, names: Sequence[str], revision: str) -> Path:
         with explained(self.repo):
+            names = [glob.escape(name) for name in names]
             return Path(
-                huggingface_hub.snapshot_download(
-                    self.repo,
-                    revision=revision,
-                    allow_patterns=[glob.escape(name) for name in names],
-                    cache_dir=self._where.cache_dir,
-                    token=self._where.token,
-                    library_name=LIBRARY,
-                )
+                huggingface_hub.snapshot_download(self.repo, revision=revision, allow_patterns=names, **self._access)
             )
 
     def download(self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool) -> Path:
@@ -127,18 +122,9 @@ class Repository:
         Raises:
             OSError and others of HUB_ERRORS: the hub did not give it.
         """
+        how = {"force_download": again, "tqdm_class": _bar(go_on), **self._access}
         return Path(
-            huggingface_hub.hf_hub_download(
-                self.repo,
-                file.name,
-                revision=self.commit,
-                local_dir=folder,
-                cache_dir=self._where.cache_dir,
-                token=self._where.token,
-                force_download=again,
-                library_name=LIBRARY,
-                tqdm_class=_bar(go_on),
-            )
+            huggingface_hub.hf_hub_download(self.repo, file.name, revision=self.commit, local_dir=folder, **how)
         )
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:

@@ -187,11 +187,11 @@ class _Merging:
         if found is not None:
             return [_Place(found)]
         for gate, up, down in _SINGLE:
-            shares = {"gate_up_proj": ((gate, 0, 2), (up, 1, 2)), "down_proj": ((down, 0, 1),)}
-            if leaf in shares and self._find(f"{module}.0.{down}.weight") is not None:
+            shares = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(leaf, ())
+            if shares and self._find(f"{module}.0.{down}.weight") is not None:
                 return [
-                    _Place(single, expert, share, shares_of)
-                    for name, share, shares_of in shares[leaf]
+                    _Place(single, expert, share, len(shares))
+                    for share, name in enumerate(shares)
                     for expert, single in enumerate(self._single_experts(module, name))
                 ]
         return []
@@ -220,21 +220,12 @@ class _Merging:
         for place in places:
             height = up.shape[0] // place.shares
             made = (height, down.shape[1])
-            is_square_transposed = made == made[::-1] and self._is_stacked_transposed(part.module)
             if place.tensor.shape[-2:] not in (made, made[::-1]):
                 raise _misfit(adapter, up, place.tensor, f" by way of {list(down.shape)}")
-            yield (
-                place.tensor,
-                Delta(
-                    up,
-                    down,
-                    adapter.scale(path),
-                    is_transposed=place.tensor.shape[-2:] != made or is_square_transposed,
-                    rows=None if place.shares == 1 else (place.share * height, (place.share + 1) * height),
-                    experts=experts,
-                    expert=place.expert,
-                ),
-            )
+            is_square = made == made[::-1]
+            transposed = place.tensor.shape[-2:] != made or (is_square and self._is_stacked_transposed(part.module))
+            rows = None if place.shares == 1 else (place.share * height, (place.share + 1) * height)
+            yield place.tensor, Delta(up, down, adapter.scale(path), transposed, rows, experts, place.expert)
 
     def _is_stacked_transposed(self, module: str) -> bool:
         """Whether experts are stacked as [in, out]: the square ones of GPT-OSS do not tell."""

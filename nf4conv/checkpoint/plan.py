@@ -222,14 +222,9 @@ def arrange(groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: 
     """
     _check_names([job for group in groups for job in group])
     shards = list(_split(groups, max_shard_size))  # of each its jobs, and the most that they take in the header
-    single = len(shards) == 1
-    return Plan(
-        format,
-        tuple(
-            _place(f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", *shard)
-            for number, shard in enumerate(shards, start=1)
-        ),
-    )
+    numbers = [f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1)] if shards[1:] else [""]
+    placed = (_place(f"{stem}{number}.safetensors", *shard) for number, shard in zip(numbers, shards, strict=True))
+    return Plan(format, tuple(placed))
 
 
 def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None) -> Iterator[Job]:

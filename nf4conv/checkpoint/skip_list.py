@@ -312,13 +312,13 @@ def hits(entry: str, path: str) -> bool:
 
 
 def _in_order(entries: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(entries, key=lambda entry: (natural_order(entry), entry)))
+    """Entries in natural order: "layers.2" before "layers.10"."""
 
+    def order(entry: str) -> tuple[list[tuple[int, int, str]], str]:
+        parts = re.split(r"(\d+)", entry)
+        return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts], entry
 
-def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts "layers.2" before "layers.10"."""
-    parts = re.split(r"(\d+)", text)
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
+    return tuple(sorted(entries, key=order))
 
 
 def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:

@@ -242,16 +242,12 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
     """(suffix, consequence) of what a weight lacks."""
     if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
         yield "quant_state", ""
-    if "absmax" not in components:
-        yield "absmax", ""
-    if "quant_map" not in components:
-        yield "quant_map", ", as in saves of some other tools; bitsandbytes then fails: KeyError"
-    is_nested = "nested_absmax" in components or "nested_quant_map" in components
-    absmax = components.get("absmax")
-    if is_nested or (absmax is not None and absmax.dtype == "U8"):
-        for suffix in ("nested_absmax", "nested_quant_map"):
-            if suffix not in components:
-                yield suffix, ""
+    nested, absmax = ("nested_absmax", "nested_quant_map"), components.get("absmax")
+    is_nested = any(suffix in components for suffix in nested) or (absmax is not None and absmax.dtype == "U8")
+    for suffix in ("absmax", "quant_map", *(nested if is_nested else ())):
+        if suffix not in components:
+            consequence = ", as in saves of some other tools; bitsandbytes then fails: KeyError"
+            yield suffix, consequence if suffix == "quant_map" else ""
 
 
 def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool) -> Mapping[str, Any] | None:

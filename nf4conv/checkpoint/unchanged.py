@@ -34,13 +34,9 @@ def stored_format(tensor: TensorInfo) -> Format | None:
         return None
     parts = dict(encoding.parts)
     state = next(role for role in parts if role.startswith(QUANT_STATE_PREFIX))
-    return Format(
-        state.removeprefix(QUANT_STATE_PREFIX),
-        encoding.block[0],
-        "nested_absmax" in parts,
-        layout.DTYPE_NAMES[tensor.dtype],
-        layout.STORAGE_DTYPES.get(parts["values"].dtype, "uint8"),
-    )
+    dtype, storage = layout.DTYPE_NAMES[tensor.dtype], layout.STORAGE_DTYPES.get(parts["values"].dtype, "uint8")
+    quant_type, is_nested = state.removeprefix(QUANT_STATE_PREFIX), "nested_absmax" in parts
+    return Format(quant_type, encoding.block[0], is_nested, dtype, storage)
 
 
 def common_format(tensors: Iterable[TensorInfo]) -> Format | None:
@@ -76,7 +72,9 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
     parts = dict(encoding.parts)
     values, role = parts.pop("values"), f"{QUANT_STATE_PREFIX}{mine.quant_type}"
     try:
-        written = {role: _written_state(read(parts[role]), mine)}
+        fields = json.loads(read(parts[role]))
+        offset = float(fields["nested_offset"]) if mine.double_quant else None
+        written = {role: layout.quant_state_json(mine, fields["shape"], offset)}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return f"its quant state is damaged: {error}"
     table = CODEBOOKS[mine.quant_type].values
@@ -93,10 +91,3 @@ def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo],
             return f"{finding.check}: {finding.text}"
     suffixes = [part.suffix for part in layout.components(mine, tensor.shape)][1:-1]
     return Stored((values, *(written.get(suffix) or parts[suffix] for suffix in suffixes)), written[role])
-
-
-def _written_state(blob: bytes, format: Format) -> bytes:
-    """What a quant state says, as bitsandbytes writes it."""
-    fields = json.loads(blob)
-    offset = float(fields["nested_offset"]) if format.double_quant else None
-    return layout.quant_state_json(format, fields["shape"], offset)
