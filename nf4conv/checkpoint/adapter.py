@@ -105,14 +105,9 @@ class Adapter(AdapterFiles):
 
 
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
-    """Read what an adapter consists of.
+    """Read what an adapter consists of: a folder, or "org/name" on the Hub, with "@revision" or without.
 
-    Args:
-        place: a folder, or "org/name" on the Hugging Face Hub, with "@revision" or without.
-        where: token, cache and the like of the Hub.
-
-    Raises:
-        SourceError: there is none, or one whose arithmetic is not that of LoRA; the message says which.
+    A SourceError if there is none, or one whose arithmetic is not that of LoRA; the message says which.
     """
     folder, origin = Path(place), None
     if not folder.is_dir():

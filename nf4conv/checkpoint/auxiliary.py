@@ -46,11 +46,9 @@ def auxiliary_files(folder: Path, root: Path | None = None, *, strays: bool = Fa
 
 
 def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
-    """The files of a listing that are copied as they are, sorted.
+    """The files of a listing of a checkpoint's folder that are copied as they are, sorted.
 
-    Args:
-        names: of files, relative to the checkpoint's folder.
-        modules: the content of modules.json, if there is one.
+    `modules` is the content of modules.json, if there is one.
     """
     folders = _module_folders(modules)
     paths = map(PurePosixPath, names)

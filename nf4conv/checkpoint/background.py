@@ -12,12 +12,7 @@ from contextlib import suppress
 
 
 class Background:
-    """Work that goes on beside its caller's.
-
-    Args:
-        work: what is done; it raises nothing.
-        name: of the thread.
-    """
+    """Work that goes on beside its caller's, in a thread of this name, and raises nothing."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work

@@ -134,20 +134,18 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _blocks(description: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """The shapes of blocks that share a scale, as far as a description names any."""
+    found: list[Any] = [(1, description.get("group_size"))]
     if str(description.get("quant_method")) == "fp8":
-        yield from _block(description.get("weight_block_size", (128, 128)))  # the default of transformers
-    yield from _block((1, description.get("group_size")))
+        found.insert(0, description.get("weight_block_size", (128, 128)))  # the default of transformers
     groups = description.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
-            yield from _block(weights.get("block_structure"))
-            yield from _block((1, weights.get("group_size")))
-
-
-def _block(value: Any) -> Iterator[tuple[int, int]]:
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
-        yield value[0], value[1]
+            found += [weights.get("block_structure"), (1, weights.get("group_size"))]
+    for block in found:
+        is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+        if is_pair and all(type(size) is int and size > 0 for size in block):
+            yield block[0], block[1]
 
 
 def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:

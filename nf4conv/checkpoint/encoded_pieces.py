@@ -183,15 +183,9 @@ def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop:
 
 
 def matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
-    """An encoded weight in pieces that can be decoded one by one.
+    """A job's weight, which is encoded, in pieces that can be decoded one by one; arguments as `encoded_pieces`.
 
-    Args:
-        job: a weight.
-        most: elements of a piece, unless its rows are longer.
-        unit: every piece begins at a multiple of so many elements.
-
-    Returns:
-        The pieces in order; a single one, or none, for a weight that must be read as a whole matrix.
+    There is a single one, or none, of a weight that must be read as a whole matrix.
     """
     matrix, source = job.matrix, job.source
     if source.encoding is None or matrix.transpose or matrix.columns is not None:

@@ -154,9 +154,8 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     """The tensors that JSON, without the 8 length bytes, says are in a file of so many bytes; in the order of theirs.
 
-    Raises:
-        SourceError: not JSON, an unknown dtype, an impossible shape, or offsets that overlap, leave holes or
-            reach beyond the file.
+    A SourceError if it is no JSON, or has an unknown dtype, an impossible shape, or offsets that overlap, leave holes
+    or reach beyond the file.
     """
     try:
         table = json.loads(raw)  # of a name given twice one entry is lost, and its bytes then belong to none
@@ -241,11 +240,9 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
 
 
 def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], reserve: int = 0) -> bytes:
-    """A file's first bytes: the length and the JSON, padded with spaces to a multiple of 8.
+    """A file's first bytes: the length and the JSON, padded with spaces to a multiple of 8, and to what to `reserve`.
 
-    Args:
-        entries: (name, dtype, shape, start, stop), offsets counted from the end of the header.
-        reserve: total size to pad to, at least what the header needs.
+    `entries` are (name, dtype, shape, start, stop), offsets counted from the end of the header.
     """
     table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:

@@ -117,10 +117,8 @@ class Repository:
     def download(self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool) -> Path:
         """Fetch a file into a folder of ours, where an earlier, interrupted try is continued; `again` starts anew.
 
-        `go_on` is asked now and then, from the calling thread; it raises what is to end the download.
-
-        Raises:
-            OSError and others of HUB_ERRORS: the hub did not give it.
+        `go_on` is asked now and then, from the calling thread; it raises what is to end the download. One of HUB_ERRORS
+        if the hub did not give the file.
         """
         how = {"force_download": again, "tqdm_class": _bar(go_on), **self._access}
         return Path(
@@ -178,8 +176,7 @@ class Fetched:
 def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     """Get what is needed of a repository, "org/name": weights of one kind, config, and what is copied beside them.
 
-    Raises:
-        SourceError: it does not exist, may not be read, is not in the cache when offline, or holds no weights.
+    A SourceError if it does not exist, may not be read, is not in the cache when offline, or holds no weights.
     """
     if where.local_files_only or is_offline():
         return _from_cache(repo, where)
@@ -276,8 +273,7 @@ def one_line(error: Exception) -> str:
 def patiently(attempt: Callable[[], T], stopped: threading.Event) -> T | None:
     """What an attempt gives, which is repeated as long as that may help; None if it is no longer wanted.
 
-    Raises:
-        OSError and others of HUB_ERRORS: trying again does not help, or has not helped.
+    One of HUB_ERRORS if trying again does not help, or has not helped.
     """
     for wait in _WAITS:
         try:

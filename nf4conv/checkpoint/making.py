@@ -30,7 +30,8 @@ _SAMPLE: Final = 4096  # bytes
 
 def record_of(source: Source, command: str, version: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The content of nf4conv.json, but for what verification measured; a SourceError if the source cannot be read."""
-    described: dict[str, Any] = {"id": known_as(source), "headers_sha256": headers_digest(source)}
+    known_as = name_of(source.folder) if source.fetched is None else str(source.fetched.origin)
+    described: dict[str, Any] = {"id": known_as, "headers_sha256": headers_digest(source)}
     if source.fetched is None:  # what has a commit cannot change
         described["samples_sha256"] = _samples_digest(source.files)
     if source.adapters:
@@ -74,11 +75,6 @@ def recorded_scales(folder: Path) -> str:
     record = read_record(folder)
     scales = None if record is None else record["options"].get("scales")
     return scales if isinstance(scales, str) and scales in SCALES else "absmax"
-
-
-def known_as(source: Source) -> str:
-    """What a source is called by others than this machine: its name on the Hub, or that of its folder."""
-    return str(source.fetched.origin) if source.fetched is not None else name_of(source.folder)
 
 
 def name_of(folder: Path) -> str:

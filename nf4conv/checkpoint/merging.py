@@ -244,10 +244,8 @@ class _Merging:
         """Give a head that is the embedding a tensor of its own, if the adapter was trained to make them differ.
 
         PEFT's merge unties them for modules_to_save. LoRA of either it adds to both, with a warning: the adapter was
-        not trained for that.
-
-        Returns:
-            The adapter, without a head that is to remain the embedding, and what to tell the user.
+        not trained for that. Given back are the adapter, without a head that is to remain the embedding, and what to
+        tell the user.
         """
         made = {f"{part.module}.weight": _shape_made(adapter, part) for part in adapter.targeted}
         made |= {name: tensor.shape for name, tensor in adapter.replaced.items()}

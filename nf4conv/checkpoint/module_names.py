@@ -21,10 +21,8 @@ from nf4conv.checkpoint.skip_list import ADDED
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 OTHER_CONFIGS: Final = ("vision_config", "vit_config", "visual", "img_processor", "audio_config", "speech_config")
 
-TOWERS: Final = (
-    "vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector",
-    "model.vision_tower", "model.visual", "model.vision_model", "model.audio_tower", "model.multi_modal_projector",
-)  # fmt: skip
+_TOWERS: Final = ("vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector")
+TOWERS: Final = (*_TOWERS, *(f"model.{tower}" for tower in _TOWERS))
 """What most multimodal models call the parts that are not packed."""
 
 TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")

@@ -56,8 +56,7 @@ _ORIGINALS: Final = {
 def within_blocks(source: Source, options: QuantizeOptions) -> QuantizeOptions:
     """Options that pack the linear layers in the blocks of a denoiser, unless they include others, into one file.
 
-    Raises:
-        PlanError: the source has other names.
+    A PlanError if the source has other names.
     """
     prefix = _BUNDLED if any(tensor.name.startswith(_BUNDLED) for tensor in source.tensors) else ""
     globs = tuple(f"{prefix}{block}.weight" for block in _BLOCKS)
@@ -73,12 +72,8 @@ def within_blocks(source: Source, options: QuantizeOptions) -> QuantizeOptions:
 def with_original_names(source: Source, among: Collection[str] = ()) -> Source:
     """A Flux transformer or UNet of diffusers under its original names; any other source as it is.
 
-    Args:
-        source: whose tensors are to be renamed, and joined.
-        among: names; a source that has any of them is left as it is.
-
-    Raises:
-        PlanError: a tensor has no original name, or cannot be joined with others.
+    So is one that has a tensor `among` these names. A PlanError if a tensor has no original name, or cannot be joined
+    with others.
     """
     config = source.config or {}
     kind, layers = config.get("_class_name"), config.get("layers_per_block")

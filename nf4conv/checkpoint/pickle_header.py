@@ -33,11 +33,9 @@ _STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
     """The tensors of a file that `torch.save` wrote from a state dict, in the order of their bytes.
 
-    Tensors that share memory are each read from there. One whose elements are not in order gets an encoding.
-
-    Raises:
-        SourceError: the file is unreadable or malformed, or holds more than tensors, dicts and numbers; nothing in it
-            has been executed.
+    Tensors that share memory are each read from there. One whose elements are not in order gets an encoding. A
+    SourceError if the file is unreadable or malformed, or holds more than tensors, dicts and numbers; nothing in it has
+    been executed.
     """
     try:
         with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:

@@ -167,11 +167,8 @@ _MADE: Final[dict[str, Callable[[], Any]]] = {
 def run_pickle(file: IO[bytes]) -> Any:
     """The value that a pickle describes: dicts, lists, tuples, strings, numbers and StoredTensors.
 
-    Args:
-        file: at the first opcode; it is left after the last.
-
-    Raises:
-        PickleError: the pickle is malformed, or needs anything else.
+    The file is at the first opcode, and is left after the last. A PickleError if it is malformed, or needs anything
+    else.
     """
     machine = _Machine()
     try:

@@ -90,8 +90,7 @@ class Selection:
 def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions) -> Selection:
     """Decide for every tensor of a checkpoint with this config; the user's wishes add to the rules and replace none.
 
-    Raises:
-        PlanError: no skip list can tell the packed modules from the others.
+    A PlanError if no skip list can tell the packed modules from the others.
     """
     evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
     why_unwanted = _by_wishes(options, names)
@@ -120,10 +119,7 @@ def with_skip_list(
     """Complete the decisions for all tensors with the list of modules to skip.
 
     Where loaders could not tell a packed module from one that they must skip, it is kept too. `not_on_disk` are modules
-    in memory that are `nn.Linear` and must be skipped, though no tensor is theirs.
-
-    Raises:
-        PlanError: no list can tell the packed modules from the others.
+    in memory that are `nn.Linear` and must be skipped, though no tensor is theirs. Errors as `select`.
     """
     decisions = dict(decisions)
     while True:
@@ -187,10 +183,8 @@ def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
     """The weights of Llama 4's experts, which transformers loads as one `nn.Linear` each when they are packed.
 
     gate_up_proj is [expert, in, 2 × intermediate], the gate in the first half; down_proj is [expert, intermediate,
-    out] (transformers, models/llama4 and quantizers/base.py: SequentialLlama4TextExperts).
-
-    Returns:
-        One or two for each expert; none when the tensor holds no experts.
+    out] (transformers, models/llama4 and quantizers/base.py: SequentialLlama4TextExperts). There are one or two for
+    each expert; none when the tensor holds no experts.
     """
     prefix, _, leaf = tensor.name.rpartition(".")
     if len(tensor.shape) != 3 or not prefix.endswith("feed_forward.experts"):

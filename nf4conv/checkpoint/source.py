@@ -114,12 +114,8 @@ def stamp_of(path: Path) -> Stamp:
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
     """Open a checkpoint: a folder with safetensors or pickled weights, sharded or not, one such file, or a Hub id.
 
-    Args:
-        source: a path, which wins where it exists, or "org/name".
-        where: revision and so on.
-
-    Raises:
-        SourceError: it is missing, empty, truncated, or contradicts itself; the message names file and tensor.
+    A path that exists wins over "org/name". A SourceError, if it is missing, empty, truncated, or contradicts itself,
+    names file and tensor.
     """
     opened = open_stored(source, where)
     folder, config = opened.folder, opened.config or {}

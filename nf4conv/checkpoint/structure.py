@@ -80,13 +80,9 @@ class Structure:
 
 
 def read_structure(path: Path) -> Structure:
-    """Look at a checkpoint's headers and at what describes its packed weights.
+    """Look at the headers of a checkpoint, a folder or a .safetensors file, and at what describes its packed weights.
 
-    Args:
-        path: a folder or a .safetensors file.
-
-    Raises:
-        SourceError: there are no safetensors weights at all.
+    A SourceError if there are no safetensors weights at all.
     """
     listed: tuple[Path, ...] = (path,)
     weight_map: Mapping[str, Any] | None = None

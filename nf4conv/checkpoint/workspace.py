@@ -189,13 +189,9 @@ class Workspace:
             self._save()
 
     def check_space(self, needed: int) -> None:
-        """Refuse before the first byte what cannot end well.
+        """Refuse by an OutputError, before the first byte, what the disk has less room for than the bytes `needed`.
 
-        Args:
-            needed: bytes still to be written; what unfinished shards of an earlier try take is not free but will be.
-
-        Raises:
-            OutputError: the disk has less room.
+        What unfinished shards of an earlier try take is not free but will be.
         """
         leftovers = (*self._work.glob("*.partial"), *self.downloads.rglob("*"))
         reusable = sum(leftover.stat().st_blocks * 512 for leftover in leftovers)
@@ -225,12 +221,7 @@ class Workspace:
         self._write(name, [content])
 
     def copy(self, name: str, source: Path) -> None:
-        """Copy a file of the source, of any size, into the result.
-
-        Raises:
-            SourceError: it cannot be read.
-            OutputError: the disk is full or failing.
-        """
+        """Copy a file of the source, of any size, into the result; a SourceError if it cannot be read."""
         self._write(name, read_chunks(source))
 
     def _write(self, name: str, chunks: Iterable[bytes]) -> None:
@@ -305,12 +296,8 @@ def check_finished(folder: Path) -> None:
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:
-    return (
-        (folder / WORK_FOLDER).is_dir()
-        or (folder / "config.json").is_file()
-        or (folder / "model_index.json").is_file()
-        or any(folder.glob("*.safetensors"))
-    )
+    is_marked = any((folder / name).is_file() for name in ("config.json", "model_index.json"))
+    return is_marked or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def _short(value: object) -> str:

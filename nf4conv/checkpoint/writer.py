@@ -52,12 +52,8 @@ class ShardWriter:
     def finish(self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes) -> int:
         """Append `tail` to the data, write the header, sync, check, and give the file its final name; its size.
 
-        Args:
-            entries: (name, dtype, shape, start, stop) of every tensor, `tail`'s included.
-            tail: data that follows the fixed-size tensors.
-
-        Raises:
-            OutputError: the disk is full or failing, or the file read back is not what was written.
+        `entries` are (name, dtype, shape, start, stop) of every tensor, the tail's included. An OutputError if the disk
+        is full or failing, or the file read back is not what was written.
         """
         entries = list(entries)
         expected = {name: (start, stop) for name, _, _, start, stop in entries}
@@ -92,11 +88,8 @@ class ShardWriter:
 def write_file(path: Path, chunks: Iterable[bytes], *, folder: Path | None = None, mode: int = 0o666) -> None:
     """Write a file in one go so that it either exists whole or not at all; an OutputError if that fails.
 
-    Args:
-        path: of the file.
-        chunks: its content.
-        folder: on the same disk, for what is not whole yet; None for that of the file.
-        mode: permissions, from which the process's umask takes.
+    What is not whole yet is in a `folder` on the same disk, or in that of the file. The process's umask takes from the
+    permissions `mode`.
     """
     # a name that nobody can foresee, and that nobody has: not even as a link to another file
     temporary = (folder or path.parent) / f".{path.name[:40]}.{os.urandom(8).hex()}.partial"
