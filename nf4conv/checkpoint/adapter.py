@@ -50,7 +50,6 @@ class Targeted(NamedTuple):
     """The LoRA tensors of one module, or of one parameter of it."""
 
     module: str  # its path in the model
-    depth: int  # how many other wrappers are around it; those of several parameters are nested
     tensors: Mapping[str, TensorInfo]  # by role
 
 
@@ -147,6 +146,7 @@ def _check_kind(place: str, config: Mapping[str, Any]) -> None:
 
 def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
     """An adapter with its tensors by what they do."""
+    # by path, and by how many other wrappers are around it: those of several parameters are nested
     modules: dict[tuple[str, int], dict[str, TensorInfo]] = {}
     replaced: dict[str, TensorInfo] = {}
     for tensor in tensors:
@@ -159,5 +159,5 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
             raise SourceError(f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it")
         else:
             replaced[name.replace(".base_layer.", ".")] = tensor
-    targeted = tuple(Targeted(*key, roles) for key, roles in sorted(modules.items()))
+    targeted = tuple(Targeted(module, roles) for (module, _), roles in sorted(modules.items()))
     return replace(adapter, targeted=targeted, replaced=replaced)

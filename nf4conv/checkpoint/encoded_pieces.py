@@ -83,8 +83,7 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
         merged = encoding._replace(parts=((role, rows_of(base, start, stop)),), block=(before + start,))
         return tensor._replace(shape=shape, encoding=merged)
     if encoding.method is Method.BITSANDBYTES_4BIT:
-        parts = cut_parts(dict(encoding.parts), encoding.block[0], start * shape[1], stop * shape[1])
-        return tensor._replace(shape=shape, encoding=encoding._replace(parts=tuple(parts.items())))
+        return packed_part(tensor, start * shape[1], stop * shape[1])._replace(shape=shape)
     cut = []
     for role, part in encoding.parts:
         if role == "scale" and encoding.block:

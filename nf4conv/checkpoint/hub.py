@@ -96,23 +96,18 @@ class Repository:
             for file in info.siblings or ()
         }
 
-    def fetch(self, names: Sequence[str]) -> Path:
-        """The folder, in the cache, in which these files now are, with others perhaps."""
-        return self._snapshot(names, self.commit)
-
     def fetch_first(self, names: Sequence[str]) -> Path:
         """As `fetch`; the cache also notes which commit the revision stands for, so that it is found when offline."""
-        folder = self._snapshot(names, self._where.revision or "main")
+        folder = self.fetch(names, self._where.revision or "main")
         if folder.name != self.commit:
             raise SourceError(f"{self.repo}: changed while it was being read; run again")
         return folder
 
-    def _snapshot(self, names: Sequence[str], revision: str) -> Path:
+    def fetch(self, names: Sequence[str], revision: str | None = None) -> Path:
+        """The folder, in the cache, in which these files now are, with others perhaps."""
         with explained(self.repo):
-            names = [glob.escape(name) for name in names]
-            return Path(
-                huggingface_hub.snapshot_download(self.repo, revision=revision, allow_patterns=names, **self._access)
-            )
+            how = {"allow_patterns": [glob.escape(name) for name in names], **self._access}
+            return Path(huggingface_hub.snapshot_download(self.repo, revision=revision or self.commit, **how))
 
     def download(self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool) -> Path:
         """Fetch a file into a folder of ours, where an earlier, interrupted try is continued; `again` starts anew.
@@ -120,10 +115,8 @@ class Repository:
         `go_on` is asked now and then, from the calling thread; it raises what is to end the download. One of HUB_ERRORS
         if the hub did not give the file.
         """
-        how = {"force_download": again, "tqdm_class": _bar(go_on), **self._access}
-        return Path(
-            huggingface_hub.hf_hub_download(self.repo, file.name, revision=self.commit, local_dir=folder, **how)
-        )
+        how = {"local_dir": folder, "force_download": again, "tqdm_class": _bar(go_on), **self._access}
+        return Path(huggingface_hub.hf_hub_download(self.repo, file.name, revision=self.commit, **how))
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         """Some bytes of a file, by a request for this range; a SourceError if the hub does not give them."""

@@ -66,17 +66,14 @@ class _Merging:
         self._deltas: dict[str, list[Delta]] = {}
         self._replaced: dict[str, str] = {}
         self._names = ModuleNames.of(self._config)
-        self._aliases = dict(self._all_aliases())
+        # by name in a model the one on disk; later ones win, which are the more certain
+        split = [(name, *name.rpartition(".")[::2]) for name in self._tensors]
+        spelled = ((name, f"{path}.{leaf}") for name, module, leaf in split for path in self._names.spellings(module))
+        self._aliases = {spelling: name for name, spelling in spelled}
+        self._aliases |= {name: name for name in self._tensors}
         first = Counter(name.partition(".")[0] for name in self._tensors).most_common(1)
         self._base = first[0][0] if first and 2 * first[0][1] > len(self._tensors) else ""
         self._notes: list[str] = []
-
-    def _all_aliases(self) -> Iterator[tuple[str, str]]:
-        """(name in a model, name on disk); later ones win, which are the more certain."""
-        for name in self._tensors:
-            module, _, leaf = name.rpartition(".")
-            yield from ((f"{path}.{leaf}", name) for path in self._names.spellings(module))
-        yield from ((name, name) for name in self._tensors)
 
     def _find(self, name: str) -> TensorInfo | None:
         """The tensor on disk that becomes the one of this name in a model.
