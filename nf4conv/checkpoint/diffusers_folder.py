@@ -50,11 +50,8 @@ def is_packed_by_default(submodel: str) -> bool:
 def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> DiffusersFolder:
     """Find out what a diffusers pipeline consists of, a folder or a repository of which what is not weights is fetched.
 
-    A submodel that has no files of the variant is read without.
-
-    Raises:
-        NoDiffusersFolderError: it is something else.
-        SourceError: it cannot be read, or lacks a part.
+    A submodel that has no files of the variant is read without. A NoDiffusersFolderError if the source is something
+    else, a SourceError if it cannot be read, or lacks a part.
     """
     where = where or SourceOptions()
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""

@@ -38,7 +38,7 @@ MOST_DIMENSIONS: Final = 64  # as torch
 _LONGEST_NAME: Final = 1000
 _MOST_DOTS: Final = 64
 """Names are taken apart at their dots: several times what models have, and no more than memory can bear."""
-_LARGEST_SIZE: Final = 2**63
+LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
 
 
 FileRange = tuple[Path, int, int]  # (file, start, stop) in bytes
@@ -212,7 +212,7 @@ def _are_sizes(values: Any) -> bool:
         return False
     for value in values:  # noqa: SIM110 - twice as fast as all(), and a checkpoint may have 100 000 short lists
         # bool is a subclass of int, and a shape of [true] would pass for [1]
-        if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
+        if type(value) is not int or not 0 <= value < LARGEST_SIZE:
             return False
     return True
 

@@ -33,9 +33,8 @@ _SINGLE: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[str]) -> Source:
     """Open a checkpoint, and merge adapters, one after the other, into what is read of it.
 
-    Raises:
-        SourceError: something cannot be read; an adapter changes what the checkpoint lacks; shapes disagree.
-        PlanError: adapters for a diffusers pipeline.
+    A SourceError if something cannot be read, an adapter changes what the checkpoint lacks, or shapes disagree; a
+    PlanError for adapters of a diffusers pipeline.
     """
     try:
         opened = open_source(source, where)

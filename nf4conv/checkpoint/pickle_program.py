@@ -13,12 +13,11 @@ import pickletools
 from collections.abc import Callable
 from typing import IO, Any, Final, NamedTuple
 
-from nf4conv.checkpoint.header import DTYPE_BITS, MOST_DIMENSIONS
+from nf4conv.checkpoint.header import DTYPE_BITS, LARGEST_SIZE, MOST_DIMENSIONS
 
 _MOST_STEPS: Final = 2**21  # opcodes, and values copied by them; a tensor takes about thirty
 _DEEPEST: Final = 100  # containers that are open at a time
 _MOST_ARGUMENTS: Final = 16
-_LARGEST_SIZE: Final = 2**63
 
 
 class PickleError(Exception):
@@ -105,7 +104,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
+    if type(value) is not int or not 0 <= value < LARGEST_SIZE:
         raise PickleError(f"{_shown(value)} is no size; such numbers make no tensor")
     return value
 

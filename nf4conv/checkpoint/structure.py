@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.checkpoint.findings import Finding
-from nf4conv.checkpoint.header import TensorInfo, read_header
+from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo, read_header
 from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.source import LARGEST_INDEX, read_json
@@ -24,10 +24,6 @@ from nf4conv.errors import SourceError
 from nf4conv.format import layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
-
-_JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
-_NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
-MOST_ELEMENTS: Final = 2**63  # sizes of tensors are int64 everywhere
 
 CLOSE: Final = 2**-8
 """Relative: how far a code map that was made in bfloat16 may be from the standard one, which kernels decode with."""
@@ -265,17 +261,13 @@ def _read_state(structure: Structure, blob: TensorInfo, suffix: str, is_nested: 
 
 
 def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> Iterator[str]:
-    keys = (*_JSON_KEYS, *_NESTED_JSON_KEYS) if is_nested else _JSON_KEYS
+    keys = (*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS) if is_nested else layout.JSON_KEYS
     for key in keys:
         if key not in fields:
             yield f"lacks {key}"
-    for key in fields:
-        if key not in keys:
-            yield (
-                f"has the key {key!r}, at which bitsandbytes fails"
-                if key not in _NESTED_JSON_KEYS
-                else (f"has {key}, but there is no nested_absmax")
-            )
+    for key in [key for key in fields if key not in keys]:
+        strange, out_of_place = f"has the key {key!r}, at which bitsandbytes fails", "but there is no nested_absmax"
+        yield f"has {key}, {out_of_place}" if key in layout.NESTED_JSON_KEYS else strange
     for key, allowed in (
         ("quant_type", tuple(CODEBOOKS)),
         ("blocksize", BLOCKSIZES),
@@ -299,9 +291,9 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> It
 
 def _is_shape(shape: object) -> bool:
     """Whether it is one, of a tensor that can exist: nothing as long as a product of invented sizes is printed."""
-    if not (isinstance(shape, list) and all(type(size) is int and 0 <= size < MOST_ELEMENTS for size in shape)):
+    if not (isinstance(shape, list) and all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape)):
         return False
-    return math.prod(shape) < MOST_ELEMENTS
+    return math.prod(shape) < LARGEST_SIZE
 
 
 def _check_layout(structure: Structure, weight: StoredWeight) -> bool:

@@ -30,12 +30,9 @@ class WeightFile(NamedTuple):
 def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
     """The weights among the files in a folder itself; safetensors are preferred to pickles, a single file to an index.
 
-    `variant` is such as "fp16", or None for the files without one; `where` is named in errors.
-
-    Raises:
-        DiffusersFolderError: the folder is that of a diffusers pipeline.
-        AdapterError: the folder is that of an adapter.
-        SourceError: there are none, or several that nothing tells apart.
+    `variant` is such as "fp16", or None for the files without one; `where` is named in errors: a DiffusersFolderError
+    if the folder is that of a diffusers pipeline, an AdapterError if it is that of an adapter, a SourceError if there
+    are none, or several that nothing tells apart.
     """
     if MODEL_INDEX in names:
         raise DiffusersFolderError(

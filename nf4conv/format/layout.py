@@ -48,8 +48,8 @@ STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F
 
 ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an element of these
 
-_JSON_KEYS: Final = {"quant_type", "blocksize", "dtype", "shape"}
-_NESTED_JSON_KEYS: Final = {"nested_blocksize", "nested_dtype", "nested_offset"}
+JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
+NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
 
 _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
@@ -138,8 +138,8 @@ def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, A
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"quant_state: not JSON ({error})") from error
-    known = _JSON_KEYS | _NESTED_JSON_KEYS
-    if not isinstance(fields, dict) or not _JSON_KEYS <= fields.keys() <= (known if not may_say_more else {*fields}):
+    known = {*JSON_KEYS, *NESTED_JSON_KEYS}
+    if not isinstance(fields, dict) or not {*JSON_KEYS} <= fields.keys() <= (known if not may_say_more else {*fields}):
         raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
     shape = fields["shape"]
     is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
@@ -157,8 +157,8 @@ def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, A
 
 def nested_offset_of(fields: Mapping[str, Any]) -> float:
     """The nested_offset of a blob's content; a CodecError if there is none, or it cannot be one."""
-    if not fields.keys() >= _NESTED_JSON_KEYS:
-        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(_NESTED_JSON_KEYS)}")
+    if not fields.keys() >= {*NESTED_JSON_KEYS}:
+        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(NESTED_JSON_KEYS)}")
     if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
         raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
     offset = fields["nested_offset"]

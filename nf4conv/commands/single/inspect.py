@@ -14,10 +14,10 @@ from typing import Any
 from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.encoded import quantization_of
 from nf4conv.checkpoint.findings import Finding
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo
 from nf4conv.checkpoint.making import read_record, recorded_scales
 from nf4conv.checkpoint.source import Source, open_stored, read_together
-from nf4conv.checkpoint.structure import MOST_ELEMENTS, Structure, look_at, split_component
+from nf4conv.checkpoint.structure import Structure, look_at, split_component
 from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import gpu_bytes
@@ -118,7 +118,7 @@ def _fields(blob: bytes) -> dict[str, Any]:
         fields = json.loads(blob)
         sizes = [int(size) for size in fields["shape"]]
         known = {"shape": sizes, "dtype": str(fields["dtype"]), "blocksize": int(fields["blocksize"])}
-        is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < MOST_ELEMENTS
+        is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < LARGEST_SIZE
         return {**fields, **known, "quant_type": str(fields["quant_type"])} if is_possible else {}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return {}
