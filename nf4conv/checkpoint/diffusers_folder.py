@@ -22,8 +22,6 @@ _PACKED: Final = re.compile(r"(unconditional_|prior_)?(transformer|unet|prior|co
 """Names that diffusers gives to submodels worth packing, such as transformer_2 of Wan, unconditional_transformer of
 Ideogram 4 and text_encoder_3 of SD 3."""
 
-_WEIGHTS: Final = (".safetensors", ".bin")
-
 
 @dataclass(frozen=True)
 class DiffusersFolder:
@@ -93,7 +91,7 @@ def _describe(folder: Path, place: str, where: SourceOptions, prefix: str, names
         if not inside.get(name):
             raise SourceError(f"{index}: {name}: there is no such folder; the download is incomplete")
         own = inside[name]
-        if any("/" not in file and file.endswith(_WEIGHTS) for file in own):
+        if any("/" not in file and file.endswith((".safetensors", ".bin")) for file in own):
             variant = where.variant if _has_variant(own, where.variant) else None
             submodels[name] = replace(where, subfolder=f"{prefix}{name}", variant=variant)
         else:

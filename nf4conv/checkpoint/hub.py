@@ -177,12 +177,11 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     prefix = f"{where.subfolder.strip('/')}/" if where.subfolder else ""
     names = {name.removeprefix(prefix) for name in repository.files if name.startswith(prefix)}
     weights = find_weights({name for name in names if "/" not in name}, where.variant, f"{repo}/{prefix}".rstrip("/"))
-    small = {*(name for name in _DESCRIPTIONS if name in names), *map(str, auxiliary_names(names, None))}
-    if weights.is_index:
-        small.add(weights.name)
+    modules = None
     if "modules.json" in names:
-        folder = repository.fetch_first([f"{prefix}modules.json"]) / prefix
-        small |= set(map(str, auxiliary_names(names, (folder / "modules.json").read_bytes())))
+        modules = (repository.fetch_first([f"{prefix}modules.json"]) / prefix / "modules.json").read_bytes()
+    small = {*(name for name in _DESCRIPTIONS if name in names), *map(str, auxiliary_names(names, modules))}
+    small |= {weights.name} if weights.is_index else set()
     root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
     folder = root / prefix
     shards = _shards(folder / weights.name) if weights.is_index else [weights.name]

@@ -164,7 +164,6 @@ class ShardStream(RemoteReader):
 
     def _fetch(self, file: RemoteFile) -> Path:
         """Get a file that is what the hub says it is; one that is not is fetched again, once."""
-        problem = None
         for again in (False, True):
             local = self._download(file, again=again)
             problem = check_content(local, file)
