@@ -39,7 +39,7 @@ for name, pointer in P.items():
     found["quantize-" + name] = build(pack.quantize_kernel, types, constants, warps)
     slots, warps = dequantize.CONFIGURATIONS[size]
     types = dict(packed_ptr="*u8", table_ptr="*i32", out_ptr=pointer, n="i64") | STATE
-    constants = dict(TILE=slots * 16 // size, NESTED=True, ACCESS=0, STREAM=True) | OPEN
+    constants = dict(TILE=slots * 16 // size, ACCESS=0, STREAM=True) | OPEN
     found["dequantize-" + name] = build(dequantize.dequantize_kernel, types, constants, warps)
 types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
 found["mean"] = build(mean.mean_kernel, types, dict(LONGEST=mean.TORCH_BLOCK), 4)
@@ -54,7 +54,7 @@ types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",
 ) | STATE
-found["error"] = build(error._error_kernel, types, dict(TILE=2048, TILES=8, NESTED=True, ACCESS=0) | OPEN, 4)
+found["error"] = build(error._error_kernel, types, dict(TILE=2048, TILES=8, ACCESS=0) | OPEN, 4)
 json.dump(found, sys.stdout)
 """
 

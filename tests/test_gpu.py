@@ -193,7 +193,7 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
         kernels.dequantize._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
-            (blocksize, tile, nested, how, False, ptx),
+            (blocksize, tile, how, False, ptx),
             (weight.dtype, nested),
             1,
         )

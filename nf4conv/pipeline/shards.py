@@ -194,26 +194,29 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
 
 def weight_tasks(
     progress: ShardProgress,
-    groups: Iterable[tuple[PackJob, ...]],
-    pieces: Callable[[PackJob], Sequence[Piece]],
+    piece: int,
+    most: int,
+    room: Callable[[PackJob], int],
+    kind: Callable[[PackJob], object],
     of_piece: Callable[..., ShardTask[Any]],
     of_batch: Callable[..., ShardTask[Any]],
 ) -> list[ShardTask[Any]]:
-    """The tasks of a shard's weights: of each group, or of each piece of one that is alone and comes in several."""
+    """The tasks of a shard's weights: of neighbours of a kind that fit a piece, or of each piece of a large one.
+
+    They are of one file, too. `room` says how much of a piece a weight takes; `piece` and `most` how large one is,
+    as of `weight_pieces`.
+    """
     tasks: list[ShardTask[Any]] = []
-    for jobs in groups:
-        job, parts = jobs[0], pieces(jobs[0])
+    weights = (job for job in progress.shard.jobs if isinstance(job, PackJob) and not job.stored)
+    blocksize = progress.format.blocksize
+    for jobs in batches(weights, room, piece, lambda job: (job.source.file, kind(job)), LARGEST_BATCH):
+        job, parts = jobs[0], weight_pieces(jobs[0], piece, most, blocksize)
         if len(parts) > 1:
-            absmax: Gathered[Any] = Gathered(block_count(job.elements, progress.format.blocksize), len(parts))
+            absmax: Gathered[Any] = Gathered(block_count(job.elements, blocksize), len(parts))
             tasks += [of_piece(progress, job.source.file, job, part, absmax) for part in parts]
         else:
             tasks.append(of_batch(progress, job.source.file, jobs))
     return tasks
-
-
-def packed_anew(shard: Shard) -> Iterator[PackJob]:
-    """The weights that are not copied as they are."""
-    return (job for job in shard.jobs if isinstance(job, PackJob) and not job.stored)
 
 
 def weight_pieces(job: PackJob, piece: int, most: int, blocksize: int) -> list[Piece]:

@@ -111,7 +111,7 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     for name, absmax in (("plain", floats), ("nested", packed)):
         for kind, access in _ACCESSES:
             arguments = (packed, absmax, floats, floats, floats, values, out, 1)
-            constants = (blocksize, tile, name == "nested", access, True, on_gpu)
+            constants = (blocksize, tile, access, True, on_gpu)
             kernels[f"{name}_{kind}"] = Variant(dequantize.dequantize_kernel, (*arguments, *constants), num_warps)
     return Codec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
 

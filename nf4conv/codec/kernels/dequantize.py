@@ -38,8 +38,8 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
     _launch(
         -(-n // tile),
         (packed, *decoding.pointers(), value_table(decoding.quant_type, out.device), out, n),
-        (blocksize, tile, decoding.state2 is not None, access(out, packed, n, tile), stream, out.is_cuda),
-        out.dtype,
+        (blocksize, tile, access(out, packed, n, tile), stream, out.is_cuda),
+        (out.dtype, decoding.state2 is None),
         num_warps,
     )
 
@@ -56,7 +56,6 @@ def dequantize_kernel(
     n: tl.int64,
     BLOCKSIZE: tl.constexpr,
     TILE: tl.constexpr,
-    NESTED: tl.constexpr,
     ACCESS: tl.constexpr,
     STREAM: tl.constexpr,
     PTX: tl.constexpr,
@@ -65,8 +64,8 @@ def dequantize_kernel(
 
     Pointers to tensors:
         packed_ptr: [ceil(n / 2)] uint8.
-        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 where NESTED.
-        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32; read where NESTED.
+        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 where it is nested.
+        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32; read where it is.
         table_ptr: [32] int32, tables.value_table.
         out_ptr: [n] float32, float16 or bfloat16, written.
 
@@ -84,7 +83,7 @@ def dequantize_kernel(
     count = tl.minimum(n - first, TILE).to(tl.int32)
     words = load_packed(packed_ptr + first // 2, count, SLOT, SLOTS, ACCESS)
     state = (absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr)
-    absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, ACCESS, PTX)
+    absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
     scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
     out_ptr += first
     if PTX and ACCESS != 2:
@@ -139,16 +138,9 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
 
 @triton.jit
 def load_absmax(
-    state,
-    first_block,
-    count,
-    BLOCKSIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    NESTED: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PTX: tl.constexpr,
+    state, first_block, count, BLOCKSIZE: tl.constexpr, BLOCKS: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 unless NESTED.
+    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 where there is none.
 
     The state is absmax_ptr … offset_ptr of dequantize_kernel.
     """
@@ -159,7 +151,7 @@ def load_absmax(
     else:
         block = tl.minimum(block, (count - 1) // BLOCKSIZE)
         absmax = tl.load(absmax_ptr + first_block + block)
-    if NESTED:
+    if absmax_ptr.dtype.element_ty == tl.uint8:
         code = tl.load(nested_code_ptr + absmax.to(tl.int32))
         nested_absmax = tl.load(nested_absmax_ptr + (first_block + block) // 256)
         return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr), nested_absmax

@@ -35,8 +35,8 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
         _launch(
             programs,
             (weight, packed, *decoding.pointers(), *tables, peaks, squares, outside, n, programs),
-            (blocksize, tile, TILES, decoding.state2 is not None, access(weight, packed, n, tile), weight.is_cuda),
-            weight.dtype,
+            (blocksize, tile, TILES, access(weight, packed, n, tile), weight.is_cuda),
+            (weight.dtype, decoding.state2 is None),
             num_warps,
         )
     peak = peaks.amax(1) if n else peaks.new_zeros(2)
@@ -66,7 +66,6 @@ def _error_kernel(
     BLOCKSIZE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    NESTED: tl.constexpr,
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -97,7 +96,7 @@ def _error_kernel(
             words = load_words(weight_ptr + tile * TILE, count, DTYPE, SLOT, SLOTS, ACCESS)
             even, odd = halves(words, DTYPE)
             codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
-            absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, NESTED, ACCESS, PTX)
+            absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
             scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
             moved = tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)) * _NESTED_ERROR
             peak = tl.zeros((SLOTS,), tl.float32)

@@ -87,13 +87,11 @@ def quantize_kernel(
     """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
-    weight_ptr += first
-    packed_ptr += first // 2
-    scales_ptr += first // BLOCKSIZE
+    tile = (weight_ptr + first, packed_ptr + first // 2, scales_ptr + first // BLOCKSIZE, table_ptr, count)
     if SEARCH:
-        search_tile(weight_ptr, packed_ptr, scales_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+        search_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
     else:
-        quantize_tile(weight_ptr, packed_ptr, scales_ptr, table_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+        quantize_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
 
 
 _launch = Launcher(quantize_kernel)
@@ -147,10 +145,11 @@ def quantize_batch_kernel(
     weight_ptr = addresses[0].to(example_ptr.dtype) + first
     packed_ptr = addresses[1].to(tl.pointer_type(tl.uint8)) + first // 2
     absmax_ptr = addresses[2].to(tl.pointer_type(tl.float32)) + first // BLOCKSIZE
+    tile = (weight_ptr, packed_ptr, absmax_ptr, code_ptr, count)
     if SEARCH:
-        search_tile(weight_ptr, packed_ptr, absmax_ptr, code_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+        search_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
     else:
-        quantize_tile(weight_ptr, packed_ptr, absmax_ptr, code_ptr, count, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+        quantize_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
 
 
 @kernel

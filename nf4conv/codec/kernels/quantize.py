@@ -45,18 +45,10 @@ def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int
 
 @triton.jit
 def quantize_tile(
-    weight_ptr,
-    packed_ptr,
-    absmax_ptr,
-    table_ptr,
-    count,
-    BLOCKSIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PTX: tl.constexpr,
+    tile, BLOCKSIZE: tl.constexpr, TILE: tl.constexpr, IS_FP4: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Encode `count` ≤ TILE elements; TILE is a multiple of BLOCKSIZE."""
+    """Encode a tile: the pointers of quantize_kernel, and `count` ≤ TILE, a multiple of BLOCKSIZE."""
+    weight_ptr, packed_ptr, absmax_ptr, table_ptr, count = tile
     DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
     SLOTS: tl.constexpr = TILE // SLOT

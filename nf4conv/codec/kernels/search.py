@@ -39,18 +39,10 @@ _NEAREST = tl.constexpr(480 + 8 * len(search.FACTORS) + 32)
 
 @triton.jit
 def search_tile(
-    weight_ptr,
-    packed_ptr,
-    scales_ptr,
-    table_ptr,
-    count,
-    BLOCKSIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PTX: tl.constexpr,
+    tile, BLOCKSIZE: tl.constexpr, TILE: tl.constexpr, IS_FP4: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Search `count` ≤ TILE elements; TILE is a multiple of BLOCKSIZE."""
+    """Search a tile: the pointers of quantize_kernel, and `count` ≤ TILE, a multiple of BLOCKSIZE."""
+    weight_ptr, packed_ptr, scales_ptr, table_ptr, count = tile
     GROUP: tl.constexpr = min(_GROUP, BLOCKSIZE)
     BLOCKS: tl.constexpr = TILE // BLOCKSIZE
     index = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

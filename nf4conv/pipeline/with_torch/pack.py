@@ -7,8 +7,6 @@ neighbours in the shard (checkpoint/plan.py), so each kind of component of a who
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -20,7 +18,7 @@ from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of, dynamic_t
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline import shards
-from nf4conv.pipeline.loop import Activity, aligned, batches
+from nf4conv.pipeline.loop import Activity, aligned
 from nf4conv.pipeline.shards import CopyPart, Gathered, NonFiniteError, ShardProgress, ShardTask
 from nf4conv.pipeline.with_torch.reading import (
     TORCH_DTYPES,
@@ -35,24 +33,20 @@ from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
     """Everything that is to be done for a shard, in pieces of so many source bytes."""
-    blocksize = progress.format.blocksize
-    groups = batches(shards.packed_anew(progress.shard), _room, piece, _kind, shards.LARGEST_BATCH)
-    # elements: as many as a piece holds in 16 bits
-    pieces = partial(shards.weight_pieces, piece=piece, most=piece // 2, blocksize=blocksize)
-    tasks = shards.weight_tasks(progress, groups, pieces, PackPiece, PackBatch)
+    tasks = shards.weight_tasks(
+        progress,
+        piece,
+        piece // 2,  # elements: as many as a piece holds in 16 bits
+        lambda job: aligned(job.source_bytes),
+        lambda job: job.name if job.is_cut_out else None,
+        PackPiece,
+        PackBatch,
+    )
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
             parts = _encoded_pieces(job, piece)
             tasks += [Conversions(progress, job.source.file, ((job, part),)) for part in parts]
     return shards.fill(progress, tasks, piece, Conversions)
-
-
-def _room(job: PackJob) -> int:
-    return aligned(job.source_bytes)
-
-
-def _kind(job: PackJob) -> tuple[Path, str | None]:
-    return job.source.file, job.name if job.is_cut_out else None
 
 
 def _encoded_pieces(job: CopyJob, piece: int) -> list[Piece]:

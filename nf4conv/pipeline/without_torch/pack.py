@@ -11,8 +11,6 @@ copy. Regions of the output, those that come down first:
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Final
 
 from nf4conv.checkpoint.encoded_pieces import Piece
@@ -21,16 +19,14 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import TAGS, Format, block_count
-from nf4conv.pipeline.loop import Activity, aligned, batches
+from nf4conv.pipeline.loop import Activity, aligned
 from nf4conv.pipeline.shards import (
-    LARGEST_BATCH,
     Gathered,
     NonFiniteError,
     ShardProgress,
     ShardTask,
     fill,
     json_blobs,
-    packed_anew,
     weight_pieces,
     weight_tasks,
 )
@@ -90,20 +86,17 @@ def _whole(job: PackJob) -> list[Piece]:
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many bytes, of the source and decoded."""
-    format = progress.format
-    groups = batches(packed_anew(progress.shard), lambda job: _room(job, format), piece, _kind, LARGEST_BATCH)
-    most = piece * 8 // DTYPE_BITS[TAGS[format.dtype]]
-    pieces = partial(weight_pieces, piece=piece, most=most, blocksize=format.blocksize)
-    return fill(progress, weight_tasks(progress, groups, pieces, PackPiece, PackBatch), piece)
-
-
-def _room(job: PackJob, format: Format) -> int:
-    """Bytes that a weight takes in a worker's input, or decoded, whichever are more."""
-    return max(aligned(job.source_bytes), aligned(bytes_of(TAGS[format.dtype], job.elements)))
-
-
-def _kind(job: PackJob) -> tuple[Path, bool]:
-    return job.source.file, job.source.encoding is not None
+    tag = TAGS[progress.format.dtype]
+    tasks = weight_tasks(
+        progress,
+        piece,
+        piece * 8 // DTYPE_BITS[tag],
+        lambda job: max(aligned(job.source_bytes), aligned(bytes_of(tag, job.elements))),  # as it is read, and decoded
+        lambda job: job.source.encoding is not None,
+        PackPiece,
+        PackBatch,
+    )
+    return fill(progress, tasks, piece)
 
 
 def _load(reading: Reading, tensors: Sequence[TensorInfo], format: Format) -> tuple[list[int], list[Launch]]:

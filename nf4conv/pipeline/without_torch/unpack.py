@@ -1,4 +1,4 @@
-"""Packed weights unpacked by workers without torch: the counterpart of with_torch/unpack.py, with the same values.
+"""Packed weights unpacked by workers without torch: the values are those of with_torch/pack.py.
 
 The codes and scales of some weights, or of a piece of one, go up in one copy; a launch decodes each weight; the values
 come down in one copy.
