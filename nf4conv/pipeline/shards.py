@@ -167,12 +167,17 @@ def fill(
         piece: bytes that a worker reads at a time.
         cast: makes the task of tensors that are kept in another dtype; None where there are none.
     """
-    copies = [
-        make(progress, parts[0][0].source.file, parts)
-        for is_cast, make in ((False, RawCopies), (True, cast))
-        if make is not None
-        for parts in copy_groups(progress.shard, piece, is_cast=is_cast)
-    ]
+    copies: list[ShardTask[Any]] = []
+    for make, is_cast in ((RawCopies, False), (cast, True)):
+        kept = (
+            (job, part)
+            for job in progress.shard.jobs
+            if isinstance(job, CopyJob) and not job.source.encoding and (job.dtype != job.source.dtype) is is_cast
+            for part in plain_pieces(job.source, piece * 8 // DTYPE_BITS[job.source.dtype] // 64 * 64)
+        )
+        for parts in batches(kept, lambda part: part[1].tensor.nbytes, piece, lambda part: part[0].source.file):
+            assert make is not None
+            copies.append(make(progress, parts[0][0].source.file, parts))
     stored = (job for job in progress.shard.jobs if isinstance(job, PackJob) and job.stored is not None)
     copies += [CopyStored(progress, job.source.file, job, piece) for job in stored]
     progress.expect(len(weights) + len(copies))
@@ -184,12 +189,12 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
 
     A NonFiniteError if the scales of a weight are so large that their mean is not finite.
     """
+    blobs = {}
     for job, offset in zip(jobs, offsets, strict=True):
         if offset is not None and not math.isfinite(offset):
             raise NonFiniteError(job)
-    return {
-        job.name: quant_state_json(format, job.matrix.shape, offset) for job, offset in zip(jobs, offsets, strict=True)
-    }
+        blobs[job.name] = quant_state_json(format, job.matrix.shape, offset)
+    return blobs
 
 
 def weight_tasks(
@@ -233,20 +238,6 @@ def weight_pieces(job: PackJob, piece: int, most: int, blocksize: int) -> list[P
 
 
 CopyPart = tuple[CopyJob, Piece]
-
-
-def copy_groups(shard: Shard, piece: int, *, is_cast: bool) -> Iterator[tuple[CopyPart, ...]]:
-    """A shard's kept tensors, those that are cast or those that are not, in groups of at most a piece.
-
-    No group is of several source files. Those that must be decoded are left out.
-    """
-    parts = (
-        (job, part)
-        for job in shard.jobs
-        if isinstance(job, CopyJob) and not job.source.encoding and (job.dtype != job.source.dtype) is is_cast
-        for part in plain_pieces(job.source, piece * 8 // DTYPE_BITS[job.source.dtype] // 64 * 64)
-    )
-    return batches(parts, lambda part: part[1].tensor.nbytes, piece, lambda part: part[0].source.file)
 
 
 @dataclass(frozen=True)

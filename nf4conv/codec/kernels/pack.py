@@ -6,6 +6,8 @@ launched without torch only (pipeline/without_torch/pack.py), from what ahead.py
 looks for NaN and infinity before anything is packed.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -22,23 +24,10 @@ FINITE_TILE = 8192  # words that a program of non_finite_kernel looks at
 FINITE_NUM_WARPS = 4
 
 
-def quantize_blocks(
-    weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
+def encode_blocks(
+    searches: bool, weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
 ) -> None:
-    """Encode blocks of a weight; arguments as `reference.quantize_blocks`."""
-    _encode(weight, packed, absmax, quant_type, blocksize, False)
-
-
-def search_blocks(
-    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
-) -> None:
-    """Encode blocks of a weight; arguments as `reference.search_blocks`."""
-    _encode(weight, packed, scales, quant_type, blocksize, True)
-
-
-def _encode(
-    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int, searches: bool
-) -> None:
+    """Encode blocks of a weight; arguments as `reference.quantize_blocks`, or with a search `search_blocks`."""
     n = weight.numel()
     if n == 0:
         return
@@ -46,6 +35,9 @@ def _encode(
     constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda, searches)
     arguments = (weight, packed, scales, packing_table(quant_type, weight.device, searches), n)
     _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
+
+
+quantize_blocks, search_blocks = (partial(encode_blocks, searches) for searches in (False, True))
 
 
 def packing(dtype: torch.dtype, blocksize: int, searches: bool) -> tuple[int, int]:

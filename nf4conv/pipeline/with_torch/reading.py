@@ -67,15 +67,10 @@ def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
 
 def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) -> torch.Tensor:
     [(_, base)] = encoding.parts
-    factors = [
-        Factors(
-            delta,
-            worker.kept(delta.up, _read_whole),
-            None if delta.down is None else worker.kept(delta.down, _read_whole),
-            None if delta.magnitude is None else worker.kept(delta.magnitude, _read_whole),
-        )
-        for delta in encoding.deltas
-    ]
+    factors = []
+    for delta in encoding.deltas:
+        rest = (None if part is None else worker.kept(part, _read_whole) for part in (delta.down, delta.magnitude))
+        factors.append(Factors(delta, worker.kept(delta.up, _read_whole), *rest))
     values = _read_whole(worker, base)
     with worker.timed(Activity.COMPUTE):
         return merge_deltas(values, factors, encoding.block[0], TORCH_DTYPES[tensor.dtype])

@@ -53,15 +53,9 @@ class Purpose(NamedTuple):
 
 
 def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, Kernels[bytes]] | None:
-    """The kernels for some purposes; compiled now, with torch, if this is the first time.
+    """The kernels for some purposes on the current device; compiled now, with torch, if this is the first time.
 
-    Args:
-        device: the current one.
-        purposes: what they are for.
-
-    Returns:
-        None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too
-        old for them.
+    None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too old.
     """
     capability, folder = device.capability(), kernel_folder()
     paths = {purpose: folder and folder / f"{_key(capability, purpose)}.json" for purpose in purposes}
