@@ -4,9 +4,18 @@ Links are followed that stay inside the folder that the user named, or that lead
 snapshot consists: CACHE/models--org--name/snapshots/COMMIT/config.json → CACHE/models--org--name/blobs/HASH.
 """
 
+import stat
 from pathlib import Path
 
 from nf4conv.errors import SourceError
+
+
+def is_file(path: Path) -> bool:
+    """An OSError of a folder that may not be entered, or a name too long, where Path.is_file of 3.14 sees none."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a name with a zero byte
+        return False
 
 
 def leads_out(path: Path, root: Path) -> Path | None:

@@ -26,7 +26,7 @@ from nf4conv.checkpoint.header import (
     parse_header,
     read_header,
 )
-from nf4conv.checkpoint.own_files import require_own
+from nf4conv.checkpoint.own_files import is_file, require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLE_SUFFIXES, STEMS, find_weights
@@ -134,7 +134,7 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
     where = where or SourceOptions()
     path = Path(source)
     try:
-        if path.is_file():
+        if is_file(path):
             return _open_file(path)
         if path.is_dir():
             check_finished(path)
@@ -237,7 +237,7 @@ def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]
         relative = PurePosixPath(file)
         if relative.is_absolute() or ".." in relative.parts or "\\" in file:
             raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
-        if not (index.parent / relative).is_file() and index.parent / relative not in absent:
+        if not is_file(index.parent / relative) and index.parent / relative not in absent:
             raise SourceError(f"{index}: {name}: the shard {file} is missing; the download is incomplete")
     return weight_map
 
