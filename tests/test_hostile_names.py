@@ -139,7 +139,7 @@ def test_the_deepest_names_in_numbers(tmp_path):
     shapes = {f"model.layers.{number}.{'a.' * 60}weight": (1, 1) for number in range(2000)} | {GOOD: (64, 64)}
     source = write(tmp_path / "source", shapes)
     done = command("quantize", source, tmp_path / "out", "--dry-run")
-    assert done.exit_code == 0
+    assert done.exit_code == 0, done.stderr
     assert "1 weights packed" in done.stdout
 
 
