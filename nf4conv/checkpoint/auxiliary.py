@@ -34,10 +34,8 @@ _FOREIGN_FOLDERS: Final = ("original", "metal", "onnx", "openvino", "consolidate
 def auxiliary_files(folder: Path, root: Path | None = None, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
     """The files of a checkpoint folder that are copied as they are, relative to it, sorted.
 
-    Args:
-        folder: of the checkpoint.
-        root: that the folder lies in, and that links may not lead out of; None for itself.
-        strays: whether those are meant that would be copied if they were no links that lead out.
+    Links may not lead out of the `root` that the folder lies in; None for itself. The `strays` are those that would be
+    copied if they were no links that lead out.
     """
     names, others = own_files(folder, root or folder)
     modules = folder / "modules.json"

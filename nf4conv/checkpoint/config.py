@@ -34,9 +34,7 @@ def quantized_config(
         skip_modules: null would let every loader guess its own list.
         dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
     """
-    edited = without_quantization(config)
-    if dtype is not None:
-        edited = _with_dtype(edited, dtype)
+    edited = without_quantization(config) if dtype is None else plain_config(config, dtype)
     edited["quantization_config"] = {
         "_load_in_4bit": True,
         "_load_in_8bit": False,

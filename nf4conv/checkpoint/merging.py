@@ -268,7 +268,9 @@ class _Merging:
                 raise self._lacking(adapter, head)
             self._tensors[head] = found[0]._replace(name=head)
             self._aliases[head] = head
-        self._config = _untied(self._config)
+        nested = {key: self._config[key] for key in TEXT_CONFIGS if isinstance(self._config.get(key), Mapping)}
+        edited = {key: dict(part) | {"tie_word_embeddings": False} for key, part in nested.items()}
+        self._config = {**self._config, **edited, "tie_word_embeddings": False}
         return adapter, ", the output head untied from the embedding"
 
     def merged(self, adapters: Sequence[Adapter]) -> Source:
@@ -322,12 +324,6 @@ def _in_dtype(tensor: TensorInfo, found: TensorInfo) -> TensorInfo:
     strides = tuple(math.prod(tensor.shape[index + 1 :]) for index in range(len(tensor.shape)))
     encoding = Encoding(Method.STRIDED, (("values", stored),), tensor.shape + strides)
     return tensor._replace(name=found.name, dtype=found.dtype, encoding=encoding)
-
-
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {key: config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)}
-    edited = {key: dict(part) | {"tie_word_embeddings": False} for key, part in nested.items()}
-    return {**config, **edited, "tie_word_embeddings": False}
 
 
 def _misfit(adapter: Adapter, tensor: TensorInfo, found: TensorInfo, more: str = "") -> SourceError:

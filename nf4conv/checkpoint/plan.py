@@ -214,11 +214,8 @@ def make_plan(
 def arrange(groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: int, stem: str = "model") -> Plan:
     """Divide jobs into shards and place them; a PlanError if two outputs would have one name.
 
-    Args:
-        groups: jobs whose outputs must be in one shard, in the order in which they are to be read.
-        format: how weights are packed.
-        max_shard_size: bytes; a single group larger than that gets a shard of its own.
-        stem: base name of the output files.
+    The outputs of a group must be in one shard; groups and their jobs come in the order in which they are to be read. A
+    single group of more bytes than `max_shard_size` gets a shard of its own. `stem` is the base name of the files.
     """
     _check_names([job for group in groups for job in group])
     shards = list(_split(groups, max_shard_size))  # of each its jobs, and the most that they take in the header

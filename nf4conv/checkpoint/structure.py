@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo, read_header
 from nf4conv.checkpoint.making import recorded_scales
 from nf4conv.checkpoint.reader import read_bytes
@@ -27,6 +26,32 @@ from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
 
 CLOSE: Final = 2**-8
 """Relative: how far a code map that was made in bfloat16 may be from the standard one, which kernels decode with."""
+
+CHECKS: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("checks.json").read_bytes())
+"""Every check by its name, in the order in which they are reported, with what it looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or worth knowing.
+
+    Attributes:
+        check: which of CHECKS found it.
+        file: name of the file, relative to the checkpoint.
+        tensor: name of the tensor; empty if it concerns the file.
+        text: what was found, what was expected.
+        is_fault: whether verification fails for it.
+    """
+
+    check: str
+    file: str
+    tensor: str
+    text: str
+    is_fault: bool = True
+
+    def line(self) -> str:
+        """The finding as one line."""
+        return ": ".join(part for part in (self.file, self.tensor, self.text) if part)
 
 
 @dataclass(frozen=True, slots=True)

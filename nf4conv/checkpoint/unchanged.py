@@ -58,11 +58,9 @@ def small_parts(tensor: TensorInfo) -> Iterable[TensorInfo]:
 def copied_from(tensor: TensorInfo, format: Format, read: Callable[[TensorInfo], bytes]) -> Stored | str:
     """What a weight is copied from; or, as a text, why it has to be packed anew.
 
-    Args:
-        tensor: a weight of a 4-bit source.
-        format: that is asked for; its dtype, which is that of other tensors, does not matter, nor do its scales: a
-            search finds nothing better than what has no error.
-        read: reads one of `small_parts`.
+    The tensor is a weight of a 4-bit source, and `read` reads one of its `small_parts`. Of the format that is asked for
+    the dtype, which is that of other tensors, does not matter, nor do the scales: a search finds nothing better than
+    what has no error.
     """
     mine, encoding = stored_format(tensor), tensor.encoding
     if mine is None or encoding is None:

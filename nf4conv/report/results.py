@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nf4conv.checkpoint.findings import Finding
+from nf4conv.checkpoint.structure import Finding
 from nf4conv.report.rows import (
     CheckResult,
     ComparedKind,

@@ -13,11 +13,10 @@ from typing import Any
 
 from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.encoded import quantization_of
-from nf4conv.checkpoint.findings import Finding
 from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo
 from nf4conv.checkpoint.making import read_record, recorded_scales
 from nf4conv.checkpoint.source import Source, open_stored, read_together
-from nf4conv.checkpoint.structure import Structure, look_at, split_component
+from nf4conv.checkpoint.structure import Finding, Structure, look_at, split_component
 from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import gpu_bytes

@@ -16,13 +16,12 @@ from typing import Any
 from nf4conv import __version__
 from nf4conv.checkpoint.checksums import check_checksums
 from nf4conv.checkpoint.config_check import check_config, check_exact_config
-from nf4conv.checkpoint.findings import CHECKS, Finding
 from nf4conv.checkpoint.making import MAKING, headers_digest, read_record
 from nf4conv.checkpoint.merging import open_merged
 from nf4conv.checkpoint.original_names import with_original_names
 from nf4conv.checkpoint.pairing import Pairs, pair
 from nf4conv.checkpoint.source import Source
-from nf4conv.checkpoint.structure import Structure, read_structure
+from nf4conv.checkpoint.structure import CHECKS, Finding, Structure, read_structure
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.pipeline.engines import comparing_engine
