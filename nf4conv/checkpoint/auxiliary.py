@@ -67,9 +67,7 @@ def _from_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
     if any(part.startswith(".") or part == "__pycache__" for part in parents):
         return False
     top = parents[0]
-    return top in modules or (
-        top not in _FOREIGN_FOLDERS and (path.suffix == ".py" or top == "additional_chat_templates")
-    )
+    return top in (*modules, "additional_chat_templates") or (path.suffix == ".py" and top not in _FOREIGN_FOLDERS)
 
 
 def _module_folders(description: bytes | None) -> frozenset[str]:

@@ -28,10 +28,8 @@ class Piece(NamedTuple):
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """An encoded tensor in pieces that are decoded one by one, in order; the whole of it if it cannot be cut so.
 
-    Args:
-        tensor: has an encoding.
-        most: elements of a piece, unless its rows are longer.
-        unit: every piece begins at a multiple of so many elements, and only the last one ends elsewhere.
+    A piece has at most so many elements, unless its rows are longer. Every piece begins at a multiple of a unit of
+    elements, and only the last one ends elsewhere.
     """
     size = math.prod(tensor.shape[1:])
     if is_stack_of_matrices(tensor) and size % unit == 0:

@@ -89,12 +89,11 @@ class Repository:
             api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
             info = api.model_info(repo, revision=where.revision, files_metadata=True)
         self.commit = str(info.sha)  # what the revision stood for
-        self.files: Mapping[str, RemoteFile] = {  # everything in it, by name
-            file.rfilename: RemoteFile(
-                file.rfilename, file.size or 0, None if file.lfs is None else file.lfs.sha256, file.blob_id
-            )
+        files = (
+            RemoteFile(file.rfilename, file.size or 0, None if file.lfs is None else file.lfs.sha256, file.blob_id)
             for file in info.siblings or ()
-        }
+        )
+        self.files = {file.name: file for file in files}  # everything in it, by name
 
     def fetch_first(self, names: Sequence[str]) -> Path:
         """As `fetch`; the cache also notes which commit the revision stands for, so that it is found when offline."""
@@ -207,7 +206,7 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     names = [name for name in (ADAPTER_CONFIG, weights) if name in repository.files]
     if not names:
         raise SourceError(f"{repo}: neither {ADAPTER_CONFIG} nor weights of an adapter in it")
-    return repository.fetch_first(cast("list[str]", names)), Origin(repo, repository.commit, "")
+    return repository.fetch_first(names), Origin(repo, repository.commit, "")
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:

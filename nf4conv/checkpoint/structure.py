@@ -63,7 +63,7 @@ class StoredWeight:
     format: Format  # how it is packed; the scales as far as that is recorded
     shape: tuple[int, ...]  # of the weight before it was quantized
     nested_offset: float | None = None  # added to the decoded absmax; None without double quantization
-    blob: bytes | None = None  # its bytes, where it is not on disk yet; then it is not among the components
+    blob: bytes | None = None  # the quant state, where it is not on disk yet; then it is not among the components
 
     @property
     def name(self) -> str:

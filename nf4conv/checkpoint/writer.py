@@ -16,11 +16,8 @@ class ShardWriter:
     The file has its final name only after `finish`, which checks and syncs it first. Thread-safe: writes are
     positional and do not overlap.
 
-    Args:
-        temporary: path while it is being written; an existing file is started anew.
-        final: path when it is complete.
-        header_size: bytes to reserve for the header.
-        data_size: bytes of data at fixed offsets; `finish` may append to them.
+    An existing `temporary` file is started anew. So many bytes are reserved for the header; to those of data, which are
+    at fixed offsets, `finish` may append.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
