@@ -42,7 +42,7 @@ for name, pointer in P.items():
     constants = dict(TILE=slots * 16 // size, ACCESS=0, STREAM=True) | OPEN
     found["dequantize-" + name] = build(dequantize.dequantize_kernel, types, constants, warps)
 types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
-found["mean"] = build(mean.mean_kernel, types, dict(LONGEST=mean.TORCH_BLOCK), 4)
+found["mean"] = build(mean.mean_kernel, types, {}, 4)
 types = dict(table_ptr="*i64", example_ptr="*bf16", code_ptr="*i32", tensors="i64")
 constants = dict(TILE=4096, IS_FP4=True, ACCESS=1, SEARCH=False) | OPEN
 found["batch"] = build(pack.quantize_batch_kernel, types, constants, 4)
@@ -54,7 +54,7 @@ types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",
 ) | STATE
-found["error"] = build(error._error_kernel, types, dict(TILE=2048, TILES=8, ACCESS=0) | OPEN, 4)
+found["error"] = build(error._error_kernel, types, dict(TILE=2048, ACCESS=0) | OPEN, 4)
 json.dump(found, sys.stdout)
 """
 

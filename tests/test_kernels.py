@@ -176,8 +176,8 @@ def test_the_search_for_non_finite_values_sees_every_word(dtype: str, words: int
     def found() -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         mask, halves = pack.exponent_mask(values.dtype), values.itemsize == 2
-        grid = (-(-words // pack.FINITE_TILE),)
-        pack.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves, pack.FINITE_TILE)
+        grid = (-(-words // pack.FINITE_TILE.value),)
+        pack.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves)
         return bool(flag)
 
     assert not found()

@@ -16,7 +16,6 @@ from nf4conv.codec.kernels import dequantize, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.scaled import kind_of, stored
 from nf4conv.codec.kernels.tables import middle_table, value_table
-from nf4conv.codec.mean_order import TORCH_BLOCK
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
@@ -68,7 +67,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     tile, num_warps = pack.packing(dtype, blocksize, searches)
     integers, floats, words = (torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32))
     quantize = (integers, torch.empty(0, dtype=dtype), words, 1, blocksize, tile, quant_type == "fp4")
-    values = (words, words, 1, pack.exponent_mask(dtype), dtype.itemsize == 2, pack.FINITE_TILE)
+    values = (words, words, 1, pack.exponent_mask(dtype), dtype.itemsize == 2)
     absmax = (integers, floats, floats, 1, device.type == "cuda")
     kernels = {
         **{
@@ -78,7 +77,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
             for kind, access in _ACCESSES
         },
         "compress": Variant(pack.compress_batch_kernel, absmax, nested.NUM_WARPS),
-        "mean": Variant(mean.mean_kernel, (integers, floats, 1, TORCH_BLOCK), mean.NUM_WARPS),
+        "mean": Variant(mean.mean_kernel, (integers, floats, 1), mean.NUM_WARPS),
         "mean_part": Variant(mean.partial_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
         "mean_total": Variant(mean.total_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
         "finite": Variant(pack.non_finite_kernel, values, pack.FINITE_NUM_WARPS),
@@ -89,7 +88,7 @@ def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
         "tile": tile,
         "nested_tile": NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "finite_tile": pack.FINITE_TILE,
+        "finite_tile": pack.FINITE_TILE.value,
         "resident_blocks": mean.resident_blocks(device),
     }
     return Codec(kernels, tables, numbers)
@@ -132,10 +131,10 @@ def scaled_decoder(
         numbers: "rows", "columns" of a program.
     """
     examples = [torch.empty(0, dtype=dtype) for dtype in (values, scale)]
-    arguments = (*map(stored, examples), torch.empty(0, dtype=out), *[1] * 5, *block, *map(kind_of, examples))
-    constants = (by_127, aligned, scaled.TILE_ROWS, scaled.TILE_COLUMNS)
+    arguments = (*map(stored, examples), torch.empty(0, dtype=out), *[1] * 5)
+    constants = (*block, *map(kind_of, examples), by_127, aligned)
     kernels = {"decode": Variant(scaled.scaled_kernel, (*arguments, *constants), scaled.NUM_WARPS)}
-    return Codec(kernels, {}, {"rows": scaled.TILE_ROWS, "columns": scaled.TILE_COLUMNS})
+    return Codec(kernels, {}, {"rows": scaled.TILE_ROWS.value, "columns": scaled.TILE_COLUMNS.value})
 
 
 def fp4_decoder(
@@ -157,9 +156,9 @@ def fp4_decoder(
     factors = [stored(scales if dtype is None else torch.empty(0, dtype=dtype)) for dtype in (divisor, multiplier)]
     values, result = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=out)
     constants = (group_pairs, kind_of(scales), divisor is not None, multiplier is not None, aligned)
-    arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants, fp4.TILE_ROWS, fp4.TILE_PAIRS)
+    arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants)
     kernels = {"decode": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
-    return Codec(kernels, {}, {"rows": fp4.TILE_ROWS, "columns": fp4.TILE_PAIRS})
+    return Codec(kernels, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value})
 
 
 _waiting: list[Variant] = []

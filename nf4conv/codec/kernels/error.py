@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.tables import bound_table, value_table
 from nf4conv.codec.quant_state import Decoding
 
 CONFIGURATIONS = {2: (256, 4), 4: (256, 4)}  # as of quantize.py
-TILES = 8
+TILES = tl.constexpr(8)
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
@@ -26,7 +26,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     n = weight.numel()
     device = weight.device
     tile, num_warps = configuration(weight.dtype, blocksize, CONFIGURATIONS)
-    programs = -(-n // (tile * TILES))
+    programs = -(-n // (tile * TILES.value))
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
@@ -35,7 +35,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
         _launch(
             programs,
             (weight, packed, *decoding.pointers(), *tables, peaks, squares, outside, n, programs),
-            (blocksize, tile, TILES, access(weight, packed, n, tile), weight.is_cuda),
+            (blocksize, tile, access(weight, packed, n, tile), weight.is_cuda),
             (weight.dtype, decoding.state2 is None),
             num_warps,
         )
@@ -65,7 +65,6 @@ def _error_kernel(
     programs: tl.int64,
     BLOCKSIZE: tl.constexpr,
     TILE: tl.constexpr,
-    TILES: tl.constexpr,
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):

@@ -7,8 +7,8 @@ import triton.language as tl
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.scaled import kind_of, signed, stored, to_float
 
-TILE_ROWS = 4
-TILE_PAIRS = 256
+TILE_ROWS = tl.constexpr(4)
+TILE_PAIRS = tl.constexpr(256)
 NUM_WARPS = 4
 
 
@@ -26,16 +26,13 @@ def decode_fp4(
     rows, pairs = values.shape
     if values.numel() == 0:
         return
-    pair_tiles = -(-pairs // TILE_PAIRS)
+    pair_tiles = -(-pairs // TILE_PAIRS.value)
     is_aligned = pairs % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     factors = [scale if factor is None else factor for factor in (divisor, multiplier)]
     _launch(
-        -(-rows // TILE_ROWS) * pair_tiles,
+        -(-rows // TILE_ROWS.value) * pair_tiles,
         (values.view(torch.uint8), stored(scale), *map(stored, factors), out, rows, pairs, pair_tiles, scale.shape[1]),
-        (
-            *(pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None),
-            *(is_aligned, TILE_ROWS, TILE_PAIRS),
-        ),
+        (pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None, is_aligned),
         (out.dtype, *(factor.dtype for factor in factors)),
         NUM_WARPS,
     )
@@ -57,8 +54,6 @@ def fp4_kernel(
     DIVIDE: tl.constexpr,
     MULTIPLY: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
 ):
     """Decode TILE_ROWS rows of TILE_PAIRS pairs.
 

@@ -18,6 +18,7 @@ from nf4conv.codec.kernels.quantize import split_words
 from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
 NUM_WARPS = 4
+_TORCH_BLOCK = tl.constexpr(TORCH_BLOCK)
 
 _SHORT = (1, 2, 5, 31, 33, 64, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 65536, 130_557, TORCH_BLOCK)
 _LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
@@ -34,7 +35,7 @@ def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: np
     means = torch.full((len(counts),), torch.nan, device=values.device)
     lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
     table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(values.device)
-    _launch_means(len(counts), (table, means, len(counts)), (TORCH_BLOCK,), None, NUM_WARPS)
+    _launch_means(len(counts), (table, means, len(counts)), (), None, NUM_WARPS)
     return means
 
 
@@ -113,8 +114,8 @@ def _times_reciprocal(total, count):
 
 
 @kernel
-def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
-    """The means of vectors of at most LONGEST values, a program each; longer ones are left alone.
+def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
+    """The means of vectors of at most TORCH_BLOCK values, a program each; longer ones are left alone.
 
     `threads` threads add every threads-th vector of 4 into 4 sums each, the last count % 4 values go to the first sum
     of the first threads. Below 128 values a thread adds the values at its own index and at index + threads.
@@ -127,7 +128,7 @@ def mean_kernel(table_ptr, means_ptr, tensors: tl.int64, LONGEST: tl.constexpr):
     values_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(tl.float32))
     count = tl.load(table_ptr + tensors + tensor)
     threads = tl.load(table_ptr + 2 * tensors + tensor)
-    if count <= LONGEST:
+    if count <= _TORCH_BLOCK:
         if count < 128:
             thread = tl.arange(0, 512)[:, None]
             own = thread + tl.arange(0, 4)[None, :] * threads

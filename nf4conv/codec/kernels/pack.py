@@ -20,7 +20,7 @@ from nf4conv.codec.kernels.search import CONFIGURATIONS as SEARCHING
 from nf4conv.codec.kernels.search import search_tile
 from nf4conv.codec.kernels.tables import bucket_table, search_table
 
-FINITE_TILE = 8192  # words that a program of non_finite_kernel looks at
+FINITE_TILE = tl.constexpr(8192)  # words that a program of non_finite_kernel looks at
 FINITE_NUM_WARPS = 4
 
 
@@ -167,9 +167,7 @@ def exponent_mask(dtype: torch.dtype) -> int:
 
 
 @kernel
-def non_finite_kernel(
-    values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr
-):
+def non_finite_kernel(values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr):
     """Set *found_ptr to 1 if a value's exponent bits are all set.
 
     Pointers to tensors:
@@ -179,9 +177,8 @@ def non_finite_kernel(
     Constexprs:
         EXPONENT: mask of the exponent bits of one value.
         HALVES: whether a word holds two values.
-        TILE: words of a program.
     """
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index = tl.program_id(0).to(tl.int64) * FINITE_TILE + tl.arange(0, FINITE_TILE)
     word = tl.load(values_ptr + index, mask=index < words, other=0)
     found = (word & EXPONENT) == EXPONENT
     if HALVES:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
-TILE_ROWS = 4
-TILE_COLUMNS = 512
+TILE_ROWS = tl.constexpr(4)
+TILE_COLUMNS = tl.constexpr(512)
 NUM_WARPS = 4
 
 E4M3 = tl.constexpr(0)
@@ -85,12 +85,12 @@ def decode_scaled(
     if values.numel() == 0:
         return
     strides = tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
-    column_tiles = -(-columns // TILE_COLUMNS)
+    column_tiles = -(-columns // TILE_COLUMNS.value)
     is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     _launch(
-        -(-rows // TILE_ROWS) * column_tiles,
+        -(-rows // TILE_ROWS.value) * column_tiles,
         (stored(values), stored(scale), out, rows, columns, column_tiles, *strides),
-        (*block, kind_of(values), kind_of(scale), by_127, is_aligned, TILE_ROWS, TILE_COLUMNS),
+        (*block, kind_of(values), kind_of(scale), by_127, is_aligned),
         (scale.dtype, out.dtype),
         NUM_WARPS,
     )
@@ -112,8 +112,6 @@ def scaled_kernel(
     SCALE: tl.constexpr,
     BY_127: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
 ):
     """Decode TILE_ROWS rows of TILE_COLUMNS columns.
 
