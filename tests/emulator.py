@@ -295,13 +295,14 @@ class Machine:
 
 
 TARGET = GPUTarget("cuda", 90, 32)
-NAMES = ("x", "packed", "absmax", "code", "nested_absmax", "offset", "pair", "out")
+NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
 def compiled(shape: matmul.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
     """The PTX of product_kernel."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    pointers = (kinds[dtype], "*u8", "*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32", "*i32", kinds[out])
+    absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
+    pointers = (kinds[dtype], kinds[out], "*u8", *absmax, "*i32")
     signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, pointers, strict=True)}
     signature |= dict.fromkeys(("m", "n", "k", "steps", "units", "split_shift", "block_shift"), "i32")
     signature |= {"norm": "fp32", "C": "constexpr"}
@@ -318,7 +319,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs:
     sizes, shift = matmul.plan(shape, m, n, k, programs)
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = x if shape.wide else x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
-    tensors = ordered, packed, *decoding.pointers(), tables.pair_table(decoding.quant_type, x.dtype, device), out
+    tensors = ordered, out, packed, *decoding.pointers(), tables.pair_table(decoding.quant_type, x.dtype, device)
     buffers = {i + 1: one.reshape(-1).view(torch.uint8).numpy().copy() for i, one in enumerate(tensors)}
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
     scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
@@ -328,7 +329,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs:
     machine = Machine(compiled(shape, x.dtype, out.dtype), 32 * shape.warps, parameters, buffers, grid)
     for program in range(grid):
         machine.run(program)
-    return torch.from_numpy(buffers[8]).view(out.dtype).view(out.shape).sum(0, dtype=torch.float32).to(x.dtype)
+    return torch.from_numpy(buffers[2]).view(out.dtype).view(out.shape).sum(0, dtype=torch.float32).to(x.dtype)
 
 
 if __name__ == "__main__":

@@ -66,45 +66,43 @@ class _Weight:
         if len(state.shape) != 2:
             raise CodecError(f"the weight has the shape {list(state.shape)}, expected [N, K]")
         check_decodable(packed, state, state.shape[0] * state.shape[1])
-        (self.n, self.k), self.device, self.address = state.shape, packed.device, packed.data_ptr()
+        (self.n, self.k), self.device, self.shifted = state.shape, packed.device, packed.data_ptr() % 16
         self.packed = packed.data.view(torch.uint8)  # bitsandbytes' own parameter would keep its state alive
-        self.decoding = decoding_of(state)
-        self.runs: dict[tuple[int, torch.dtype], Any] = {}
+        self.decoding, self.addresses = decoding_of(state), (packed.data_ptr(), state.absmax.data_ptr())
+        self.runs: dict[tuple[torch.Size, torch.dtype, torch.device], Any] = {}
         key = id(state)
         self.state = weakref.ref(state, lambda _: _weights.pop(key, None))
 
     def is_of(self, packed: torch.Tensor, state: QuantState) -> bool:
         same = self.decoding.absmax is state.absmax and self.decoding.state2 is state.state2
-        return same and self.state() is state and self.address == packed.data_ptr()
+        return same and self.state() is state and (packed.data_ptr(), state.absmax.data_ptr()) == self.addresses
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `linear_4bit`."""
+        key = x.shape, x.dtype, x.device
+        run = self.runs.get(key)
+        if run is None:
+            run = self.runs[key] = self._prepare(x)
+        if bias is not None and (bias.shape != (self.n,) or bias.device != self.device):
+            raise CodecError(f"bias: {list(bias.shape)} on {bias.device}; expected [{self.n}] on {self.device}")
+        if run is False:
+            return self._multiply_decoded(x, bias)
+        out: torch.Tensor = run(x)
+        return out if bias is None else out.add_(bias)
+
+    def _prepare(self, x: torch.Tensor) -> Any:
+        """What multiplies all that look like x, or False if no fused kernel does."""
         if x.shape[-1:] != (self.k,) or x.dtype not in DTYPE_NAMES or x.device != self.device:
             expected = f"expected float32, float16 or bfloat16 of the shape [..., {self.k}] on {self.device}"
             raise CodecError(f"x is {x.dtype} of the shape {list(x.shape)} on {x.device}; {expected}")
-        if bias is not None and (bias.shape != (self.n,) or bias.device != self.device):
-            raise CodecError(f"bias: {list(bias.shape)} on {bias.device}; expected [{self.n}] on {self.device}")
-        key = x.numel(), x.dtype
-        run = self.runs.get(key)
-        if run is None:
-            run = self.runs[key] = self._prepare(*key)
-        if run is False:
-            return self._multiply_decoded(x, bias)
-        x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.n))
-        run(x.clone() if x.data_ptr() % 16 else x, out)
-        return out if bias is None else out.add_(bias)
-
-    def _prepare(self, count: int, dtype: torch.dtype) -> Any:
-        """What multiplies so many elements of x, or False if no fused kernel does."""
-        m, n, k = count // max(self.k, 1), self.n, self.k
-        if not has_kernels(self.device) or dtype == torch.float32 or self.decoding.blocksize < 64 or k % 64 or not n:
+        n, k = self.n, self.k
+        if not has_kernels(x.device) or x.dtype == torch.float32 or self.decoding.blocksize < 64 or k % 64 or not n:
             return False
         matmul = backend(self.device).matmul
-        fits = 0 < m <= matmul.SHAPES[-1].rows and n * k < matmul.MOST_ELEMENTS and self.address % 16 == 0
+        fits = 0 < x.numel() <= matmul.SHAPES[-1].rows * k and n * k < matmul.MOST_ELEMENTS and not self.shifted
         if not fits or torch.cuda.get_device_capability(self.device)[0] != matmul.CAPABILITY:
             return False
-        return matmul.prepare_product(m, n, k, self.packed, self.decoding, dtype)
+        return matmul.prepare_product(x, n, self.packed, self.decoding)
 
     def _multiply_decoded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Decode, then torch's product; in float32 where there are no kernels, which is the definition."""

@@ -1,6 +1,5 @@
 """Which kernel multiplies how many rows of x with a packed weight, what comes before and after it, and the launches."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -45,6 +44,7 @@ class Shape:
     nested: bool = True
 
     def __post_init__(self) -> None:
+        self.plain: Shape = replace(self, nested=False) if self.nested else self
         self.wide = self.column_tiles == 0
         self.apart = 8 // self.ranges  # rows of W from slot to slot
         self.unit_rows = self.apart * self.slots * (1 if self.wide else self.warps)
@@ -68,29 +68,34 @@ SHAPES = (
 """By rows of x, the fastest of the sweep in docs/kernels.md."""
 
 
-def prepare_product(
-    m: int, n: int, k: int, packed: torch.Tensor, decoding: Decoding, dtype: torch.dtype
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """What multiplies m rows of x with a weight; to be called again, since it takes as long as a launch to make it.
+def prepare_product(x: torch.Tensor, n: int, packed: torch.Tensor, decoding: Decoding) -> Callable[..., torch.Tensor]:
+    """What multiplies all that look like x with a weight; to be kept, since it takes as long as a launch to make it.
 
-    It is a function of x, [m, k] of `dtype`, 16 bits, and out, [m, n], which is written; contiguous. At most 64 rows,
-    n * k below MOST_ELEMENTS, k and blocksize multiples of 64, x and packed, [n * k / 2], at multiples of 16 bytes.
+    It is a function of x, [..., k], 16 bits, up to 64 rows, that returns [..., n]. n * k is below MOST_ELEMENTS, k and
+    blocksize are multiples of 64; packed, [n * k / 2], is at a multiple of 16 bytes.
     """
-    shape = _compiled_shape(next(one for one in SHAPES if m <= one.rows), decoding.state2 is not None)
+    k, out_shape = x.shape[-1], (*x.shape[:-1], n)
+    m = x.numel() // k
+    shape = next(one if decoding.state2 is not None else one.plain for one in SHAPES if m <= one.rows)
     programs = 2 * torch.cuda.get_device_properties(packed.device).multi_processor_count
     sizes, shift = plan(shape, m, n, k, programs)
-    weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, dtype, packed.device)
-    scaling = (decoding.blocksize // 64).bit_length() - 1, 1 / MULTIPLES[decoding.quant_type, dtype]
-    options = (dtype, shift > 0), shape.warps, shape.registers, True
+    weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, x.dtype, packed.device)
+    scaling = (decoding.blocksize // 64).bit_length() - 1, 1 / MULTIPLES[decoding.quant_type, x.dtype]
+    options = (shape,), (x.dtype, shift > 0), shape.warps, shape.registers, True
+    launch = launch_product.fixed(min(sizes[4], programs), (*weight, *sizes, shift, *scaling), *options)
 
-    def run(x: torch.Tensor, out: torch.Tensor) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        x = x.clone() if x.data_ptr() % 16 else x
+        out = x.new_empty(out_shape)
         parts = out.new_empty((1 << shift, m, n), dtype=torch.float32) if shift else out
         if not shape.wide:
             pairs, x = x, torch.empty_like(x)
             _launch_order(-(-m * k // 2 // _TILE), (pairs, x, m * k // 2), (_TILE,), None, 4, None, True)
-        launch_product(min(sizes[4], programs), (x, *weight, parts, *sizes, shift, *scaling), (shape,), *options)
+        launch(x, parts)
         if shift:
-            _launch_sum(-(-m * n // _TILE), (parts, out, m * n), (1 << shift, _TILE), dtype, 4, None, True)
+            _launch_sum(-(-m * n // _TILE), (parts, out, m * n), (1 << shift, _TILE), x.dtype, 4, None, True)
+        return out
 
     return run
 
@@ -101,11 +106,6 @@ def plan(shape: Shape, m: int, n: int, k: int, programs: int) -> tuple[tuple[int
     while not shape.wide and 2 << shift <= min(MOST_SPLITS, programs // tiles, k // shape.span):
         shift += 1
     return (m, n, k, -(-k // (shape.span << shift)), tiles << shift), shift
-
-
-@functools.cache
-def _compiled_shape(shape: Shape, nested: bool) -> Shape:
-    return replace(shape, nested=nested)
 
 
 @triton.jit

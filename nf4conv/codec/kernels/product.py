@@ -24,7 +24,7 @@ from nf4conv.codec.kernels.launch import Launcher, kernel
 # fmt: off
 @kernel
 def product_kernel(
-    x_ptr, packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr, out_ptr,
+    x_ptr, out_ptr, packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr,
     m: tl.int32, n: tl.int32, k: tl.int32, steps: tl.int32, units: tl.int32, split_shift: tl.int32,
     block_shift: tl.int32, norm: tl.float32, C: tl.constexpr,
 ):
@@ -39,10 +39,12 @@ def product_kernel(
     unit = tl.program_id(0)
     programs = tl.num_programs(0)
     weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift)
-    order = (steps, split_shift)
-    thread, tiles = _start(weight, unit, order, pair_ptr, code_ptr, thread, C)  # what follows must come after it
+    order = (steps, 0 if C.wide else split_shift)
+    thread, tiles = _start(weight, unit, order, pair_ptr, thread, C)  # what follows must come after it
     offset = tl.load(offset_ptr) if C.nested else 0.0
     ahead = _load_stage(weight, unit, 0, order, thread, C)
+    meet: tl.constexpr = text.meet_assembly(C.wide and C.nested)
+    thread = _asm(meet, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
     if not C.wide:
         _copy_x(x_ptr, tiles, _first_k(unit, 0, order, thread, C), m, k, thread, C)
     totals = ()
@@ -57,15 +59,15 @@ def product_kernel(
         next_unit = tl.where(done, unit + programs, unit)
         next_step = tl.where(done, 0, step + 1)
         ahead = _load_stage(weight, next_unit, next_step, order, thread, C)
-        x = (x_ptr, pair_ptr, m, k, first, _first_k(next_unit, next_step, order, thread, C))
+        x = (x_ptr, m, k, first, _first_k(next_unit, next_step, order, thread, C))
         operands = current[: C.words] + _scales(current, offset, code_ptr, C) + (thread % 32 * 0x04040404,)
         if C.wide:
             totals = _wide_stage(totals, operands, x, thread, C)
         else:
             totals = _tile_stage(totals, operands, x, tiles, parity, thread, C)
         if done:
-            part_ptr = out_ptr + (unit & ((1 << split_shift) - 1)).to(tl.int64) * m * n
-            _finish(totals, part_ptr, m, n, norm, unit >> split_shift, parity, thread, C)
+            part_ptr = out_ptr + (unit & ((1 << order[1]) - 1)).to(tl.int64) * m * n
+            _finish(totals, part_ptr, m, n, norm, unit >> order[1], parity, thread, C)
         kept = ()
         for i in tl.static_range(0 + C.totals):
             kept = kept + (tl.where(done, 0.0, totals[i]),)
@@ -86,7 +88,7 @@ def _asm(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operan
 
 
 @triton.jit
-def _start(weight, unit, order, pair_ptr, code_ptr, thread, C: tl.constexpr):
+def _start(weight, unit, order, pair_ptr, thread, C: tl.constexpr):
     """Lay out shared memory and wait for the kernel before; meanwhile bring words to L2, which stays up to date."""
     packed_ptr, _, _, n, k, _ = weight
     first = tl.minimum(_first_k(unit, 0, order, thread, C) + thread % 4 * 32, k - 1)
@@ -95,7 +97,7 @@ def _start(weight, unit, order, pair_ptr, code_ptr, thread, C: tl.constexpr):
         address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
         _asm("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
     fill: tl.constexpr = text.fill_assembly(C.warps, C.tile_bytes, C.wide and C.nested)
-    return _asm(fill, "rr", "llr", (pair_ptr.to(tl.int64), code_ptr.to(tl.int64), thread))
+    return _asm(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
 
 
 @triton.jit
@@ -165,14 +167,13 @@ def _wide_stage(totals, operands, x, thread, C: tl.constexpr):
     Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the sums of row of x
     t // ranges and range t % ranges; they are meant for it if its rows are of that range.
     """
-    x_ptr, pair_ptr, m, k, first, _ = x
+    x_ptr, m, k, first, _ = x
     g = thread // 4 % 8
     t = thread % 4
     row = g // 2 // C.ranges
     at = first + (g // 2 % C.ranges - g % C.ranges) * 128 + t * 32
     given = (g % 2 == t // 2) & (row < m) & (at < k)
-    zeros = pair_ptr.to(tl.int64) + 1024
-    address = tl.where(given, x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2, zeros)
+    address = tl.where(given, x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2, 0)
     add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty)
     return _asm(add, "ffff", "ffff" + "r" * 16 + "ffrl", totals + operands + (address,))
 
@@ -180,7 +181,7 @@ def _wide_stage(totals, operands, x, thread, C: tl.constexpr):
 @triton.jit
 def _tile_stage(totals, operands, x, tiles, parity, thread, C: tl.constexpr):
     """Add a stage to the totals: of each row tile and column tile two of row g, two of row g + 8."""
-    x_ptr, _, m, k, first, after = x
+    x_ptr, m, k, first, after = x
     inputs: tl.constexpr = "f" * C.totals + "r" * C.words + "f" * C.scales + "rr"
     for part in tl.static_range(0 + C.parts):
         _asm("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, $1;", "r", "r", (thread,))

@@ -23,26 +23,34 @@ def kinds(outputs: str) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
-def fill_assembly(warps: int, tile_bytes: int, shares_codes: bool) -> str:
+def fill_assembly(warps: int, tile_bytes: int, has_codes: bool) -> str:
     """Lay out shared memory: `tiles`, and `pairs`, which is filled: both values of byte b, once for each of 32 banks,
-    at 256 * (b % 128) + 128 * (b // 128); and `codes`, the values of nested absmax. Nothing that another kernel may
-    have written is read before `wait`. The names live on to the end of the kernel.
+    at 256 * (b % 128) + 128 * (b // 128); and `codes`, for `meet_assembly`. Nothing that another kernel may have
+    written is read before `wait`. The names live on to the end of the kernel.
 
-    Operands: $0 the thread; $1 address of `tiles`; $2, $3 addresses of the [256] words of either; $4 the thread.
+    Operands: $0 the thread; $1 address of `tiles`; $2 address of the [256] words; $3 the thread.
     """
     stores = 64 // warps  # of 16 bytes a lane: 16 lanes write the copies of two pairs
-    lines = [".shared .align 256 .b8 pairs[32768];", ".shared .align 16 .b8 codes[1024];"][: 1 + shares_codes]
-    lines += [f".shared .align 1024 .b8 tiles[{max(tile_bytes, 16)}]; {{ .reg .b32 b, a, w, h, v<16>, c; .reg .b64 o;"]
-    lines += [f"mov.u32 b, pairs; shr.u32 w, $4, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $4, 4, 1;"]
-    lines += ["add.u32 w, w, h; and.b32 a, $4, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
-    lines += ["and.b32 h, $4, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $2;"]
+    lines = [".shared .align 256 .b8 pairs[32768];", ".shared .align 16 .b8 codes[1024];"][: 1 + has_codes]
+    lines += [f".shared .align 1024 .b8 tiles[{max(tile_bytes, 16)}]; {{ .reg .b32 b, a, w, h, v<16>; .reg .b64 o;"]
+    lines += [f"mov.u32 b, pairs; shr.u32 w, $3, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $3, 4, 1;"]
+    lines += ["add.u32 w, w, h; and.b32 a, $3, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
+    lines += ["and.b32 h, $3, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $2;"]
     lines += [f"ld.global.nc.b32 v{i}, [o+{8 * i}];" for i in range(stores)]
     lines += [f"st.shared.v4.b32 [a+{512 * i}], {{v{i}, v{i}, v{i}, v{i}}};" for i in range(stores)]
-    lines += ["griddepcontrol.wait; griddepcontrol.launch_dependents;"]
-    if shares_codes:  # by 256 threads
-        lines += ["mad.wide.u32 o, $4, 4, $3; mov.u32 b, codes; mad.lo.u32 w, $4, 4, b;"]
-        lines += ["ld.global.b32 c, [o]; st.shared.b32 [w], c;"]
-    return "\n".join([*lines, "bar.sync 0; mov.u32 $0, $4; mov.u32 $1, tiles; }"])
+    lines += ["griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $3; mov.u32 $1, tiles; }"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def meet_assembly(has_codes: bool) -> str:
+    """Fill `codes`, the values of nested absmax, by 256 threads, and wait until all of shared memory is filled.
+
+    Operands: $0 the thread; $1 address of the values; $2 the thread.
+    """
+    fill = "mad.wide.u32 o, $2, 4, $1; mov.u32 w, codes; mad.lo.u32 w, $2, 4, w; ld.global.b32 c, [o];"
+    fill = f"{{ .reg .b32 w, c; .reg .b64 o; {fill} st.shared.b32 [w], c; }}" if has_codes else ""
+    return fill + "bar.sync 0; mov.u32 $0, $2;"
 
 
 @triton.constexpr_function
@@ -74,13 +82,14 @@ def _scale(operand: int, index: int) -> str:
 @triton.constexpr_function
 def wide_assembly(dtype: tl.dtype) -> str:
     """A stage of two row tiles with x from global memory. Operands: $0…$3 totals of four slots; $4…$7 the same before;
-    $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x.
+    $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x, 0 for zeros.
     """
     kind = dtype.name.replace("fp", "f")
-    lines = ["{ .reg .b32 b, a, l, h, x<16>, v<8>; .reg .f32 c<8>, s; mov.u32 b, pairs;"]
+    lines = ["{ .reg .b32 b, a, l, h, x<16>, v<8>; .reg .f32 c<8>, s; .reg .pred p; mov.u32 b, pairs;"]
+    lines += ["setp.ne.b64 p, $27, 0;", *[f"mov.b32 x{i}, 0;" for i in range(16)]]
     lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8)]
     for i in range(0, 16, 4):
-        lines += [f"ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
+        lines += [f"@p ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
     for word in range(4):
         for c in (0, 4):
             lines += [_decode(8 + 2 * c + word, 26, 0), _decode(12 + 2 * c + word, 26, 4)]

@@ -23,11 +23,10 @@ bfloat16, where the rounding of every decoded weight loses 0.00166. Twelve times
 
 @functools.cache
 def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[304] int32: for each byte of codes the two values in 16 bits, times MULTIPLES, the even one low; 48 zeros."""
+    """[256] int32: for each byte of codes the two values in 16 bits, times MULTIPLES, the even one low."""
     values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float64) * MULTIPLES[quant_type, dtype]
     bits = values.to(dtype).view(torch.int16).int() & 0xFFFF
-    pairs = bits[:, None] | (bits << 16)[None, :]
-    return torch.cat((pairs.view(-1), torch.zeros(48, dtype=torch.int32))).to(device)
+    return (bits[:, None] | (bits << 16)[None, :]).view(-1).to(device)
 
 
 @functools.cache
