@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 from tiny_denoisers import Denoiser, flux, stable_diffusion, stable_diffusion_xl
 
@@ -14,6 +13,8 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
+
+single_file_utils = pytest.importorskip("diffusers.loaders.single_file_utils", reason="make test-diffusers installs it")
 
 pytestmark = pytest.mark.architectures
 CPU = RunOptions(device="cpu", verify=True)
