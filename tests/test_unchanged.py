@@ -23,6 +23,7 @@ from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
+from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
@@ -226,6 +227,18 @@ def test_what_is_damaged_beyond_repair_is_packed_anew_or_refused(tmp_path):
     low = write(tmp_path / "low", first | {absmax: first[absmax].bfloat16().view(2, -1)} | second | kept())
     with pytest.raises(SourceError, match="does not go with"):
         plan_quantization(low)
+
+
+@pytest.mark.parametrize("suffix", COMPONENT_SUFFIXES)
+def test_a_component_whose_weight_is_missing_is_refused(tmp_path, suffix):
+    """Kept as a tensor of its own it would stand in a result that verify finds fault with."""
+    kept = pack("model.layers.0.mlp.up_proj.weight", torch.randn(64, 64).bfloat16())
+    gone = pack("model.layers.1.mlp.up_proj.weight", torch.randn(64, 64).bfloat16())
+    stray = {name: part for name, part in gone.items() if name.endswith(suffix)}
+    stray = stray or {f"model.layers.1.mlp.up_proj.weight.{suffix}": torch.zeros(8, dtype=torch.uint8)}
+    source = write(tmp_path / "source", kept | stray)
+    with pytest.raises(SourceError, match=r"layers.1.mlp.up_proj.*: part of a weight that is already quantized"):
+        plan_quantization(source)
 
 
 def test_inspect_has_nothing_against_a_good_checkpoint(tmp_path):

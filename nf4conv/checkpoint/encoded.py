@@ -45,7 +45,7 @@ _STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")  # of the codes of bitsandb
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 _ACTIVATIONS: Final = tuple(_NAMES["activations"])
 """Ends of names of what a quantized model needs to run, and a decoded one does not."""
-_OF_WEIGHTS: Final = tuple(_NAMES["weights"])
+_OF_WEIGHTS: Final = (*_NAMES["weights"], *(f".{suffix}" for suffix in layout.COMPONENT_SUFFIXES))
 """Ends of names of parts of encoded weights; one that is not used means that something is not understood."""
 _SCALES: Final = ("absmax", "nested_absmax", "nested_quant_map")
 """What decoding a 4-bit weight of bitsandbytes takes beside its codes."""
