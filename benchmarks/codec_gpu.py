@@ -44,11 +44,7 @@ SEEDS = ("Weitkamp V0", "Weitkamp V1", "Weitkamp V2", "Weitkamp V3", "ghostway0"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
-    parser.add_argument("--svg", type=Path, help="where to draw the JSON just written")
-    parser.add_argument("--commit", help="recorded; by default what git says")
-    arguments = parser.parse_args()
+    arguments = parsed(__doc__)
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         rows += dequantize_rows(shape, "nf4")
@@ -70,6 +66,15 @@ def main() -> None:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
         if arguments.svg:
             plot_codec.main(arguments.json, arguments.svg)
+
+
+def parsed(description: str | None) -> argparse.Namespace:
+    """What a benchmark on a GPU is told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
+    parser.add_argument("--svg", type=Path, help="where to draw them")
+    parser.add_argument("--commit", help="recorded; by default what git says")
+    return parser.parse_args()
 
 
 def versions(commit: str | None) -> dict[str, str]:

@@ -9,7 +9,6 @@ is less work than NF4, with the configurations it ships for an H100; Unsloth's p
 are those of a Llama-shaped model of random weights, one token at a time, eagerly, with a static cache.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -22,8 +21,8 @@ import torch
 from bitsandbytes import functional
 
 import nf4conv
-from benchmarks.codec_gpu import L2_BYTES, graph, print_table, row, take_turns, versions, wall
-from benchmarks.plot_codec import text
+from benchmarks.codec_gpu import L2_BYTES, graph, parsed, print_table, row, take_turns, versions, wall
+from benchmarks.plot_codec import document, text
 
 Call = Callable[[], object]
 
@@ -33,11 +32,7 @@ COLOURS = {"nf4conv": "#1b6ca8", "bitsandbytes": "#c9c9c9", "GemLite": "#e0a458"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
-    parser.add_argument("--svg", type=Path, help="where to draw them")
-    parser.add_argument("--commit", help="recorded; by default what git says")
-    arguments = parser.parse_args()
+    arguments = parsed(__doc__)
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         rows += product_rows(*shape)
@@ -190,9 +185,6 @@ def drawing(rows: list[dict[str, object]], gpu: str) -> str:
     left, top, height, wide = 60, 60, 240, 60
     width = left + wide * len(times) + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + height + 60}"'
-        ' font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
         text(left, 20, f"Speed of x · Wᵀ relative to cuBLAS in bfloat16 (the line), one {gpu}", 14),
     ]
     for index, (name, colour) in enumerate(COLOURS.items()):
@@ -210,7 +202,7 @@ def drawing(rows: list[dict[str, object]], gpu: str) -> str:
         parts += [text(x, top + height + 14, label), text(x, top + height + 30, shape, 9)]
     line = top + height - height / 3
     parts.append(f'<line x1="{left - 6}" y1="{line}" x2="{width - 10}" y2="{line}" stroke="#222"/>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document(width, top + height + 60, parts)
 
 
 if __name__ == "__main__":

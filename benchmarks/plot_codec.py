@@ -22,16 +22,13 @@ def main(source: Path, target: Path) -> None:
     groups = chosen_groups(record["rows"])
     width = LEFT + GROUP * len(groups) + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 70}"'
-        ' font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
         text(LEFT, 20, f"GB/s on one {record['versions']['gpu']}, the line is a device copy of the same bytes", 14),
         *legend(),
         *axis(width),
     ]
     for index, group in enumerate(groups):
         parts += bars(LEFT + index * GROUP + 8, group)
-    target.write_text("\n".join([*parts, "</svg>"]) + "\n")
+    target.write_text(document(width, TOP + HEIGHT + 70, parts))
 
 
 def whole_commands(sources: list[Path], target: Path) -> None:
@@ -57,9 +54,7 @@ def whole_commands(sources: list[Path], target: Path) -> None:
                 parts.append(text(left + width + 6, top, f"{value:.3g} {unit}"))
             top += 8
         top += 36
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{top - 12}" font-family="sans-serif">'
-    ground = '<rect width="100%" height="100%" fill="white"/>'
-    target.write_text("\n".join([opening, ground, *parts, "</svg>"]) + "\n")
+    target.write_text(document(720, top - 12, parts))
 
 
 def chosen_groups(rows: list[dict[str, str]]) -> list[Group]:
@@ -105,6 +100,13 @@ def bars(x: int, group: Group) -> list[str]:
     copy = TOP + HEIGHT - speeds["copy"] * SCALE
     parts.append(f'<line x1="{x - 3}" y1="{copy:.1f}" x2="{x + 3 * BAR}" y2="{copy:.1f}" stroke="#222"/>')
     return parts + [text(x, TOP + HEIGHT + 16 + 14 * line, word) for line, word in enumerate(label.split("|"))]
+
+
+def document(width: int, height: int, parts: list[str]) -> str:
+    """A whole drawing, on white."""
+    place = f'width="{width}" height="{height}" font-family="sans-serif" font-size="11"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {place}>'
+    return "\n".join([opening, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
 
 
 def text(x: float, y: float, words: str, size: int = 11) -> str:

@@ -285,8 +285,11 @@ _repository_options = _options(
 )
 """Of every command that reads a checkpoint which may be on the Hub."""
 
+_device_option = _option(
+    "--device", None, "Compute on auto, cpu, cuda or cuda:N.", default=RunOptions().device, show_default=True
+)
 _machine_options = _options(
-    _option("--device", None, "Compute on auto, cpu, cuda or cuda:N.", default=RunOptions().device, show_default=True),
+    _device_option,
     _option(
         "--workers",
         click.IntRange(0, 1024),
@@ -527,7 +530,7 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 @_option("--tokens", click.IntRange(2), "Read so many.  [default: 16384, or fewer, to write no more than 2 GiB]")
 @_option("--max-kl", click.FloatRange(0), "Let the mean divergence be no larger, in nats.")
 @click.option("--card", is_flag=True, help="Write the figures into OUT/README.md, and renew its line in SHA256SUMS.")
-@_option("--device", None, "Compute on auto, cpu, cuda or cuda:N.", default="auto", show_default=True)
+@_device_option
 @_json_options
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress and no table: the exit code tells.")
 @_repository_options

@@ -194,7 +194,7 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
             (blocksize, tile, how, False, ptx),
-            (weight.dtype, nested),
+            (weight.dtype, not nested),
             1,
         )
         outs.append(out)

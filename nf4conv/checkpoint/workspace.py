@@ -285,7 +285,7 @@ def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[byte
 
 def check_finished(folder: Path) -> None:
     """Refuse by a SourceError to read a folder in which a run has not ended, and say how to go on."""
-    if not is_unfinished(folder) or any((folder / last).is_file() for last in ("config.json", "model_index.json")):
+    if not is_unfinished(folder) or _is_model(folder):
         return
     _, *shards = (folder / WORK_FOLDER / _RECORD).read_bytes().split(b"\n")
     finished = sum(shard != b"" for shard in shards)
@@ -296,8 +296,11 @@ def check_finished(folder: Path) -> None:
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:
-    is_marked = any((folder / name).is_file() for name in ("config.json", "model_index.json"))
-    return is_marked or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
+    return _is_model(folder) or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "model_index.json"))
 
 
 def _short(value: object) -> str:

@@ -192,7 +192,7 @@ def _quantize_chunk(
     """Quantize [rows, blocksize] of any float type; which blocks are special."""
     is_wide = blocks.dtype == torch.float32
     magnitudes = blocks if is_wide and codebook.signed_cuts else without_signs(blocks, scratch)
-    reciprocals = find_absmax(magnitudes, absmax)[:, None]
+    reciprocals = _reciprocals(find_absmax(magnitudes, absmax))[:, None]
     source = blocks if codebook.signed_cuts else magnitudes
     scaled = scratch.values[: blocks.numel()].view(blocks.shape)
     if is_wide:
@@ -215,16 +215,20 @@ def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Write the largest of each row, NaN where there is one, and return its reciprocal; [rows] float32 both.
-
-    Values in float32 may have signs.
-    """
+    """Write the largest of each row, NaN where there is one, and return it in its own dtype; float32 may have signs."""
     if magnitudes.dtype == torch.float32:
-        return reciprocal(torch.maximum(torch.amax(magnitudes, dim=1), -torch.amin(magnitudes, dim=1), out=absmax))
+        return torch.maximum(torch.amax(magnitudes, dim=1), -torch.amin(magnitudes, dim=1), out=absmax)
     # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
-    largest = torch.amax(magnitudes.view(torch.int16), dim=1)
-    absmax.copy_(largest.view(magnitudes.dtype))
-    return _half_reciprocals(magnitudes.dtype).index_select(0, largest.int())
+    largest = torch.amax(magnitudes.view(torch.int16), dim=1).view(magnitudes.dtype)
+    absmax.copy_(largest)
+    return largest
+
+
+def _reciprocals(absmax: torch.Tensor) -> torch.Tensor:
+    """[rows] float32: 1 / absmax; of 16 bits from a table of all there are."""
+    if absmax.dtype == torch.float32:
+        return reciprocal(absmax)
+    return _half_reciprocals(absmax.dtype).index_select(0, absmax.view(torch.int16).int())
 
 
 @cache
