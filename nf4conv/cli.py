@@ -24,13 +24,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import (
+    CHOICES,
     DTYPES,
-    MOE,
-    NON_FINITE,
-    PLANNERS,
-    QUANT_STORAGES,
-    QUANT_TYPES,
-    SCALES,
     CompareOptions,
     DequantizeOptions,
     EvaluateOptions,
@@ -244,16 +239,12 @@ def _options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
     return decorate
 
 
-def _option(name: str, kind: Any, help: str, **others: Any) -> Callable[..., Any]:
-    return click.option(name, type=kind, help=help, **others)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Shown:
     """How the user wants to see a result."""
 
-    as_json: bool
-    json_file: Path | None
+    as_json: bool = False
+    json_file: Path | None = None
     quiet: bool = False
     every: bool = False
     dry_run: bool = False
@@ -268,68 +259,101 @@ class _Shown:
             click.echo(text)
 
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _Lines = Callable[[Any], Iterable[str]]
 
-_repository_options = _options(
-    click.option("--revision", help="Take this branch, tag or commit of a model on the Hub.  [default: main]"),
-    click.option("--token", help="Show this token to the Hub.  [default: that of hf auth login]"),
-    _option(
-        "--cache-dir",
-        click.Path(file_okay=False, path_type=Path),
-        "Keep downloads in this folder.  [default: HF_HUB_CACHE]",
-    ),
-    click.option("--local-files-only", is_flag=True, help="Take what has been downloaded before, and ask nobody."),
-    click.option("--subfolder", help="Take the checkpoint in this folder of SRC, such as transformer."),
-    click.option("--variant", help="Take weight files with this word in their names, such as fp16."),
+_KINDS: Final[dict[str, Any]] = {
+    **{name: click.Choice(allowed) for name, allowed in CHOICES.items()},
+    **dict.fromkeys(("dtype", "compute_dtype"), Dtype()),
+    **dict.fromkeys(("max_shard_size", "buffer_size"), Size()),
+    **dict.fromkeys(("json_file", "report", "text"), click.Path(dir_okay=False, path_type=Path)),
+    "cache_dir": click.Path(file_okay=False, path_type=Path),
+    "blocksize": int,
+    "workers": click.IntRange(0, 1024),
+    "tokens": click.IntRange(2),
+    "tolerance": float,
+    "max_kl": click.FloatRange(0),
+}
+"""What an option takes, by the field that it fills; others are flags, or take any text."""
+_METAVARS: Final = {
+    **dict.fromkeys(("blocksize", "workers"), "N"),
+    **dict.fromkeys(("include", "exclude"), "GLOB"),
+    **dict.fromkeys(("push_to_hub", "base_model"), "REPO"),
+    "skip_modules": "NAME",
+    "lora": "ADAPTER",
+}
+_SPELLINGS: Final = {"every": ["--all"], "as_json": ["--json"], "quiet": ["-q", "--quiet"]} | {
+    "double_quant": ["--double-quant/--no-double-quant"]
+}
+_HOMES: Final = (_Shown, RunOptions, SourceOptions, PushOptions, QuantizeOptions, VerifyOptions, EvaluateOptions)
+_DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in dataclasses.fields(home)} | {
+    "max_shard_size": "1GB",
+    "buffer_size": "64MB",
+}
+"""By the field that an option fills; sizes as users write them."""
+
+
+def _takes(**helps: str) -> Callable[..., Any]:
+    """Options by the fields that they fill, whose defaults are theirs, each with its help."""
+    return _options(*(_option(name, help) for name, help in helps.items()))
+
+
+def _option(name: str, help: str) -> Callable[..., Any]:
+    default = _DEFAULTS.get(name)
+    return click.option(
+        *_SPELLINGS.get(name, [f"--{name.replace('_', '-')}"]),
+        name,
+        type=_KINDS.get(name),
+        metavar=_METAVARS.get(name),
+        is_flag=default is False or None,
+        multiple=default == (),
+        default=default,
+        show_default=isinstance(default, str),
+        help=f"{help} May be given again." if default == () else help,
+    )
+
+
+_repository_options = _takes(
+    revision="Take this branch, tag or commit of a model on the Hub.  [default: main]",
+    token="Show this token to the Hub.  [default: that of hf auth login]",
+    cache_dir="Keep downloads in this folder.  [default: HF_HUB_CACHE]",
+    local_files_only="Take what has been downloaded before, and ask nobody.",
+    subfolder="Take the checkpoint in this folder of SRC, such as transformer.",
+    variant="Take weight files with this word in their names, such as fp16.",
 )
 """Of every command that reads a checkpoint which may be on the Hub."""
 
-_device_option = _option(
-    "--device", None, "Compute on auto, cpu, cuda or cuda:N.", default=RunOptions().device, show_default=True
-)
-_machine_options = _options(
-    _device_option,
-    _option(
-        "--workers",
-        click.IntRange(0, 1024),
-        "Read, compute and write with this many threads; 0 chooses.  [default: 0]",
-        default=RunOptions().workers,
-        metavar="N",
-    ),
-    _option(
-        "--buffer-size",
-        Size(),
-        "Use this much memory for reading, all threads together.",
-        default="64MB",
-        show_default=True,
-    ),
+_machine_options = _takes(
+    device="Compute on auto, cpu, cuda or cuda:N.",
+    workers="Read, compute and write with this many threads; 0 chooses.  [default: 0]",
+    buffer_size="Use this much memory for reading, all threads together.",
 )
 """Of every command that reads weights."""
 
-_json_options = _options(
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (docs/json.md)."),
-    click.option("--json-file", type=_FILE, help="Write the same JSON to a file."),
-)
+_json_options = _takes(as_json="Print the result as JSON (docs/json.md).", json_file="Write the same JSON to a file.")
 """Of every command that finds or does something."""
 
 _writing_options = _options(
-    click.option("--dry-run", is_flag=True, help="Show what would become of SRC, and write nothing."),
-    click.option("--all", "every", is_flag=True, help="List every tensor, with --dry-run."),
     _repository_options,
-    click.option("--stream", is_flag=True, help="Fetch weights from the Hub as they are needed, and keep no copy."),
     _machine_options,
-    click.option("--overwrite", is_flag=True, help="Delete what is in OUT, and start anew."),
-    click.option("--checksum", is_flag=True, help="Write SHA256SUMS, which `sha256sum -c` checks."),
     _json_options,
-    click.option("-q", "--quiet", is_flag=True, help="Show no progress and no summary."),
+    _takes(
+        dry_run="Show what would become of SRC, and write nothing.",
+        every="List every tensor, with --dry-run.",
+        stream="Fetch weights from the Hub as they are needed, and keep no copy.",
+        overwrite="Delete what is in OUT, and start anew.",
+        checksum="Write SHA256SUMS, which `sha256sum -c` checks.",
+        quiet="Show no progress and no summary.",
+        max_shard_size="Make no file larger. Several are written at a time, which is faster than one.",
+        lora="Merge this adapter of PEFT first: a folder, or a model on the Hub with or without @revision. Best into "
+        "the 16-bit model; into a 4-bit one if it was trained on that.",
+    ),
 )
 """Of every command that writes a checkpoint."""
 
 _judging_options = _options(
     _machine_options,
     _json_options,
-    click.option("-q", "--quiet", is_flag=True, help="Show no progress and no tables: the exit code tells."),
+    _takes(quiet="Show no progress and no tables: the exit code tells."),
     _repository_options,
 )
 """Of every command whose exit code is a verdict."""
@@ -337,98 +361,32 @@ _judging_options = _options(
 _source_and_out = _options(
     click.argument("source", metavar="SRC", type=Place("file")), click.argument("out", metavar="OUT", type=Place("dir"))
 )
-_lora = click.option(
-    "--lora",
-    multiple=True,
-    metavar="ADAPTER",
-    help="Merge this adapter of PEFT first: a folder, or a model on the Hub with or without @revision. Best into the "
-    "16-bit model; into a 4-bit one if it was trained on that. May be given again.",
-)
-_shard_size = click.option(
-    "--max-shard-size",
-    type=Size(),
-    default="1GB",
-    show_default=True,
-    help="Make no file larger. Several are written at a time, which is faster than one.",
-)
-
-
-def _globs(option: str, help: str) -> Callable[..., Any]:
-    """An option that may be given several times."""
-    metavar = "NAME" if option == "--skip-modules" else "GLOB"
-    return click.option(option, multiple=True, metavar=metavar, help=f"{help} May be given again.")
-
-
-def _chosen(name: str, kind: Any, help: str) -> Callable[..., Any]:
-    """An option that always has a value, by default that of QuantizeOptions."""
-    default = getattr(QuantizeOptions(), name.partition("/")[0].removeprefix("--").replace("-", "_"))
-    metavar = "N" if kind is click.INT else None
-    return click.option(name, type=kind, default=default, show_default=True, metavar=metavar, help=help)
 
 
 @main.command()
 @_source_and_out
-@_option("--quant-type", click.Choice(QUANT_TYPES), "Pack weights to this data type.  [default: nf4, or SRC's own]")
-@_option(
-    "--blocksize",
-    int,
-    "Let this many weights share one scale: 32, 64, … 4096.  [default: 64, or SRC's own]",
-    metavar="N",
-)
-@_option(
-    "--double-quant/--no-double-quant",
-    None,
-    "Quantize the scales too: 4.13 instead of 4.5 bits per weight.  [default: do, or as in SRC]",
-    default=None,
-)
-@_option(
-    "--scales",
-    click.Choice(SCALES),
-    "Scale blocks as bitsandbytes does, or so that their error is small.  [default: absmax, or SRC's own]",
-)
-@_option(
-    "--quant-storage",
-    click.Choice(QUANT_STORAGES),
-    "Store packed bytes in this dtype; FSDP needs floats.  [default: uint8, or SRC's own]",
-)
-@_option(
-    "--dtype",
-    Dtype(),
-    "Store what is not packed in this dtype; bf16, fp16 and fp32 are short for them.  [default: config.json's]",
-)
-@_option(
-    "--compute-dtype",
-    Dtype(),
-    "Let loaders compute in this dtype.  [default: that of --dtype, but bfloat16 for float32]",
-)
-@_globs("--include", "Pack only tensors whose names match, such as '*.layers.0.*'.")
-@_globs("--exclude", "Keep tensors whose names match.")
-@_globs("--skip-modules", "Keep this module, as transformers reads llm_int8_skip_modules.")
-@click.option("--quantize-towers", is_flag=True, help="Pack vision and audio towers too.")
-@_option(
-    "--moe",
-    click.Choice(MOE),
-    "Keep experts in 16 bits, which loads everywhere, or pack them one by one, which transformers 5 cannot load.  "
+@_takes(
+    quant_type="Pack weights to this data type.  [default: nf4, or SRC's own]",
+    blocksize="Let this many weights share one scale: 32, 64, … 4096.  [default: 64, or SRC's own]",
+    double_quant="Quantize the scales too: 4.13 instead of 4.5 bits per weight.  [default: do, or as in SRC]",
+    scales="Scale blocks as bitsandbytes does, or so that their error is small.  [default: absmax, or SRC's own]",
+    quant_storage="Store packed bytes in this dtype; FSDP needs floats.  [default: uint8, or SRC's own]",
+    dtype="Store what is not packed in this dtype; bf16, fp16 and fp32 are short for them.  [default: config.json's]",
+    compute_dtype="Let loaders compute in this dtype.  [default: that of --dtype, but bfloat16 for float32]",
+    include="Pack only tensors whose names match, such as '*.layers.0.*'.",
+    exclude="Keep tensors whose names match.",
+    skip_modules="Keep this module, as transformers reads llm_int8_skip_modules.",
+    quantize_towers="Pack vision and audio towers too.",
+    moe="Keep experts in 16 bits, which loads everywhere, or pack them one by one, which transformers 5 cannot load.  "
     "[default: portable]",
-)
-@_chosen("--plan-with", click.Choice(PLANNERS), "Ask our rules, or the installed transformers, what is linear.")
-@_shard_size
-@_chosen("--non-finite", click.Choice(NON_FINITE), "Refuse weights that hold NaN or infinity, or do not pack them.")
-@_lora
-@click.option("--single-file", is_flag=True, help="OUT is one file for ComfyUI and Forge, under its authors' names.")
-@click.option("--verify", is_flag=True, help="Read back what is written, and compare it with SRC.")
-@_option(
-    "--tolerance",
-    float,
-    "With --verify, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
-)
-@click.option("--push-to-hub", metavar="REPO", help="Upload the result to this model repository, shard by shard.")
-@click.option("--public", is_flag=True, help="With --push-to-hub, let everybody see the repository.")
-@_option(
-    "--base-model",
-    None,
-    "Name the original in the model card.  [default: where SRC is from, or what its config.json says]",
-    metavar="REPO",
+    plan_with="Ask our rules, or the installed transformers, what is linear.",
+    non_finite="Refuse weights that hold NaN or infinity, or do not pack them.",
+    single_file="OUT is one file for ComfyUI and Forge, under its authors' names.",
+    verify="Read back what is written, and compare it with SRC.",
+    tolerance="With --verify, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
+    push_to_hub="Upload the result to this model repository, shard by shard.",
+    public="With --push-to-hub, let everybody see the repository.",
+    base_model="Name the original in the model card.  [default: where SRC is from, or what its config.json says]",
 )
 @_writing_options
 def quantize(source: str, out: str, **chosen: Any) -> None:
@@ -452,11 +410,11 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
 
 @main.command()
 @_source_and_out
-@click.option("--dtype", type=Dtype(), help="Store weights in this dtype.  [default: as before they were quantized]")
-@_globs("--include", "Decode only weights whose names match.")
-@_globs("--exclude", "Leave weights whose names match in 4 bits.")
-@_shard_size
-@_lora
+@_takes(
+    dtype="Store weights in this dtype.  [default: as before they were quantized]",
+    include="Decode only weights whose names match.",
+    exclude="Leave weights whose names match in 4 bits.",
+)
 @_writing_options
 def dequantize(source: str, out: str, **chosen: Any) -> None:
     """Decode the 4-bit checkpoint SRC into the folder OUT.
@@ -472,17 +430,15 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
 
 @main.command()
 @click.argument("path", metavar="PATH", type=Place("file"))
-@_option("--source", Place("file"), "Compare every value with this, which it was made from.", metavar="SRC")
-@_option(
-    "--tolerance",
-    float,
-    "With --source, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
+@click.option(
+    "--source", type=Place("file"), metavar="SRC", help="Compare every value with this, which it was made from."
 )
-@click.option("--exact", is_flag=True, help="With --source, require the bytes that quantizing it gives.")
-@_option(
-    "--lora", None, "Take SRC with this adapter merged into it. May be given again.", multiple=True, metavar="ADAPTER"
+@_takes(
+    tolerance="With --source, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
+    exact="With --source, require the bytes that quantizing it gives.",
+    lora="Take SRC with this adapter merged into it.",
+    report="Write a page to look at, in HTML, to this file.",
 )
-@click.option("--report", type=_FILE, help="Write a page to look at, in HTML, to this file.")
 @_judging_options
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
     """Verify the 4-bit checkpoint PATH.
@@ -504,9 +460,11 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
 @main.command()
 @click.argument("a", metavar="A", type=Place("file"))
 @click.argument("b", metavar="B", type=Place("file"))
-@_option("--tolerance", float, "Let no tensor have a larger relative error.  [default: require equal bytes]")
-@_globs("--include", "Compare only tensors whose names match.")
-@_globs("--exclude", "Leave out tensors whose names match.")
+@_takes(
+    tolerance="Let no tensor have a larger relative error.  [default: require equal bytes]",
+    include="Compare only tensors whose names match.",
+    exclude="Leave out tensors whose names match.",
+)
 @_judging_options
 def compare(a: str, b: str, **chosen: Any) -> None:
     """Compare the tensors of the checkpoints A and B.
@@ -525,14 +483,18 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 
 @main.command()
 @click.argument("out", metavar="OUT", type=Place("dir"))
-@_option("--source", Place("dir"), "Ask this model too, from which OUT was made.", metavar="SRC", required=True)
-@_option("--text", _FILE, "Ask about this text, or these token ids (.npy).  [default: Python's own reference]")
-@_option("--tokens", click.IntRange(2), "Read so many.  [default: 16384, or fewer, to write no more than 2 GiB]")
-@_option("--max-kl", click.FloatRange(0), "Let the mean divergence be no larger, in nats.")
-@click.option("--card", is_flag=True, help="Write the figures into OUT/README.md, and renew its line in SHA256SUMS.")
-@_device_option
+@click.option(
+    "--source", type=Place("dir"), metavar="SRC", help="Ask this model too, from which OUT was made.", required=True
+)
+@_takes(
+    text="Ask about this text, or these token ids (.npy).  [default: Python's own reference]",
+    tokens="Read so many.  [default: 16384, or fewer, to write no more than 2 GiB]",
+    max_kl="Let the mean divergence be no larger, in nats.",
+    card="Write the figures into OUT/README.md, and renew its line in SHA256SUMS.",
+    device="Compute on auto, cpu, cuda or cuda:N.",
+    quiet="Show no progress and no table: the exit code tells.",
+)
 @_json_options
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress and no table: the exit code tells.")
 @_repository_options
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     """Ask the models OUT and SRC the same, and compare what they say.
@@ -552,7 +514,7 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 
 @main.command()
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
-@click.option("--all", "every", is_flag=True, help="List every tensor.")
+@_takes(every="List every tensor.")
 @_json_options
 @_repository_options
 def inspect(path: str, **chosen: Any) -> None:

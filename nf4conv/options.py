@@ -1,16 +1,22 @@
 """What the user can choose, with its defaults: the one home of both. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-QUANT_TYPES: Final = ("nf4", "fp4")
 DTYPES: Final = ("bfloat16", "float16", "float32")
-QUANT_STORAGES: Final = ("uint8", *DTYPES)
-PLANNERS: Final = ("rules", "transformers")
-MOE: Final = ("portable", "per-expert")
-SCALES: Final = ("absmax", "search")
-NON_FINITE: Final = ("refuse", "keep")
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "quant_type": ("nf4", "fp4"),
+    "scales": ("absmax", "search"),
+    "quant_storage": ("uint8", *DTYPES),
+    "dtype": DTYPES,
+    "compute_dtype": DTYPES,
+    "moe": ("portable", "per-expert"),
+    "plan_with": ("rules", "transformers"),
+    "non_finite": ("refuse", "keep"),
+}
+"""What an option of QuantizeOptions may be, if it is not None."""
 
 
 @dataclass(frozen=True)

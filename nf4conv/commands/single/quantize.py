@@ -33,9 +33,9 @@ from nf4conv.commands.output import (
     write_checkpoint,
 )
 from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, SCALES
+from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
-from nf4conv.options import DTYPES, MOE, QUANT_STORAGES, PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import CHOICES, DTYPES, PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import packing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
 from nf4conv.report.loading import advice, gpu_bytes
@@ -219,19 +219,11 @@ def _select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Q
 
 
 def _check_options(options: QuantizeOptions) -> None:
-    for name, value, allowed in (
-        ("quant-type", options.quant_type, (None, *CODEBOOKS)),
-        ("blocksize", options.blocksize, (None, *BLOCKSIZES)),
-        ("scales", options.scales, (None, *SCALES)),
-        ("quant-storage", options.quant_storage, (None, *QUANT_STORAGES)),
-        ("moe", options.moe, (None, *MOE)),
-        ("dtype", options.dtype, (None, *DTYPES)),
-        ("compute-dtype", options.compute_dtype, (None, *DTYPES)),
-    ):
-        if value not in allowed:
-            raise PlanError(
-                f"--{name} {value}: expected one of {', '.join(str(choice) for choice in allowed if choice)}"
-            )
+    for name, allowed in (*CHOICES.items(), ("blocksize", BLOCKSIZES)):
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            choices = ", ".join(map(str, allowed))
+            raise PlanError(f"--{name.replace('_', '-')} {value}: expected one of {choices}")
 
 
 def _dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
