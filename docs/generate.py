@@ -87,7 +87,7 @@ def _json() -> Iterator[str]:
 
 
 def _summary(kind: type[Any]) -> str:
-    return inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0].replace("\n", " ")
+    return inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
 
 
 def _table(kind: type[Any]) -> Iterator[str]:
@@ -99,12 +99,16 @@ def _table(kind: type[Any]) -> Iterator[str]:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute."""
+    """What the comments beside, or above, the fields of a class and its bases say of each."""
     found: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
-        attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            found |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).replace("|", "\\|"))
+        above: list[str] = []
+        for line in inspect.getsource(base).splitlines():
+            above += re.findall(r"^    # (.*)", line)
+            if field := re.match(r"    (\w+): [^#]*(?:  # (.*))?$", line):
+                text = " ".join([*above, field[2] or ""]).strip(" .").replace("|", "\\|")
+                found[field[1]] = f"{text}." if text else ""
+                above = []
     return found
 
 

@@ -33,21 +33,13 @@ CHECKS: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("checks.j
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or worth knowing.
+    """Something that is wrong, or worth knowing."""
 
-    Attributes:
-        check: which of CHECKS found it.
-        file: name of the file, relative to the checkpoint.
-        tensor: name of the tensor; empty if it concerns the file.
-        text: what was found, what was expected.
-        is_fault: whether verification fails for it.
-    """
-
-    check: str
-    file: str
-    tensor: str
-    text: str
-    is_fault: bool = True
+    check: str  # which of CHECKS found it
+    file: str  # name of the file, relative to the checkpoint
+    tensor: str  # name of the tensor; empty if it concerns the file
+    text: str  # what was found, what was expected
+    is_fault: bool = True  # whether verification fails for it
 
     def line(self) -> str:
         """The finding as one line."""

@@ -1,4 +1,7 @@
-"""What each command returns. Field names are the keys of --json, in their order; docs/json.md is made from them."""
+"""What each command returns. Field names are the keys of --json, in their order.
+
+docs/json.md is made from them, and from the comments beside them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,147 +29,89 @@ from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `quantize` or `dequantize` would do: the result of --dry-run.
+    """What `quantize` or `dequantize` would do: the result of --dry-run."""
 
-    Attributes:
-        command: "quantize" or "dequantize".
-        source: what would be read.
-        totals: of everything.
-        kinds: what becomes of each kind of module.
-        tensors: what becomes of each tensor.
-        config: the content of the output's config.json, of a diffusers pipeline those of its submodels; None if none.
-        gpu_bytes: an estimate of the GPU memory that loading the result takes; None for a result in 16 or 32 bits.
-        advice: why there are many bits per parameter, and what would change that; empty if there are not.
-        notes: what the user should know.
-    """
-
-    command: str
-    source: str
-    totals: QuantizationTotals | DequantizationTotals
-    kinds: tuple[PlanKind, ...]
-    tensors: tuple[PlanRow, ...]
+    command: str  # "quantize" or "dequantize"
+    source: str  # what would be read
+    totals: QuantizationTotals | DequantizationTotals  # of everything
+    kinds: tuple[PlanKind, ...]  # what becomes of each kind of module
+    tensors: tuple[PlanRow, ...]  # what becomes of each tensor
+    # the content of the output's config.json, of a diffusers pipeline those of its submodels; None if none
     config: Mapping[str, Any] | None
+    # an estimate of the GPU memory that loading the result takes; None for a result in 16 or 32 bits
     gpu_bytes: int | None
-    advice: str
-    notes: tuple[str, ...]
+    advice: str  # why there are many bits per parameter, and what would change that; empty if there are not
+    notes: tuple[str, ...]  # what the user should know
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run did that wrote a checkpoint.
-
-    Attributes:
-        out: the output folder.
-        already_complete: whether the result was there before, so that nothing was computed.
-        device: where it was computed.
-        copied: tensors kept, those of weights that stay in 4 bits included.
-        bytes_before: of all tensors of the source.
-        bytes_after: of the output's weight files.
-        seconds: wall clock of the whole run, once planned.
-        pipeline_seconds: of it, from the first read to the last write.
-        seconds_by_activity: "read", "compute" and "write", summed over the workers.
-        host_baseline_bytes: peak resident memory of the process when the first byte is read.
-        host_peak_bytes: the same at the end.
-        device_peak_bytes: the most held on the GPU.
-        shards_resumed: finished shards of an earlier, interrupted run that were kept.
-        notes: what the user should know.
-    """
+    """What a run did that wrote a checkpoint."""
 
     command: ClassVar[str]
 
-    out: str
-    already_complete: bool
-    device: str
-    copied: int
-    bytes_before: int
-    bytes_after: int
-    seconds: float
-    pipeline_seconds: float
-    seconds_by_activity: Mapping[str, float]
-    host_baseline_bytes: int
-    host_peak_bytes: int
-    device_peak_bytes: int
-    shards_resumed: int
-    notes: tuple[str, ...]
+    out: str  # the output folder
+    already_complete: bool  # whether the result was there before, so that nothing was computed
+    device: str  # where it was computed
+    copied: int  # tensors kept, those of weights that stay in 4 bits included
+    bytes_before: int  # of all tensors of the source
+    bytes_after: int  # of the output's weight files
+    seconds: float  # wall clock of the whole run, once planned
+    pipeline_seconds: float  # of it, from the first read to the last write
+    seconds_by_activity: Mapping[str, float]  # "read", "compute" and "write", summed over the workers
+    host_baseline_bytes: int  # peak resident memory of the process when the first byte is read
+    host_peak_bytes: int  # the same at the end
+    device_peak_bytes: int  # the most held on the GPU
+    shards_resumed: int  # finished shards of an earlier, interrupted run that were kept
+    notes: tuple[str, ...]  # what the user should know
 
 
 @dataclass(frozen=True)
 class DequantizeReport(RunReport):
-    """What a dequantization did.
-
-    Attributes:
-        decoded: weights decoded.
-    """
+    """What a dequantization did."""
 
     command: ClassVar[str] = "dequantize"
 
-    decoded: int
+    decoded: int  # weights decoded
 
 
 @dataclass(frozen=True)
 class QuantizeReport(RunReport):
-    """What a quantization did.
-
-    Attributes:
-        packed: weights packed.
-        parameters: elements of all tensors.
-        bits_per_parameter: of the output.
-        gpu_bytes: an estimate of the GPU memory that loading the result takes.
-        loading: Python code that loads it.
-        advice: why there are many bits per parameter, and what would change that; empty if there are not.
-        verification: what was looked at, with `verify`; else None.
-        pushed: address of the commit on the Hub; None if nothing was to be pushed.
-    """
+    """What a quantization did."""
 
     command: ClassVar[str] = "quantize"
 
-    packed: int
-    parameters: int
-    bits_per_parameter: float
-    gpu_bytes: int
-    loading: str
-    advice: str
-    verification: VerificationSummary | None = None
-    pushed: str | None = None
+    packed: int  # weights packed
+    parameters: int  # elements of all tensors
+    bits_per_parameter: float  # of the output
+    gpu_bytes: int  # an estimate of the GPU memory that loading the result takes
+    loading: str  # Python code that loads it
+    advice: str  # why there are many bits per parameter, and what would change that; empty if there are not
+    verification: VerificationSummary | None = None  # what was looked at, with `verify`; else None
+    pushed: str | None = None  # address of the commit on the Hub; None if nothing was to be pushed
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verification found.
-
-    Attributes:
-        path: the checkpoint.
-        source: what it was compared with; None if nothing.
-        passed: the verdict.
-        checks: for each check that ran, by name: what it means, and whether it passed.
-        findings: everything that is wrong or worth knowing; a fault has is_fault.
-        made: by which command, version and options, and from what, as its nf4conv.json says; None if it has none.
-        weights: a row for each packed weight: place, size, format and, with a source, its errors.
-        kinds: the same added up by kind of module.
-        sizes: bytes of codes, of scales, of tables (and quant states), and of what is not packed.
-        parameters: elements of all tensors.
-        bits_per_parameter: of the whole checkpoint.
-        identical: whether every byte compared is what quantizing the source gives; None without a source.
-        settings: options, device and versions.
-        seconds: wall clock.
-    """
+    """What verification found."""
 
     command: ClassVar[str] = "verify"
 
-    path: str
-    source: str | None
-    passed: bool
-    checks: Mapping[str, CheckResult]
-    findings: tuple[Finding, ...]
+    path: str  # the checkpoint
+    source: str | None  # what it was compared with; None if nothing
+    passed: bool  # the verdict
+    checks: Mapping[str, CheckResult]  # for each check that ran, by name: what it means, and whether it passed
+    findings: tuple[Finding, ...]  # everything that is wrong or worth knowing; a fault has is_fault
+    # by which command, version and options, and from what, as its nf4conv.json says; None if it has none
     made: Mapping[str, Any] | None
-    weights: tuple[WeightRow, ...]
-    kinds: tuple[WeightKind, ...]
-    sizes: Mapping[str, int]
-    parameters: int
-    bits_per_parameter: float
-    identical: bool | None
-    settings: Mapping[str, Any]
-    seconds: float
+    weights: tuple[WeightRow, ...]  # a row for each packed weight: place, size, format and, with a source, its errors
+    kinds: tuple[WeightKind, ...]  # the same added up by kind of module
+    sizes: Mapping[str, int]  # bytes of codes, of scales, of tables (and quant states), and of what is not packed
+    parameters: int  # elements of all tensors
+    bits_per_parameter: float  # of the whole checkpoint
+    identical: bool | None  # whether every byte compared is what quantizing the source gives; None without a source
+    settings: Mapping[str, Any]  # options, device and versions
+    seconds: float  # wall clock
 
     @property
     def normal(self) -> list[tuple[str, float, float]]:
@@ -189,31 +134,19 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What a comparison found.
-
-    Attributes:
-        a: the one checkpoint.
-        b: the other.
-        passed: the verdict.
-        notes: what the user should know.
-        tensors: a row for each.
-        kinds: the same added up by kind of module.
-        counts: tensors by status.
-        settings: options, device and versions.
-        seconds: wall clock.
-    """
+    """What a comparison found."""
 
     command: ClassVar[str] = "compare"
 
-    a: str
-    b: str
-    passed: bool
-    notes: tuple[str, ...]
-    tensors: tuple[ComparedRow, ...]
-    kinds: tuple[ComparedKind, ...]
-    counts: Mapping[Status, int]
-    settings: Mapping[str, Any]
-    seconds: float
+    a: str  # the one checkpoint
+    b: str  # the other
+    passed: bool  # the verdict
+    notes: tuple[str, ...]  # what the user should know
+    tensors: tuple[ComparedRow, ...]  # a row for each
+    kinds: tuple[ComparedKind, ...]  # the same added up by kind of module
+    counts: Mapping[Status, int]  # tensors by status
+    settings: Mapping[str, Any]  # options, device and versions
+    seconds: float  # wall clock
 
     @property
     def verdict(self) -> str:
@@ -231,31 +164,20 @@ class ComparisonReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How far a model in 4 bits is from its source.
-
-    Attributes:
-        out: the model in 4 bits.
-        source: what it was made from.
-        passed: whether kl is at most --max-kl, if that is given.
-        kind: "causal", "seq2seq", "masked" or "encoder".
-        text: where the tokens are from.
-        tokens: that both models read.
-        device: where.
-        arithmetic: in what.
-        figures: kl, in nats, mean, kl_median and kl_99th over positions; agreement, of 1, of the most likely token;
-            perplexity and perplexity_source. Of an encoder cosine, cosine_least of the states; cosine_pooled of means.
-    """
+    """How far a model in 4 bits is from its source."""
 
     command: ClassVar[str] = "evaluate"
 
-    out: str
-    source: str
-    passed: bool
-    kind: str
-    text: str
-    tokens: int
-    device: str
-    arithmetic: str
+    out: str  # the model in 4 bits
+    source: str  # what it was made from
+    passed: bool  # whether kl is at most --max-kl, if that is given
+    kind: str  # "causal", "seq2seq", "masked" or "encoder"
+    text: str  # where the tokens are from
+    tokens: int  # that both models read
+    device: str  # where
+    arithmetic: str  # in what
+    # kl, in nats, mean, kl_median and kl_99th over positions; agreement, of 1, of the most likely token; perplexity and
+    # perplexity_source. Of an encoder cosine, cosine_least of the states; cosine_pooled of means.
     figures: Mapping[str, float]
 
     def rows(self) -> dict[str, str]:
@@ -266,57 +188,35 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint.
-
-    Attributes:
-        path: the checkpoint, as it was given.
-        files: the weight files.
-        config: what config.json says about a quantization; None if nothing.
-        model_type: of the config; None if there is none.
-        made: by which command, version and options, and from what, as its nf4conv.json says; None if it has none.
-        notes: what is unusual.
-        gpu_bytes: an estimate of the GPU memory that loading it takes.
-        tensors: a row for each tensor, the tensors of a packed weight being one.
-        kinds: the same added up by kind of module.
-        totals: of the whole checkpoint.
-        findings: what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell.
-    """
+    """What is in a checkpoint."""
 
     command: ClassVar[str] = "inspect"
 
-    path: str
-    files: tuple[str, ...]
-    config: Mapping[str, Any] | None
-    model_type: str | None
+    path: str  # the checkpoint, as it was given
+    files: tuple[str, ...]  # the weight files
+    config: Mapping[str, Any] | None  # what config.json says about a quantization; None if nothing
+    model_type: str | None  # of the config; None if there is none
+    # by which command, version and options, and from what, as its nf4conv.json says; None if it has none
     made: Mapping[str, Any] | None
-    notes: tuple[str, ...]
-    gpu_bytes: int
-    tensors: tuple[InspectedRow, ...]
-    kinds: tuple[InspectedKind, ...]
-    totals: InspectionTotals
+    notes: tuple[str, ...]  # what is unusual
+    gpu_bytes: int  # an estimate of the GPU memory that loading it takes
+    tensors: tuple[InspectedRow, ...]  # a row for each tensor, the tensors of a packed weight being one
+    kinds: tuple[InspectedKind, ...]  # the same added up by kind of module
+    totals: InspectionTotals  # of the whole checkpoint
+    # what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell
     findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a bug report should say.
-
-    Attributes:
-        python: its version.
-        platform: system, release and processor.
-        packages: their versions; None for one that is not installed.
-        cores: of the CPU, that this process may use.
-        gpus: name, compute capability and memory of each that torch finds.
-        engine: who computes with --device auto, where, and why.
-        folders: where compiled kernels and downloads are kept.
-    """
+    """What a bug report should say."""
 
     command: ClassVar[str] = "env"
 
-    python: str
-    platform: str
-    packages: Mapping[str, str | None]
-    cores: int
-    gpus: tuple[str, ...]
-    engine: str
-    folders: Mapping[str, str]
+    python: str  # its version
+    platform: str  # system, release and processor
+    packages: Mapping[str, str | None]  # their versions; None for one that is not installed
+    cores: int  # of the CPU, that this process may use
+    gpus: tuple[str, ...]  # name, compute capability and memory of each that torch finds
+    engine: str  # who computes with --device auto, where, and why
+    folders: Mapping[str, str]  # where compiled kernels and downloads are kept

@@ -14,29 +14,17 @@ _ACTIONS: Final = {
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What becomes of one weight that is packed or decoded, or one tensor that is kept.
+    """What becomes of one weight that is packed or decoded, or one tensor that is kept."""
 
-    Attributes:
-        name: of the tensor.
-        action: "pack", "decode", "copy" or "cast".
-        reason: why.
-        dtype: safetensors' tag, of the source when packing and of the output when decoding.
-        shape: of the tensor.
-        parameters: elements.
-        bytes_before: in the source.
-        bytes_after: in the output.
-        file: of the output.
-    """
-
-    name: str
-    action: str
-    reason: str
-    dtype: str
-    shape: tuple[int, ...]
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-    file: str
+    name: str  # of the tensor
+    action: str  # "pack", "decode", "copy" or "cast"
+    reason: str  # why
+    dtype: str  # safetensors' tag, of the source when packing and of the output when decoding
+    shape: tuple[int, ...]  # of the tensor
+    parameters: int  # elements
+    bytes_before: int  # in the source
+    bytes_after: int  # in the output
+    file: str  # of the output
 
     @property
     def fate(self) -> str:
@@ -101,50 +89,32 @@ def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One packed weight, as `verify` sees it.
+    """One packed weight, as `verify` sees it."""
 
-    Attributes:
-        name: of the weight.
-        stack, layer, kind: its place, see measured.ModulePlace.
-        file: that holds it.
-        quant_type, blocksize, dtype, shape, nested_offset: what its quant state says.
-        double_quant: whether its absmax is quantized.
-        parameters: elements of the weight.
-        bytes: of all its tensors.
-        relative_error: ‖W - Ŵ‖ / ‖W‖; this and what follows, but for the tolerance, is None without a source.
-        tolerance: how large the relative error may be.
-        snr_db: the relative error as signal to noise, in decibels.
-        largest_error: the largest |error|.
-        largest_error_of_absmax: the largest |error| / absmax of its block.
-        outside: values beyond the format's worst case.
-        not_nearest: codes for which another is nearer to the value.
-        bytes_differing: of codes and scales, from those that quantizing the source gives.
-        squared_error, squared_weight: sums.
-    """
-
-    name: str
-    stack: str
-    layer: int | None
-    kind: str
-    file: str
-    quant_type: str
-    blocksize: int
-    dtype: str
-    shape: tuple[int, ...]
-    nested_offset: float | None
-    double_quant: bool
-    parameters: int
-    bytes: int
+    name: str  # of the weight
+    stack: str  # its place, see measured.ModulePlace
+    layer: int | None  # its place, see measured.ModulePlace
+    kind: str  # its place, see measured.ModulePlace
+    file: str  # that holds it
+    quant_type: str  # what its quant state says
+    blocksize: int  # what its quant state says
+    dtype: str  # what its quant state says
+    shape: tuple[int, ...]  # what its quant state says
+    nested_offset: float | None  # what its quant state says
+    double_quant: bool  # whether its absmax is quantized
+    parameters: int  # elements of the weight
+    bytes: int  # of all its tensors
+    # ‖W - Ŵ‖ / ‖W‖; this and what follows, but for the tolerance, is None without a source
     relative_error: float | None
-    tolerance: float
-    snr_db: float | None
-    largest_error: float | None
-    largest_error_of_absmax: float | None
-    outside: int | None
-    not_nearest: int | None
-    bytes_differing: int | None
-    squared_error: float | None
-    squared_weight: float | None
+    tolerance: float  # how large the relative error may be
+    snr_db: float | None  # the relative error as signal to noise, in decibels
+    largest_error: float | None  # the largest |error|
+    largest_error_of_absmax: float | None  # the largest |error| / absmax of its block
+    outside: int | None  # values beyond the format's worst case
+    not_nearest: int | None  # codes for which another is nearer to the value
+    bytes_differing: int | None  # of codes and scales, from those that quantizing the source gives
+    squared_error: float | None  # sums
+    squared_weight: float | None  # sums
 
     @property
     def error(self) -> float:
@@ -176,22 +146,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class VerificationSummary:
-    """What `quantize --verify` has looked at.
+    """What `quantize --verify` has looked at."""
 
-    Attributes:
-        packed: weights that are packed.
-        copied: tensors that are kept.
-        largest_relative_error, median_relative_error: of the weights.
-        bytes_differing: from those that quantizing the source gives.
-        weights: a row for each that is packed.
-    """
-
-    packed: int
-    copied: int
-    largest_relative_error: float
-    median_relative_error: float
-    bytes_differing: int
-    weights: tuple[WeightRow, ...] = ()
+    packed: int  # weights that are packed
+    copied: int  # tensors that are kept
+    largest_relative_error: float  # of the weights
+    median_relative_error: float  # of the weights
+    bytes_differing: int  # from those that quantizing the source gives
+    weights: tuple[WeightRow, ...] = ()  # a row for each that is packed
 
     def measured(self) -> dict[str, int | float]:
         """The figures, to as many digits as do not depend on how the work was divided."""
@@ -237,40 +199,26 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The tensors of one name in two checkpoints.
+    """The tensors of one name in two checkpoints."""
 
-    Attributes:
-        name: of both.
-        stack, layer, kind: their place, see measured.ModulePlace.
-        parameters: elements of the tensor.
-        format_a, format_b: how each is stored, in a few words; None where there is none.
-        shape_a, shape_b: of each.
-        status: how they compare.
-        differing: values that are not equal; this and what follows is None where no values were compared.
-        relative_error: ‖A - B‖ / ‖A‖.
-        snr_db: that as signal to noise, in decibels.
-        largest_difference: the largest |a - b|.
-        squared_difference, squared_values: sums.
-        passed: whether that is let pass.
-    """
-
-    name: str
-    stack: str
-    layer: int | None
-    kind: str
-    parameters: int
-    format_a: str | None
-    format_b: str | None
-    shape_a: tuple[int, ...] | None
-    shape_b: tuple[int, ...] | None
-    status: Status
+    name: str  # of both
+    stack: str  # their place, see measured.ModulePlace
+    layer: int | None  # their place, see measured.ModulePlace
+    kind: str  # their place, see measured.ModulePlace
+    parameters: int  # elements of the tensor
+    format_a: str | None  # how each is stored, in a few words; None where there is none
+    format_b: str | None  # how each is stored, in a few words; None where there is none
+    shape_a: tuple[int, ...] | None  # of each
+    shape_b: tuple[int, ...] | None  # of each
+    status: Status  # how they compare
+    # values that are not equal; this and what follows is None where no values were compared
     differing: int | None = None
-    relative_error: float | None = None
-    snr_db: float | None = None
-    largest_difference: float | None = None
-    squared_difference: float | None = None
-    squared_values: float | None = None
-    passed: bool = False
+    relative_error: float | None = None  # ‖A - B‖ / ‖A‖
+    snr_db: float | None = None  # that as signal to noise, in decibels
+    largest_difference: float | None = None  # the largest |a - b|
+    squared_difference: float | None = None  # sums
+    squared_values: float | None = None  # sums
+    passed: bool = False  # whether that is let pass
 
 
 @dataclass(frozen=True)
@@ -301,28 +249,17 @@ class StoredQuantization:
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """One tensor, or one packed weight with all its tensors.
+    """One tensor, or one packed weight with all its tensors."""
 
-    Attributes:
-        name: of the tensor.
-        file: that holds it.
-        dtype, shape: of a packed weight, those that it decodes to.
-        parameters: elements.
-        bytes: of all its tensors.
-        bits_per_parameter: of it.
-        format: how it is stored, in one word.
-        quantization: None unless it is packed.
-    """
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    parameters: int
-    bytes: int
-    bits_per_parameter: float
-    format: str
-    quantization: StoredQuantization | None
+    name: str  # of the tensor
+    file: str  # that holds it
+    dtype: str  # of a packed weight, those that it decodes to
+    shape: tuple[int, ...]  # of a packed weight, those that it decodes to
+    parameters: int  # elements
+    bytes: int  # of all its tensors
+    bits_per_parameter: float  # of it
+    format: str  # how it is stored, in one word
+    quantization: StoredQuantization | None  # None unless it is packed
 
 
 @dataclass(frozen=True)
