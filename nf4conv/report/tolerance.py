@@ -6,33 +6,19 @@ distribution with 4 degrees of freedom, rounded up to three decimals. Trained we
 computes it; those of searched scales are measured, by tests/test_searched_checkpoints.py.
 """
 
+import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from nf4conv.errors import PlanError
 
-RELATIVE_ERRORS: Final = {
-    ("absmax", "nf4"): {
-        32: (0.087, 0.090, 0.096), 64: (0.092, 0.099, 0.112), 128: (0.096, 0.108, 0.129),
-        256: (0.099, 0.118, 0.151), 512: (0.101, 0.129, 0.176), 1024: (0.104, 0.141, 0.206),
-        2048: (0.107, 0.155, 0.241), 4096: (0.110, 0.171, 0.282),
-    },
-    ("absmax", "fp4"): {
-        32: (0.114, 0.124, 0.141), 64: (0.122, 0.140, 0.169), 128: (0.129, 0.158, 0.202),
-        256: (0.135, 0.177, 0.240), 512: (0.140, 0.199, 0.284), 1024: (0.146, 0.224, 0.334),
-        2048: (0.152, 0.252, 0.389), 4096: (0.158, 0.283, 0.447),
-    },
-    ("search", "nf4"): {
-        32: (0.076, 0.080, 0.087), 64: (0.083, 0.090, 0.103), 128: (0.088, 0.100, 0.121),
-        256: (0.092, 0.109, 0.139), 512: (0.095, 0.116, 0.156), 1024: (0.097, 0.121, 0.170),
-        2048: (0.098, 0.124, 0.181), 4096: (0.099, 0.126, 0.191),
-    },
-    ("search", "fp4"): {
-        32: (0.104, 0.116, 0.133), 64: (0.113, 0.130, 0.157), 128: (0.119, 0.143, 0.182),
-        256: (0.123, 0.153, 0.203), 512: (0.126, 0.159, 0.220), 1024: (0.127, 0.163, 0.233),
-        2048: (0.128, 0.166, 0.249), 4096: (0.129, 0.169, 0.273),
-    },
-}  # fmt: skip
+RELATIVE_ERRORS: Final[Mapping[tuple[str, str], Mapping[int, tuple[float, float, float]]]] = {
+    (scales, quant_type): {int(blocksize): (normal, heavy, most) for blocksize, (normal, heavy, most) in errors.items()}
+    for scales, tables in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
+    for quant_type, errors in tables.items()
+}
 """By scales and quant_type, and blocksize: what trained weights usually have, from weights of a normal distribution to
 those of Student's t with 7 degrees of freedom; and the tolerance. The weights of all-MiniLM-L6-v2 have 0.092 to 0.099
 with NF4 at blocksize 64 and absmax."""

@@ -93,7 +93,8 @@ def kernel_folder() -> Path | None:
 
 def deciding_sources() -> list[Path]:
     """Every file of ours that decides a kernel: the codec, and the tables that it is built from."""
-    return sorted(path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*.py"))
+    files = (path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*"))
+    return sorted(path for path in files if path.suffix in (".py", ".txt"))
 
 
 @functools.cache
