@@ -1,7 +1,7 @@
 """The commands: from a source and options to a plan, and from a plan to a result; one entrance each.
 
 quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint or a diffusers pipeline alike
-single/        one checkpoint: the plan and its execution, a module a command
+single/        quantizing and dequantizing one checkpoint: the plan and its execution
 diffusers.py   the submodels of a diffusers pipeline, one after the other, and one result of all
 output.py      from a plan to a finished output folder
 complete.py    a result that is there already

@@ -1,18 +1,63 @@
-"""`nf4conv compare`: do two checkpoints or diffusers pipelines hold the same tensors, or how far are they apart?"""
+"""`nf4conv compare`: do two checkpoints or diffusers pipelines hold the same tensors, or how far are they apart?
 
-from collections.abc import Callable
+Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one in another format.
+
+Pipeline(byte tasks)     tensors that are stored alike
+Pipeline(value tasks)    those whose bytes differ, and those that are not stored alike
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
+from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder, open_diffusers
 from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.pairing import alike
+from nf4conv.checkpoint.selection import is_wanted, unmatched
 from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.commands.diffusers import for_submodel, is_included
 from nf4conv.commands.output import ignore
-from nf4conv.commands.single.compare import ComparisonPlan, execute, make_plan, pair_tensors, plan_one
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
+from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
+from nf4conv.pipeline.engines import comparing_engine
+from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.report.measured import TensorDifference, place_of
 from nf4conv.report.results import ComparisonReport
+from nf4conv.report.rows import ComparedKind, ComparedRow, Status, by_kind, decibels, format_name, relative_error
 from nf4conv.report.tolerance import check_tolerance
+
+_WITHOUT_VALUES: Final = ("C64",)
+"""Dtypes of which only the bytes are compared."""
+
+TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """Two checkpoints whose headers have been looked at."""
+
+    a: str  # the one
+    b: str  # the other
+    options: CompareOptions  # what was asked for
+    tensors: TensorPairs  # (in A, in B) of every name; None where there is none
+    notes: tuple[str, ...]  # what the user should know
+
+    @property
+    def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
+        """Tensors that are in both checkpoints, in one shape."""
+        return {name: (a, b) for name, (a, b) in self.tensors.items() if a and b and a.shape == b.shape}
+
+    @property
+    def bytes_to_read(self) -> int:
+        """If no tensor has to be read a second time, for its values."""
+        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
 
 
 def compare_checkpoints(
@@ -50,22 +95,22 @@ def plan_comparison(
     """
     options = options or CompareOptions()
     check_tolerance(options.tolerance)
+    opened: dict[str, tuple[Source | None, Source | None]]
     try:
-        return plan_one(a, b, options, where)
+        one, other = open_source(a, where), open_source(b, where)
+        a, b, opened = str(one), str(other), {"": (one, other)}
     except DiffusersFolderError:
-        sides = tuple(_open(side, where) for side in (a, b))
+        first, second = _open(a, where), _open(b, where)
+        names = (name for name in {**first.submodels, **second.submodels} if is_included(name, options))
+        opened = {name: (_submodel(first, name), _submodel(second, name)) for name in names}
     tensors: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = {}
-    parts: list[tuple[str, Source]] = []
-    for name in dict.fromkeys((*sides[0].submodels, *sides[1].submodels)):
-        if not is_included(name, options):
-            continue
-        first, second = (
-            open_source(side.place, side.submodels[name]) if name in side.submodels else None for side in sides
-        )
-        parts += [(name, side) for side in (first, second) if side is not None]
-        pairs = pair_tensors(first, second, for_submodel(name, options))
-        tensors |= {f"{name}/{tensor}": pair for tensor, pair in pairs.items()}
-    return make_plan(str(a), str(b), options, tensors, parts)
+    for name, sides in opened.items():
+        pairs = _pair_tensors(*sides, for_submodel(name, options) if name else options)
+        tensors |= {f"{name}/{tensor}" if name else tensor: pair for tensor, pair in pairs.items()}
+    if not tensors:
+        raise PlanError("--include and --exclude leave no tensor to compare")
+    parts = [(name, side) for name, sides in opened.items() for side in sides if side is not None]
+    return ComparisonPlan(str(a), str(b), options, tensors, tuple(unmatched(options, parts)))
 
 
 def _open(side: str | Path, where: SourceOptions | None) -> DiffusersFolder:
@@ -75,8 +120,129 @@ def _open(side: str | Path, where: SourceOptions | None) -> DiffusersFolder:
         raise PlanError(f"a diffusers pipeline can only be compared with a diffusers pipeline: {error}") from error
 
 
+def _submodel(folder: DiffusersFolder, name: str) -> Source | None:
+    return open_source(folder.place, folder.submodels[name]) if name in folder.submodels else None
+
+
+def _pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -> TensorPairs:
+    """The wanted tensors of two checkpoints, of which one may be absent."""
+    first, second = (() if side is None else side.tensors for side in (a, b))
+    in_a, in_b = (
+        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
+        for side in (alike(first, second), alike(second, first))
+    )
+    return {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
+
+
 def execute_comparison(
     plan: ComparisonPlan, run: RunOptions | None = None, progress: Callable[[int], None] | None = None
 ) -> ComparisonReport:
     """Carry out a plan; arguments, result and errors as `compare_checkpoints`."""
-    return execute(plan, run or RunOptions(), progress or ignore)
+    from nf4conv.pipeline.with_torch.difference import byte_tasks, value_tasks  # importing torch takes seconds
+
+    started = time.perf_counter()
+    run = run or RunOptions()
+    engine = comparing_engine(run)
+    pipeline = make_pipeline(engine, run, progress or ignore)
+    results = {
+        name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
+    }
+    pipeline.run(byte_tasks([result for result in results.values() if result.is_identical], pipeline.piece))
+    unlike = [
+        result
+        for result in results.values()
+        if not result.is_identical and not {result.a.dtype, result.b.dtype} & {*_WITHOUT_VALUES}
+    ]
+    pipeline.run(value_tasks(unlike, pipeline.piece))
+    found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
+    rows = tuple(replace(row, passed=_passes(row, plan.options.tolerance)) for row in found)
+    counts = Counter(row.status for row in rows)
+    return ComparisonReport(
+        a=plan.a,
+        b=plan.b,
+        passed=all(row.passed for row in rows),
+        notes=plan.notes,
+        tensors=rows,
+        kinds=tuple(_kinds(rows)),
+        counts={status: counts[status] for status in Status if counts[status]},
+        settings={**asdict(plan.options), "device": engine.device, "nf4conv": __version__, "torch": version("torch")},
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _is_stored_alike(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether equal bytes are all that is needed for equal tensors."""
+    if a.dtype != b.dtype or a.encoding is None or b.encoding is None:
+        return a.dtype == b.dtype and a.encoding is b.encoding
+    return a.encoding[::2] == b.encoding[::2] and _layout(a) == _layout(b)
+
+
+def _layout(tensor: TensorInfo) -> list[tuple[object, ...]]:
+    """Roles, dtypes and shapes of what a tensor is decoded from; codes may be [n, 1] or [1, n]."""
+    parts = () if tensor.encoding is None else tensor.encoding.parts
+    return [(role, part.dtype, [size for size in part.shape if size != 1]) for role, part in parts]
+
+
+def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> ComparedRow:
+    tensor = a or b
+    assert tensor is not None
+    row = ComparedRow(
+        name=name,
+        **place_of(name)._asdict(),
+        parameters=tensor.elements,
+        format_a=None if a is None else _format(a),
+        format_b=None if b is None else _format(b),
+        shape_a=None if a is None else a.shape,
+        shape_b=None if b is None else b.shape,
+        status=_status(a, b, result),
+    )
+    if result is None or result.difference is None:
+        return row
+    error = relative_error(result.difference.squared_difference, result.difference.squared_values)
+    return replace(row, relative_error=error, snr_db=decibels(error), **result.difference._asdict())
+
+
+def _status(a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> Status:
+    if result is None:
+        return Status.ONLY_B if a is None else Status.ONLY_A if b is None else Status.SHAPE
+    found = result.difference
+    if found is not None:
+        return Status.DIFFERENT if found.differing else Status.EQUAL
+    if result.is_identical:
+        return Status.IDENTICAL
+    return Status.DIFFERENT if result.a.elements else Status.EQUAL
+
+
+def _format(tensor: TensorInfo) -> str:
+    """How a tensor is stored, in a few words."""
+    if tensor.encoding is None:
+        return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    roles = [role for role, _ in tensor.encoding.parts]
+    tag = next((role.removeprefix(QUANT_STATE_PREFIX) for role in roles if role.startswith(QUANT_STATE_PREFIX)), None)
+    if tag is None:
+        return tensor.encoding.method.value
+    return format_name(tag, "nested_absmax" in roles, tensor.encoding.block[0])
+
+
+def _passes(row: ComparedRow, tolerance: float | None) -> bool:
+    if row.status is Status.IDENTICAL or tolerance is None:
+        return row.status is Status.IDENTICAL
+    return row.status is Status.EQUAL or (row.relative_error is not None and row.relative_error <= tolerance)
+
+
+def _kinds(rows: Sequence[ComparedRow]) -> Iterator[ComparedKind]:
+    """Totals of the tensors of one kind in one stack of layers."""
+    for stack, kind, members in by_kind(rows, lambda row: row):
+        errors = [row.relative_error for row in members if row.relative_error is not None]
+        squared_difference = math.fsum(row.squared_difference or 0.0 for row in members)
+        squared_values = math.fsum(row.squared_values or 0.0 for row in members)
+        yield ComparedKind(
+            stack=stack,
+            kind=kind,
+            tensors=len(members),
+            parameters=sum(row.parameters for row in members),
+            identical=sum(row.status is Status.IDENTICAL for row in members),
+            differing=sum(row.differing or 0 for row in members),
+            relative_error=relative_error(squared_difference, squared_values) if errors else None,
+            largest_relative_error=max(errors, default=None),
+        )

@@ -1,15 +1,39 @@
-"""`nf4conv inspect`: what is in a checkpoint or diffusers pipeline, by its headers."""
+"""`nf4conv inspect`: what is in a checkpoint or diffusers pipeline, by its headers.
 
+Of a model on the Hugging Face Hub only the headers are fetched, and the few bytes of each quant state.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from nf4conv.checkpoint.config_check import check_config
 from nf4conv.checkpoint.diffusers_folder import open_diffusers
-from nf4conv.commands.single.inspect import inspect_one
+from nf4conv.checkpoint.encoded import quantization_of
+from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo
+from nf4conv.checkpoint.making import read_record, recorded_scales
+from nf4conv.checkpoint.source import Source, open_stored, read_together
+from nf4conv.checkpoint.structure import Finding, Structure, look_at, split_component
 from nf4conv.errors import DiffusersFolderError
+from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import gpu_bytes
+from nf4conv.report.measured import place_of
 from nf4conv.report.results import Inspection
-from nf4conv.report.rows import InspectionTotals, inside
+from nf4conv.report.rows import (
+    InspectedKind,
+    InspectedRow,
+    InspectionTotals,
+    StoredQuantization,
+    by_kind,
+    format_name,
+    inside,
+)
+from nf4conv.report.unusual import unusual
 
 
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
@@ -26,10 +50,10 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         SourceError: it cannot be read.
     """
     try:
-        return inspect_one(path, where)
+        return _inspect_one(path, where)
     except DiffusersFolderError:
         folder = open_diffusers(path, where)
-    parts = {name: inspect_one(folder.place, place) for name, place in folder.submodels.items()}
+    parts = {name: _inspect_one(folder.place, place) for name, place in folder.submodels.items()}
     rows = tuple(inside(name, row) for name, part in parts.items() for row in part.tensors)
     return Inspection(
         path=str(path),
@@ -46,3 +70,114 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
             replace(found, file=f"{name}/{found.file}") for name, part in parts.items() for found in part.findings
         ),
     )
+
+
+def _inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
+    """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
+    source = open_stored(path, replace(where or SourceOptions(), stream=True))
+    small_ones = (tensor for tensor in source.tensors if tensor.nbytes <= LARGEST_QUANT_STATE)
+    suffixes = ((tensor, split_component(tensor.name)[1]) for tensor in small_ones)
+    described = [tensor for tensor, suffix in suffixes if _is_state(suffix) or suffix.endswith("_map")]
+    small = read_together(source, described)
+    rows = tuple(_rows(source, small))
+    config = source.config or {}
+    return Inspection(
+        path=str(path),
+        files=tuple(file.name for file in source.files),
+        config=quantization_of(config),
+        model_type=config.get("model_type"),
+        made=read_record(source.folder),
+        notes=unusual((row.name, row.format) for row in rows),
+        gpu_bytes=gpu_bytes(sum(row.bytes for row in rows)),
+        tensors=rows,
+        kinds=tuple(_kinds(rows)),
+        totals=InspectionTotals.of(rows),
+        findings=tuple(_findings(source, small)) if described else (),
+    )
+
+
+def _findings(source: Source, small: Mapping[str, bytes]) -> Sequence[Finding]:
+    """What is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell."""
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    structure = Structure(source.folder, tensors, scales=recorded_scales(source.folder))
+    structure.read = lambda part: small[part.name]
+    check_config(look_at(structure))
+    return sorted(structure.findings, key=lambda finding: not finding.is_fault)
+
+
+def _rows(source: Source, states: Mapping[str, bytes]) -> Iterator[InspectedRow]:
+    components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    names = {tensor.name for tensor in source.tensors}
+    for tensor in source.tensors:
+        owner, suffix = split_component(tensor.name)
+        if suffix and owner in names:
+            components[owner][suffix] = tensor
+    for tensor in source.tensors:
+        owner, suffix = split_component(tensor.name)
+        if not suffix or owner not in names:
+            yield _row(tensor, components.get(tensor.name, {}), states)
+
+
+def _is_state(suffix: str) -> bool:
+    return suffix.startswith(QUANT_STATE_PREFIX)
+
+
+def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:
+    size = tensor.nbytes + sum(part.nbytes for part in components.values())
+    shape, quantization = tensor.shape, None
+    dtype = format = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    blob = next((part for suffix, part in components.items() if _is_state(suffix)), None)
+    fields = {} if blob is None else _fields(states.get(blob.name, b""))
+    if fields:
+        shape, dtype = tuple(fields["shape"]), fields["dtype"]
+        quantization = StoredQuantization(
+            quant_type=fields["quant_type"],
+            blocksize=fields["blocksize"],
+            double_quant="nested_absmax" in components,
+            nested_offset=fields.get("nested_offset"),
+            storage=STORAGE_DTYPES.get(tensor.dtype, tensor.dtype),
+            tensors={"": _described(tensor)} | {suffix: _described(part) for suffix, part in components.items()},
+        )
+        format = format_name(quantization.quant_type, quantization.double_quant, quantization.blocksize)
+    parameters = math.prod(shape)
+    return InspectedRow(
+        name=tensor.name,
+        file=tensor.file.name,
+        dtype=dtype,
+        shape=shape,
+        parameters=parameters,
+        bytes=size,
+        bits_per_parameter=8 * size / max(parameters, 1),
+        format=format,
+        quantization=quantization,
+    )
+
+
+def _described(tensor: TensorInfo) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _fields(blob: bytes) -> dict[str, Any]:
+    """The content of a quant state; empty if it is none. What is wrong with it is `verify`'s to say."""
+    try:
+        fields = json.loads(blob)
+        sizes = [int(size) for size in fields["shape"]]
+        known = {"shape": sizes, "dtype": str(fields["dtype"]), "blocksize": int(fields["blocksize"])}
+        is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < LARGEST_SIZE
+        return {**fields, **known, "quant_type": str(fields["quant_type"])} if is_possible else {}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return {}
+
+
+def _kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
+    for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
+        totals = InspectionTotals.of(members)
+        yield InspectedKind(
+            stack=stack,
+            kind=kind,
+            tensors=totals.tensors,
+            formats=tuple(sorted({row.format for row in members})),
+            parameters=totals.parameters,
+            bytes=totals.bytes,
+            bits_per_parameter=totals.bits_per_parameter,
+        )

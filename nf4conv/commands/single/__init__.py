@@ -1,1 +1,1 @@
-"""One checkpoint: the plan of each command, and how it is carried out."""
+"""One checkpoint that is written: the plan of each command, and how it is carried out."""
