@@ -56,7 +56,7 @@ class PlainEngine:
 class Call:
     function: Callable[[], object]
 
-    def run(self, worker: Worker) -> None:
+    def __call__(self, worker: Worker) -> None:
         with worker.timed(Activity.COMPUTE):
             self.function()
 
@@ -184,7 +184,7 @@ def test_progress_counts_the_bytes_read(tmp_path):
         def __init__(self, start: int) -> None:
             self.start = start
 
-        def run(self, worker: Worker) -> None:
+        def __call__(self, worker: Worker) -> None:
             host = memoryview(bytearray(128))
             worker.fill(host, [(tmp_path / "file", self.start, self.start + 30), (tmp_path / "file", 0, 6)], [0, 64])
             assert host[:30] == (tmp_path / "file").read_bytes()[self.start : self.start + 30]

@@ -78,14 +78,10 @@ class Worker:
 
 
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
-W_contra = TypeVar("W_contra", bound=Worker, contravariant=True)
 W = TypeVar("W", bound=Worker)
 
-
-class Task(Protocol[W_contra]):
-    """A piece of work that no other task depends on."""
-
-    def run(self, worker: W_contra) -> None: ...
+Task = Callable[[W], None]
+"""A piece of work that no other task depends on."""
 
 
 class Engine(Protocol[W_co]):
@@ -160,7 +156,7 @@ class Pipeline(Generic[W]):
         try:
             with self.engine.worker(reader, self.piece, self.advance) as worker:
                 for task in crew:
-                    task.run(worker)
+                    task(worker)
             with crew.lock:
                 for activity, seconds in worker.seconds.items():
                     self.seconds[activity] += seconds

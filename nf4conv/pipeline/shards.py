@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
-from nf4conv.pipeline.loop import Task, W_contra, Worker, batches, interleave
+from nf4conv.pipeline.loop import Task, W, Worker, batches, interleave
 from nf4conv.report.rows import VerificationSummary
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while
@@ -116,11 +117,14 @@ class ShardProgress:
 
 
 @dataclass(frozen=True)
-class ShardTask(Task[W_contra]):
-    """A task of a shard."""
+class ShardTask(Generic[W]):
+    """A task of a shard, whose progress it tells when it is done."""
 
-    progress: ShardProgress  # of the shard, which it tells when it is done
     file: Path  # the source file that most of what it reads is in
+    run: Task[W]
+
+    def __call__(self, worker: W) -> None:
+        self.run(worker)
 
 
 M = TypeVar("M")
@@ -157,7 +161,7 @@ def fill(
     progress: ShardProgress,
     weights: Sequence[ShardTask[Any]],
     piece: int,
-    cast: Callable[[ShardProgress, Path, "tuple[CopyPart, ...]"], ShardTask[Any]] | None = None,
+    cast: "Callable[[ShardProgress, tuple[CopyPart, ...], Any], None] | None" = None,
 ) -> list[ShardTask[Any]]:
     """All tasks of a shard: those of its weights, in turn with those of the tensors that are kept.
 
@@ -165,10 +169,10 @@ def fill(
         progress: the shard, which learns how many they are.
         weights: tasks of the weights, and of whatever else an engine does in its own way.
         piece: bytes that a worker reads at a time.
-        cast: makes the task of tensors that are kept in another dtype; None where there are none.
+        cast: carries out the task of tensors that are kept in another dtype; None where there are none.
     """
     copies: list[ShardTask[Any]] = []
-    for make, is_cast in ((RawCopies, False), (cast, True)):
+    for make, is_cast in ((_copy_raw, False), (cast, True)):
         kept = (
             (job, part)
             for job in progress.shard.jobs
@@ -177,9 +181,9 @@ def fill(
         )
         for parts in batches(kept, lambda part: part[1].tensor.nbytes, piece, lambda part: part[0].source.file):
             assert make is not None
-            copies.append(make(progress, parts[0][0].source.file, parts))
+            copies.append(ShardTask(parts[0][0].source.file, partial(make, progress, parts)))
     stored = (job for job in progress.shard.jobs if isinstance(job, PackJob) and job.stored is not None)
-    copies += [CopyStored(progress, job.source.file, job, piece) for job in stored]
+    copies += [ShardTask(job.source.file, partial(_copy_stored, progress, job, piece)) for job in stored]
     progress.expect(len(weights) + len(copies))
     return list(interleave([weights, copies], 2))
 
@@ -203,8 +207,8 @@ def weight_tasks(
     most: int,
     room: Callable[[PackJob], int],
     kind: Callable[[PackJob], object],
-    of_piece: Callable[..., ShardTask[Any]],
-    of_batch: Callable[..., ShardTask[Any]],
+    of_piece: Callable[..., None],
+    of_batch: Callable[..., None],
 ) -> list[ShardTask[Any]]:
     """The tasks of a shard's weights: of neighbours of a kind that fit a piece, or of each piece of a large one.
 
@@ -218,9 +222,9 @@ def weight_tasks(
         job, parts = jobs[0], weight_pieces(jobs[0], piece, most, blocksize)
         if len(parts) > 1:
             absmax: Gathered[Any] = Gathered(block_count(job.elements, blocksize), len(parts))
-            tasks += [of_piece(progress, job.source.file, job, part, absmax) for part in parts]
+            tasks += [ShardTask(job.source.file, partial(of_piece, progress, job, part, absmax)) for part in parts]
         else:
-            tasks.append(of_batch(progress, job.source.file, jobs))
+            tasks.append(ShardTask(job.source.file, partial(of_batch, progress, jobs)))
     return tasks
 
 
@@ -240,57 +244,39 @@ def weight_pieces(job: PackJob, piece: int, most: int, blocksize: int) -> list[P
 CopyPart = tuple[CopyJob, Piece]
 
 
-@dataclass(frozen=True)
-class RawCopies(ShardTask[Worker]):
+def _copy_raw(progress: ShardProgress, parts: tuple[CopyPart, ...], worker: Worker) -> None:
     """Tensors, or parts of them, that are kept as they are."""
-
-    parts: tuple[CopyPart, ...]
-
-    def run(self, worker: Worker) -> None:
-        for job, piece in self.parts:
-            offset = job.offset + piece.tensor.start - job.source.start
-            worker.copy(*piece.tensor.file_range, self.progress.writer, offset)
-            if self.progress.audit is not None:
-                self.progress.audit.check_copy(worker, self.progress, job, piece)
-        self.progress.done()
+    for job, piece in parts:
+        worker.copy(*piece.tensor.file_range, progress.writer, job.offset + piece.tensor.start - job.source.start)
+        if progress.audit is not None:
+            progress.audit.check_copy(worker, progress, job, piece)
+    progress.done()
 
 
-@dataclass(frozen=True)
-class CopyStored(ShardTask[Worker]):
+def _copy_stored(progress: ShardProgress, job: PackJob, piece: int, worker: Worker) -> None:
     """A weight that the source has in 4 bits as it is to be, in pieces of so many bytes."""
-
-    job: PackJob
-    piece: int
-
-    def run(self, worker: Worker) -> None:
-        job, stored, writer = self.job, self.job.stored, self.progress.writer
-        assert stored is not None
-        for offset, part in zip(job.offsets, stored.parts, strict=True):
-            if isinstance(part, bytes):
-                writer.write(offset, memoryview(part))
-                continue
-            for start in range(part.start, part.stop, self.piece):
-                stop = min(start + self.piece, part.stop)
-                worker.copy(part.file, start, stop, writer, offset + start - part.start)
-        blobs = {job.name: stored.blob}
-        if self.progress.audit is not None:
-            self.progress.audit.check_weights(worker, self.progress, [job], blobs)
-        self.progress.done(blobs)
+    stored, writer = job.stored, progress.writer
+    assert stored is not None
+    for offset, part in zip(job.offsets, stored.parts, strict=True):
+        if isinstance(part, bytes):
+            writer.write(offset, memoryview(part))
+            continue
+        for start in range(part.start, part.stop, piece):
+            stop = min(start + piece, part.stop)
+            worker.copy(part.file, start, stop, writer, offset + start - part.start)
+    blobs = {job.name: stored.blob}
+    if progress.audit is not None:
+        progress.audit.check_weights(worker, progress, [job], blobs)
+    progress.done(blobs)
 
 
-@dataclass(frozen=True)
-class StreamedTask:
-    """A task whose source file may have to be fetched first."""
-
-    task: ShardTask[Any]
-    stream: "ShardStream"
-
-    def run(self, worker: Worker) -> None:
-        self.stream.wait_for(self.task.file)
-        try:
-            self.task.run(worker)
-        finally:
-            self.stream.done(self.task.file)
+def _run_streamed(task: ShardTask[Any], stream: "ShardStream", worker: Worker) -> None:
+    """Run a task whose source file may have to be fetched first."""
+    stream.wait_for(task.file)
+    try:
+        task(worker)
+    finally:
+        stream.done(task.file)
 
 
 def streamed(shards: Iterable[Sequence[ShardTask[Any]]], stream: "ShardStream") -> Iterator[Task[Any]]:
@@ -301,5 +287,5 @@ def streamed(shards: Iterable[Sequence[ShardTask[Any]]], stream: "ShardStream") 
     for tasks in shards:
         for task in sorted(tasks, key=lambda task: stream.order[task.file]):
             stream.expect(task.file)
-            yield StreamedTask(task, stream)
+            yield partial(_run_streamed, task, stream)
     stream.expect(None)

@@ -15,7 +15,7 @@ from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
-from nf4conv.pipeline.with_torch.check import CompareCopy, tasks_of_weight
+from nf4conv.pipeline.with_torch.check import compare_copy, tasks_of_weight
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.rows import VerificationSummary, distance
@@ -45,10 +45,10 @@ class TorchAudit:
             with self._lock:
                 self._weights[job.name] = result
             for task in tasks_of_weight(result, job, self._piece):
-                task.run(worker)
+                task(worker)
 
     def check_copy(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, piece: Piece) -> None:
-        CompareCopy(self._copy(progress, job), piece).run(worker)
+        compare_copy(self._copy(progress, job), piece, worker)
 
     def _copy(self, progress: ShardProgress, job: CopyJob) -> CopyResult:
         with self._lock:

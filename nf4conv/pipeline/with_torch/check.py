@@ -9,7 +9,8 @@ import math
 import operator
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from typing import Final
 
 import torch
@@ -59,14 +60,14 @@ def scale_tasks(results: dict[str, WeightResult], piece: int) -> Iterator[Task[T
         weight = result.weight
         blocksize = weight.format.blocksize
         for start, stop in packed_spans(weight.elements, blocksize, piece // 4 * blocksize):
-            yield CheckScales(result, start, stop)
+            yield partial(_check_scales, result, start, stop)
 
 
 def tasks_of_weight(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of one packed weight, in pieces of so many bytes."""
     mine, source = result.weight.format, stored_format(job.source)
     if source is not None and source.decodes_like(mine):
-        yield CompareStored(result, job, piece)
+        yield partial(_compare_stored, result, job, piece)
     else:
         yield from _computed(result, job, piece)
 
@@ -80,7 +81,7 @@ def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[T
     pieces = weight_pieces(job, max(most - most % unit, unit) * itemsize, piece // 4, unit)
     whole = job.is_cut_out and len(pieces) <= 1
     absmax: Gathered[torch.Tensor] = Gathered(block_count(weight.elements, blocksize), 1 if whole else len(pieces))
-    yield from (CompareWeight(result, job, absmax, part) for part in ([None] if whole else pieces))
+    yield from (partial(_compare_weight, result, job, absmax, part) for part in ([None] if whole else pieces))
 
 
 def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -89,54 +90,40 @@ def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iter
         result = results[stored.name]
         step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
         pieces = plain_pieces(source, step) if source.encoding is None else encoded_pieces(source, piece // 4)
-        yield from (CompareCopy(result, part) for part in pieces)
+        yield from (partial(compare_copy, result, part) for part in pieces)
 
 
-@dataclass(frozen=True)
-class CheckScales:
+def _check_scales(result: WeightResult, start: int, stop: int, worker: TorchWorker) -> None:
     """Whether the scales of elements start … stop are finite and, if they were not searched, not negative."""
-
-    result: WeightResult
-    start: int
-    stop: int
-
-    def run(self, worker: TorchWorker) -> None:
-        weight = self.result.weight
-        parts = cut_parts(weight.parts(), weight.format.blocksize, self.start, self.stop)
-        parts["values"] = parts["values"]._replace(stop=parts["values"].start)
-        _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
-        with worker.timed(Activity.COMPUTE):
-            scales, allowed = decoded_absmax(decoding_of(state)), torch.zeros((), device=worker.device)
-            if state.state2 is not None:
-                allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
-            improper = ~torch.isfinite(scales)
-            if weight.format.scales == "absmax":
-                improper |= scales < -allowed
-            self.result.add_improper(int(improper.sum()))
+    weight = result.weight
+    parts = cut_parts(weight.parts(), weight.format.blocksize, start, stop)
+    parts["values"] = parts["values"]._replace(stop=parts["values"].start)
+    _, state = _stored_piece(weight, parts, worker.read(_ranges(parts)))
+    with worker.timed(Activity.COMPUTE):
+        scales, allowed = decoded_absmax(decoding_of(state)), torch.zeros((), device=worker.device)
+        if state.state2 is not None:
+            allowed = NESTED_ERROR * state.state2.absmax.max()  # a block of zeros may decode to less than zero
+        improper = ~torch.isfinite(scales)
+        if weight.format.scales == "absmax":
+            improper |= scales < -allowed
+        result.add_improper(int(improper.sum()))
 
 
-@dataclass(frozen=True)
-class CompareStored:
+def _compare_stored(result: WeightResult, job: PackJob, piece: int, worker: TorchWorker) -> None:
     """A packed weight and its source, which is in the same format: its bytes, or if they differ its values."""
-
-    result: WeightResult
-    job: PackJob
-    piece: int
-
-    def run(self, worker: TorchWorker) -> None:
-        assert self.job.source.encoding is not None
-        mine, theirs = self.result.weight.parts(), dict(self.job.source.encoding.parts)
-        differences = [TensorDifference(mine[role], theirs[role]) for role in _KEPT_PARTS if role in theirs]
-        for task in byte_tasks(differences, self.piece):
-            task.run(worker)
-        first = _nested_offset(worker, mine, self.result.weight.blob)
-        second = _nested_offset(worker, theirs, None)
-        if first == second and not any(difference.is_identical is False for difference in differences):
-            self.result.add_piece(0, PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0))
-            self.result.scales = ScaleErrors()
-            return
-        for computed in _computed(self.result, self.job, self.piece):
-            computed.run(worker)
+    assert job.source.encoding is not None
+    mine, theirs = result.weight.parts(), dict(job.source.encoding.parts)
+    differences = [TensorDifference(mine[role], theirs[role]) for role in _KEPT_PARTS if role in theirs]
+    for task in byte_tasks(differences, piece):
+        task(worker)
+    first = _nested_offset(worker, mine, result.weight.blob)
+    second = _nested_offset(worker, theirs, None)
+    if first == second and not any(difference.is_identical is False for difference in differences):
+        result.add_piece(0, PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0))
+        result.scales = ScaleErrors()
+        return
+    for computed in _computed(result, job, piece):
+        computed(worker)
 
 
 def _nested_offset(worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: bytes | None) -> object:
@@ -146,44 +133,40 @@ def _nested_offset(worker: TorchWorker, parts: Mapping[str, TensorInfo], blob: b
     return json.loads(blob).get("nested_offset")
 
 
-@dataclass(frozen=True)
-class CompareWeight:
+def _compare_weight(
+    result: WeightResult, job: PackJob, gathered: Gathered[torch.Tensor], source: Piece | None, worker: TorchWorker
+) -> None:
     """A piece of a weight's source, None if it is taken whole, and what has become of it."""
+    stored = result.weight
+    start = 0 if source is None else source.start
+    stop = start + (stored.elements if source is None else source.tensor.elements)
+    blocksize = stored.format.blocksize
+    parts = cut_parts(stored.parts(), blocksize, start, stop)
+    weight, packed, state = _read_both(worker, stored, job, source, parts)
+    with worker.timed(Activity.COMPUTE):
+        absmax = part_of(gathered, start // blocksize, block_count(stop, blocksize), worker.device)
+        errors = _compare_piece(weight, packed, state, absmax, stored.format.scales)
+    result.add_piece(start, errors)
+    whole = gathered.done()
+    if whole is not None:
+        result.scales = _compare_scales(worker, stored, whole)
 
-    result: WeightResult
-    job: PackJob
-    absmax: Gathered[torch.Tensor]
-    source: Piece | None
 
-    def run(self, worker: TorchWorker) -> None:
-        stored = self.result.weight
-        start = 0 if self.source is None else self.source.start
-        stop = start + (stored.elements if self.source is None else self.source.tensor.elements)
-        blocksize = stored.format.blocksize
-        weight, packed, state = self._read(worker, cut_parts(stored.parts(), blocksize, start, stop))
+def _read_both(
+    worker: TorchWorker, stored: StoredWeight, job: PackJob, source: Piece | None, parts: Mapping[str, TensorInfo]
+) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
+    """The source cast to what was packed, the codes, and their state."""
+    ranges, dtype = _ranges(parts), DTYPES[stored.format.dtype]
+    if source is None:
+        weight = read_matrix(worker, job, dtype).clone()  # the next read reuses the buffer
+    elif source.tensor.encoding is not None:
+        weight = read_values(worker, source.tensor).to(dtype)
+    else:
+        first, *raws = worker.read([source.tensor.file_range, *ranges])
         with worker.timed(Activity.COMPUTE):
-            absmax = part_of(self.absmax, start // blocksize, block_count(stop, blocksize), worker.device)
-            errors = _compare_piece(weight, packed, state, absmax, stored.format.scales)
-        self.result.add_piece(start, errors)
-        whole = self.absmax.done()
-        if whole is not None:
-            self.result.scales = _compare_scales(worker, stored, whole)
-
-    def _read(
-        self, worker: TorchWorker, parts: Mapping[str, TensorInfo]
-    ) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
-        """The source cast to what was packed, the codes, and their state."""
-        stored, ranges, dtype = self.result.weight, _ranges(parts), DTYPES[self.result.weight.format.dtype]
-        if self.source is None:
-            weight = read_matrix(worker, self.job, dtype).clone()  # the next read reuses the buffer
-        elif self.source.tensor.encoding is not None:
-            weight = read_values(worker, self.source.tensor).to(dtype)
-        else:
-            first, *raws = worker.read([self.source.tensor.file_range, *ranges])
-            with worker.timed(Activity.COMPUTE):
-                weight = first.view(TORCH_DTYPES[self.source.tensor.dtype]).to(dtype)
-            return weight, *_stored_piece(stored, parts, raws)
-        return weight, *_stored_piece(stored, parts, worker.read(ranges))
+            weight = first.view(TORCH_DTYPES[source.tensor.dtype]).to(dtype)
+        return weight, *_stored_piece(stored, parts, raws)
+    return weight, *_stored_piece(stored, parts, worker.read(ranges))
 
 
 def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
@@ -298,24 +281,18 @@ def _count(wrong: torch.Tensor) -> tuple[int, int]:
     return count, int(wrong.int().argmax()) if count else 0
 
 
-@dataclass(frozen=True)
-class CompareCopy:
+def compare_copy(result: CopyResult, piece: Piece, worker: TorchWorker) -> None:
     """A tensor that is not packed, or a piece of it, and that of its source."""
-
-    result: CopyResult
-    source: Piece
-
-    def run(self, worker: TorchWorker) -> None:
-        source, start = self.source
-        stored = cut_elements(self.result.tensor, start, start + source.elements)
-        if source.encoding is not None:
-            original = read_values(worker, source).to(TORCH_DTYPES[stored.dtype]).clone()
-            [found] = worker.read([stored.file_range])
-        else:
-            found, original = worker.read([stored.file_range, source.file_range])
-        with worker.timed(Activity.COMPUTE):
-            if source.encoding is None and source.dtype != stored.dtype:
-                original = original.view(TORCH_DTYPES[source.dtype]).to(TORCH_DTYPES[stored.dtype])
-            size = max(DTYPE_BITS[stored.dtype] // 8, 1)
-            expected = original.view(torch.uint8).view(-1, size)
-            self.result.add(int((found.view(-1, size) != expected).any(dim=1).sum()))
+    source, start = piece
+    stored = cut_elements(result.tensor, start, start + source.elements)
+    if source.encoding is not None:
+        original = read_values(worker, source).to(TORCH_DTYPES[stored.dtype]).clone()
+        [found] = worker.read([stored.file_range])
+    else:
+        found, original = worker.read([stored.file_range, source.file_range])
+    with worker.timed(Activity.COMPUTE):
+        if source.encoding is None and source.dtype != stored.dtype:
+            original = original.view(TORCH_DTYPES[source.dtype]).to(TORCH_DTYPES[stored.dtype])
+        size = max(DTYPE_BITS[stored.dtype] // 8, 1)
+        expected = original.view(torch.uint8).view(-1, size)
+        result.add(int((found.view(-1, size) != expected).any(dim=1).sum()))

@@ -4,7 +4,7 @@ All are read piece by piece, except two encoded tensors that cannot be cut at th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -26,7 +26,7 @@ def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task
     """The comparison of tensors that are stored alike, byte by byte."""
     for result in results:
         for pairs in batches(_range_pairs(result, piece // 2), _room_of, piece, lambda _: None):
-            yield CompareBytes(result, pairs)
+            yield partial(_compare_bytes, result, pairs)
 
 
 def _room_of(pair: tuple[FileRange, FileRange]) -> int:
@@ -44,20 +44,16 @@ def _parts(tensor: TensorInfo) -> list[TensorInfo]:
     return [tensor] if tensor.encoding is None else [part for _, part in tensor.encoding.parts]
 
 
-@dataclass(frozen=True)
-class CompareBytes:
+def _compare_bytes(
+    result: TensorDifference, pairs: tuple[tuple[FileRange, FileRange], ...], worker: TorchWorker
+) -> None:
     """Some of the bytes of two tensors."""
-
-    result: TensorDifference
-    pairs: tuple[tuple[FileRange, FileRange], ...]
-
-    def run(self, worker: TorchWorker) -> None:
-        if self.result.is_identical is False:
-            return
-        raws = worker.read(list(chain.from_iterable(self.pairs)))
-        with worker.timed(Activity.COMPUTE):
-            if not all(torch.equal(a, b) for a, b in zip(raws[::2], raws[1::2], strict=True)):
-                self.result.is_identical = False
+    if result.is_identical is False:
+        return
+    raws = worker.read(list(chain.from_iterable(pairs)))
+    with worker.timed(Activity.COMPUTE):
+        if not all(torch.equal(a, b) for a, b in zip(raws[::2], raws[1::2], strict=True)):
+            result.is_identical = False
 
 
 def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
@@ -67,8 +63,8 @@ def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Tas
             continue
         a, b = _decoded_alike(result.a, result.b), _decoded_alike(result.b, result.a)
         # decoded and in float64, two pieces and what is computed of them take some 60 bytes a value
-        for start, *pieces in _pieces(a, b, piece // 16):
-            yield CompareValues(result, start, *pieces)
+        for start, *both in _pieces(a, b, piece // 16):
+            yield partial(_compare_values, result, start, both)
 
 
 def _decoded_alike(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
@@ -114,20 +110,12 @@ def _cut(tensor: TensorInfo, spans: Sequence[tuple[int, int]], most: int, unit: 
     return [packed_part(tensor, *span) for span in spans]
 
 
-@dataclass(frozen=True)
-class CompareValues:
+def _compare_values(result: TensorDifference, start: int, pieces: Sequence[TensorInfo], worker: TorchWorker) -> None:
     """A piece of two tensors, which begins at an element."""
-
-    result: TensorDifference
-    start: int
-    a: TensorInfo
-    b: TensorInfo
-
-    def run(self, worker: TorchWorker) -> None:
-        a = read_values(worker, self.a).clone()  # the next read reuses the buffer
-        b = read_values(worker, self.b)
-        with worker.timed(Activity.COMPUTE):
-            self.result.add_piece(self.start, difference(a, b))
+    a = read_values(worker, pieces[0]).clone()  # the next read reuses the buffer
+    b = read_values(worker, pieces[1])
+    with worker.timed(Activity.COMPUTE):
+        result.add_piece(start, difference(a, b))
 
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

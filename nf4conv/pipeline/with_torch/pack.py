@@ -6,7 +6,7 @@ neighbours in the shard (checkpoint/plan.py), so each kind of component of a who
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -39,14 +39,14 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
         piece // 2,  # elements: as many as a piece holds in 16 bits
         lambda job: aligned(job.source_bytes),
         lambda job: job.name if job.is_cut_out else None,
-        PackPiece,
-        PackBatch,
+        _pack_piece,
+        _pack_batch,
     )
     for job in progress.shard.jobs:
         if isinstance(job, CopyJob) and job.source.encoding is not None:
             parts = _encoded_pieces(job, piece)
-            tasks += [Conversions(progress, job.source.file, ((job, part),)) for part in parts]
-    return shards.fill(progress, tasks, piece, Conversions)
+            tasks += [ShardTask(job.source.file, partial(_convert, progress, ((job, part),))) for part in parts]
+    return shards.fill(progress, tasks, piece, _convert)
 
 
 def _encoded_pieces(job: CopyJob, piece: int) -> list[Piece]:
@@ -67,68 +67,53 @@ def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch
     return absmax.memory(lambda blocks: torch.empty(blocks, dtype=torch.float32, device=device))[start:stop]
 
 
-@dataclass(frozen=True)
-class PackPiece(ShardTask[TorchWorker]):
+def _pack_piece(
+    progress: ShardProgress, job: PackJob, piece: Piece, gathered: Gathered[torch.Tensor], worker: TorchWorker
+) -> None:
     """A piece of a large weight."""
-
-    job: PackJob
-    piece: Piece
-    absmax: Gathered[torch.Tensor]
-
-    def run(self, worker: TorchWorker) -> None:
-        format, (tensor, start) = self.progress.format, self.piece
-        weight = read_values(worker, tensor)
-        with worker.timed(Activity.COMPUTE):
-            weight = weight.to(DTYPES[format.dtype])
-            stop = block_count(start + tensor.elements, format.blocksize)
-            absmax = part_of(self.absmax, start // format.blocksize, stop, worker.device)
-            packed = _pack(format, weight, absmax)
-        worker.write([(self.progress.writer, self.job.offsets[0] + start // 2, packed)])
-        _check_finite([self.job], [weight])
-        whole = self.absmax.done()
-        self.progress.done(None if whole is None else _complete(worker, self.progress, [self.job], [whole]))
+    format, (tensor, start) = progress.format, piece
+    weight = read_values(worker, tensor)
+    with worker.timed(Activity.COMPUTE):
+        weight = weight.to(DTYPES[format.dtype])
+        stop = block_count(start + tensor.elements, format.blocksize)
+        absmax = part_of(gathered, start // format.blocksize, stop, worker.device)
+        packed = _pack(format, weight, absmax)
+    worker.write([(progress.writer, job.offsets[0] + start // 2, packed)])
+    _check_finite([job], [weight])
+    whole = gathered.done()
+    progress.done(None if whole is None else _complete(worker, progress, [job], [whole]))
 
 
-@dataclass(frozen=True)
-class PackBatch(ShardTask[TorchWorker]):
+def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: TorchWorker) -> None:
     """Weights that fit into a worker's buffer together and are neighbours in the shard.
 
     One that is stored transposed, encoded, or as a part of a larger tensor is alone, and taken whole.
     """
-
-    jobs: tuple[PackJob, ...]
-
-    def run(self, worker: TorchWorker) -> None:
-        format = self.progress.format
-        if self.jobs[0].is_cut_out:
-            weights = [read_matrix(worker, self.jobs[0], DTYPES[format.dtype])]
-        else:
-            weights = _read_weights(worker, format, self.jobs)
-        with worker.timed(Activity.COMPUTE):
-            absmaxes = [
-                torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
-                for weight in weights
-            ]
-            packed = [_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)]
-            together = torch.cat(packed)
-        worker.write([(self.progress.writer, self.jobs[0].offsets[0], together)])
-        _check_finite(self.jobs, weights)
-        self.progress.done(_complete(worker, self.progress, self.jobs, absmaxes))
+    format = progress.format
+    if jobs[0].is_cut_out:
+        weights = [read_matrix(worker, jobs[0], DTYPES[format.dtype])]
+    else:
+        weights = _read_weights(worker, format, jobs)
+    with worker.timed(Activity.COMPUTE):
+        absmaxes = [
+            torch.empty(block_count(weight.numel(), format.blocksize), dtype=torch.float32, device=weight.device)
+            for weight in weights
+        ]
+        packed = [_pack(format, weight, absmax) for weight, absmax in zip(weights, absmaxes, strict=True)]
+        together = torch.cat(packed)
+    worker.write([(progress.writer, jobs[0].offsets[0], together)])
+    _check_finite(jobs, weights)
+    progress.done(_complete(worker, progress, jobs, absmaxes))
 
 
-@dataclass(frozen=True)
-class Conversions(ShardTask[TorchWorker]):
+def _convert(progress: ShardProgress, parts: tuple[CopyPart, ...], worker: TorchWorker) -> None:
     """Tensors, or parts of them, that are kept in another dtype, or that the source holds encoded."""
-
-    parts: tuple[CopyPart, ...]
-
-    def run(self, worker: TorchWorker) -> None:
-        for job, piece in self.parts:
-            values = (_unpacked if _is_unpacked(job) else _converted)(worker, job, piece.tensor)
-            worker.write([(self.progress.writer, job.offset + piece.start * values.element_size(), values)])
-            if self.progress.audit is not None:
-                self.progress.audit.check_copy(worker, self.progress, job, piece)
-        self.progress.done()
+    for job, piece in parts:
+        values = (_unpacked if _is_unpacked(job) else _converted)(worker, job, piece.tensor)
+        worker.write([(progress.writer, job.offset + piece.start * values.element_size(), values)])
+        if progress.audit is not None:
+            progress.audit.check_copy(worker, progress, job, piece)
+    progress.done()
 
 
 def _converted(worker: TorchWorker, job: CopyJob, tensor: TensorInfo) -> torch.Tensor:

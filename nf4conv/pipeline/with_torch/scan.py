@@ -4,7 +4,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -23,25 +23,19 @@ from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 _LARGEST_SUM: Final = 3e38  # of the scales of a weight, whose mean double quantization takes in float32
 
 
-@dataclass(frozen=True)
-class _CountPiece:
+def _count_piece(
+    tensor: TensorInfo, limit: float, counts: Counter[tuple[str, str]], lock: threading.Lock, worker: TorchWorker
+) -> None:
     """A piece of a tensor, whose values that cannot be packed are added to counts that the lock guards."""
-
-    tensor: TensorInfo
-    limit: float
-    counts: Counter[tuple[str, str]]
-    lock: threading.Lock
-
-    def run(self, worker: TorchWorker) -> None:
-        values = read_values(worker, self.tensor)
-        with worker.timed(Activity.COMPUTE):
-            finite = torch.isfinite(values)
-            found = {"NaN or infinite": values.numel() - int(finite.sum())}
-            if self.limit < torch.finfo(values.dtype).max:
-                found["too large for double quantization"] = int((finite & (values.abs() > self.limit)).sum())
-        with self.lock:
-            for what, count in found.items():
-                self.counts[self.tensor.name, what] += count
+    values = read_values(worker, tensor)
+    with worker.timed(Activity.COMPUTE):
+        finite = torch.isfinite(values)
+        found = {"NaN or infinite": values.numel() - int(finite.sum())}
+        if limit < torch.finfo(values.dtype).max:
+            found["too large for double quantization"] = int((finite & (values.abs() > limit)).sum())
+    with lock:
+        for what, count in found.items():
+            counts[tensor.name, what] += count
 
 
 def find_unpackable(
@@ -59,7 +53,7 @@ def find_unpackable(
     tensors = {job.source.name: job.source for job in jobs}
     with _open_reader(source) as reader:
         tasks = (
-            _CountPiece(piece.tensor, limits[name] if format.double_quant else math.inf, counts, lock)
+            partial(_count_piece, piece.tensor, limits[name] if format.double_quant else math.inf, counts, lock)
             for name, tensor in tensors.items()
             for piece in _pieces(tensor, pipeline.piece)
         )

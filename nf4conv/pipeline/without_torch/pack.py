@@ -10,7 +10,6 @@ copy. Regions of the output, those that come down first:
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from nf4conv.checkpoint.encoded_pieces import Piece
@@ -93,8 +92,8 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
         piece * 8 // DTYPE_BITS[tag],
         lambda job: max(aligned(job.source_bytes), aligned(bytes_of(tag, job.elements))),  # as it is read, and decoded
         lambda job: job.source.encoding is not None,
-        PackPiece,
-        PackBatch,
+        _pack_piece,
+        _pack_batch,
     )
     return fill(progress, tasks, piece)
 
@@ -151,71 +150,61 @@ class _Output:
         return start
 
 
-@dataclass(frozen=True)
-class PackBatch(ShardTask[CudaWorker]):
+def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: CudaWorker) -> None:
     """Weights that fit into a worker's buffer together and are neighbours in the shard."""
-
-    jobs: tuple[PackJob, ...]
-
-    def run(self, worker: CudaWorker) -> None:
-        format = self.progress.format
-        reading = Reading(worker)
-        addresses, launches = _load(reading, [_whole(job)[0].tensor for job in self.jobs], format)
-        kernels = worker.engine.kernels[purpose_of_format(format)]
-        with worker.timed(Activity.COMPUTE):
-            sizes = [job.elements for job in self.jobs]
-            out = _Output(sizes, format.blocksize, format.double_quant)
-            worker.reserve(result=out.size)
-            base = worker.output.address
-            absmax = [base + out.absmax + 4 * start for start in out.absmax_starts[:-1]]
-            codes = [base + out.packed + start for start in out.packed_starts[:-1]]
-            rows = list(zip(addresses, codes, absmax, sizes, strict=False))
-            launches.append(_look_for_non_finite(worker, kernels, addresses[0], addresses[-1]))
-            launches += _quantize(reading, kernels, rows)
-            if format.double_quant:
-                launches += _compress_all(reading, kernels, out, absmax)
-            worker.execute(reading.stop, launches, out.visible)
-        _check_finite(worker, kernels, self.jobs, addresses)
-        host = worker.result.view
-        with worker.timed(Activity.WRITE):
-            self.progress.writer.write(self.jobs[0].offsets[0], host[out.packed : out.packed + out.packed_starts[-1]])
-            offsets = _write_scales(self.progress, self.jobs, host, out)
-        self.progress.done(json_blobs(format, self.jobs, offsets))
+    format = progress.format
+    reading = Reading(worker)
+    addresses, launches = _load(reading, [_whole(job)[0].tensor for job in jobs], format)
+    kernels = worker.engine.kernels[purpose_of_format(format)]
+    with worker.timed(Activity.COMPUTE):
+        sizes = [job.elements for job in jobs]
+        out = _Output(sizes, format.blocksize, format.double_quant)
+        worker.reserve(result=out.size)
+        base = worker.output.address
+        absmax = [base + out.absmax + 4 * start for start in out.absmax_starts[:-1]]
+        codes = [base + out.packed + start for start in out.packed_starts[:-1]]
+        rows = list(zip(addresses, codes, absmax, sizes, strict=False))
+        launches.append(_look_for_non_finite(worker, kernels, addresses[0], addresses[-1]))
+        launches += _quantize(reading, kernels, rows)
+        if format.double_quant:
+            launches += _compress_all(reading, kernels, out, absmax)
+        worker.execute(reading.stop, launches, out.visible)
+    _check_finite(worker, kernels, jobs, addresses)
+    host = worker.result.view
+    with worker.timed(Activity.WRITE):
+        progress.writer.write(jobs[0].offsets[0], host[out.packed : out.packed + out.packed_starts[-1]])
+        offsets = _write_scales(progress, jobs, host, out)
+    progress.done(json_blobs(format, jobs, offsets))
 
 
-@dataclass(frozen=True)
-class PackPiece(ShardTask[CudaWorker]):
+def _pack_piece(
+    progress: ShardProgress, job: PackJob, piece: Piece, gathered: Gathered[DeviceMemory], worker: CudaWorker
+) -> None:
     """A piece of a large weight."""
-
-    job: PackJob
-    piece: Piece
-    absmax: Gathered[DeviceMemory]
-
-    def run(self, worker: CudaWorker) -> None:
-        format, (tensor, start) = self.progress.format, self.piece
-        reading = Reading(worker)
-        addresses, launches = _load(reading, [tensor], format)
-        kernels = worker.engine.kernels[purpose_of_format(format)]
-        with worker.timed(Activity.COMPUTE):
-            whole = self.absmax.memory(lambda blocks: worker.engine.allocate(4 * blocks))
-            absmax = whole.address + 4 * (start // format.blocksize)
-            size = -(-tensor.elements // 2)
-            worker.reserve(result=HEAD + size)
-            row = addresses[0], worker.output.address + HEAD, absmax, tensor.elements
-            launches.append(_look_for_non_finite(worker, kernels, *addresses))
-            launches += _quantize(reading, kernels, [row])
-            worker.execute(reading.stop, launches, HEAD + size)
-        _check_finite(worker, kernels, [self.job], addresses)
-        with worker.timed(Activity.WRITE):
-            codes = worker.result.view[HEAD : HEAD + size]
-            self.progress.writer.write(self.job.offsets[0] + start // 2, codes)
-        memory = self.absmax.done()
-        if memory is None:
-            self.progress.done()
-            return
-        offset = _write_large_scales(worker, kernels, self.progress, self.job, memory.address, self.absmax.blocks)
-        worker.engine.give_back(memory)
-        self.progress.done(json_blobs(format, [self.job], [offset]))
+    format, (tensor, start) = progress.format, piece
+    reading = Reading(worker)
+    addresses, launches = _load(reading, [tensor], format)
+    kernels = worker.engine.kernels[purpose_of_format(format)]
+    with worker.timed(Activity.COMPUTE):
+        whole = gathered.memory(lambda blocks: worker.engine.allocate(4 * blocks))
+        absmax = whole.address + 4 * (start // format.blocksize)
+        size = -(-tensor.elements // 2)
+        worker.reserve(result=HEAD + size)
+        row = addresses[0], worker.output.address + HEAD, absmax, tensor.elements
+        launches.append(_look_for_non_finite(worker, kernels, *addresses))
+        launches += _quantize(reading, kernels, [row])
+        worker.execute(reading.stop, launches, HEAD + size)
+    _check_finite(worker, kernels, [job], addresses)
+    with worker.timed(Activity.WRITE):
+        codes = worker.result.view[HEAD : HEAD + size]
+        progress.writer.write(job.offsets[0] + start // 2, codes)
+    memory = gathered.done()
+    if memory is None:
+        progress.done()
+        return
+    offset = _write_large_scales(worker, kernels, progress, job, memory.address, gathered.blocks)
+    worker.engine.give_back(memory)
+    progress.done(json_blobs(format, [job], [offset]))
 
 
 def _look_for_non_finite(worker: CudaWorker, kernels: Kernels[int], start: int, stop: int) -> Launch:

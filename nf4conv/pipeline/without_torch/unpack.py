@@ -5,7 +5,7 @@ come down in one copy.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.encoded_pieces import packed_pieces
@@ -46,7 +46,9 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
         return max(span.nbytes, room_of(span.tensor))
 
     groups = batches(_spans(progress, piece), room, piece, lambda span: span.job.source.file, LARGEST_BATCH)
-    return fill(progress, [Unpack(progress, spans[0].job.source.file, spans) for spans in groups], piece)
+    return fill(
+        progress, [ShardTask(spans[0].job.source.file, partial(_unpack, progress, spans)) for spans in groups], piece
+    )
 
 
 class Span(NamedTuple):
@@ -73,29 +75,24 @@ def _spans(progress: ShardProgress, piece: int) -> Iterator[Span]:
                 yield Span(job, *part)
 
 
-@dataclass(frozen=True)
-class Unpack(ShardTask[CudaWorker]):
+def _unpack(progress: ShardProgress, spans: tuple[Span, ...], worker: CudaWorker) -> None:
     """Weights that fit into a worker's buffer together, or a piece of one."""
-
-    spans: tuple[Span, ...]
-
-    def run(self, worker: CudaWorker) -> None:
-        reading = Reading(worker)
-        positions = [add_tensor(reading, span.tensor) for span in self.spans]
-        reading.read()
-        places = starts(span.nbytes for span in self.spans)
-        with worker.timed(Activity.COMPUTE):
-            worker.reserve(result=places[-1])
-            targets = [worker.output.address + place for place in places]
-            launches = [
-                bring(reading, span.tensor, position, span.job.dtype, target)
-                for span, position, target in zip(self.spans, positions, targets, strict=False)
-            ]
-            worker.execute(reading.stop, launches, places[-1])
-        with worker.timed(Activity.WRITE):
-            for offset, start, stop in _runs(self.spans, places):
-                self.progress.writer.write(offset, worker.result.view[start:stop])
-        self.progress.done()
+    reading = Reading(worker)
+    positions = [add_tensor(reading, span.tensor) for span in spans]
+    reading.read()
+    places = starts(span.nbytes for span in spans)
+    with worker.timed(Activity.COMPUTE):
+        worker.reserve(result=places[-1])
+        targets = [worker.output.address + place for place in places]
+        launches = [
+            bring(reading, span.tensor, position, span.job.dtype, target)
+            for span, position, target in zip(spans, positions, targets, strict=False)
+        ]
+        worker.execute(reading.stop, launches, places[-1])
+    with worker.timed(Activity.WRITE):
+        for offset, start, stop in _runs(spans, places):
+            progress.writer.write(offset, worker.result.view[start:stop])
+    progress.done()
 
 
 def _runs(spans: Sequence[Span], places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
