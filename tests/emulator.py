@@ -304,7 +304,7 @@ def compiled(shape: matmul.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
     absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
     pointers = (kinds[dtype], kinds[out], "*u8", *absmax, "*i32")
     signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, pointers, strict=True)}
-    signature |= dict.fromkeys(("m", "n", "k", "steps", "units", "split_shift", "block_shift"), "i32")
+    signature |= dict.fromkeys(("m", "n", "k", "steps", "share", "split_shift", "block_shift"), "i32")
     signature |= {"norm": "fp32", "C": "constexpr"}
     source = ASTSource(fn=product.product_kernel, signature=signature, constexprs={"C": shape})
     options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": True, "enable_fp_fusion": False}
@@ -316,7 +316,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs:
     decoding, device = decoding_of(state), torch.device("cpu")
     (m, k), n = x.shape, state.shape[0]
     shape = replace(next(one for one in matmul.SHAPES if m <= one.rows), nested=state.nested)
-    sizes, shift = matmul.plan(shape, m, n, k, programs)
+    sizes, shift, grid = matmul.plan(shape, m, n, k, programs)
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = x if shape.wide else x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
     tensors = ordered, out, packed, *decoding.pointers(), tables.pair_table(decoding.quant_type, x.dtype, device)
@@ -325,7 +325,6 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs:
     scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
     values = [(i + 1) << 40 for i in range(8)] + [*sizes, shift, *scaling, 0, 0]
     parameters = {f"product_kernel_param_{i}": value for i, value in enumerate(values)}
-    grid = min(sizes[4], programs)
     machine = Machine(compiled(shape, x.dtype, out.dtype), 32 * shape.warps, parameters, buffers, grid)
     for program in range(grid):
         machine.run(program)
@@ -337,6 +336,7 @@ if __name__ == "__main__":
     for m, n, k, quant_type, blocksize, nested, dtype in (
         (1, 37, 576, "nf4", 64, True, torch.bfloat16),
         (1, 300, 4160, "nf4", 64, True, torch.bfloat16),
+        (1, 700, 192, "nf4", 64, False, torch.bfloat16),  # more units than wait for each other's sums
         (1, 33, 14336, "nf4", 4096, True, torch.float16),
         (2, 200, 2112, "fp4", 128, False, torch.bfloat16),
         (2, 1, 64, "nf4", 64, False, torch.float16),

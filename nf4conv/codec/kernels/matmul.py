@@ -52,9 +52,14 @@ class Shape:
         self.words = 2 * self.slots * self.blocks
         self.scales = -(-self.slots * self.blocks // 4)  # that a lane loads in a stage, for its quad
         self.totals = 4 if self.wide else 2 * self.column_tiles * self.slots
-        self.tile_bytes = 2048 * self.column_tiles * self.copied  # of x, multiplied and copied meanwhile
+        self.held = 2 * self.ranges  # units whose sums wait in shared memory, if wide
+        # of those sums; or of x, multiplied and copied meanwhile
+        self.shared_bytes = 1024 * self.warps if self.wide else 2048 * self.column_tiles * self.copied
         self.parts = self.blocks // max(self.copied, 1)
         self.registers = min(65536 // (64 * self.warps), 255)  # of a thread: a multiprocessor holds two programs
+
+    def __repr__(self) -> str:  # by this alone Triton's cache tells what was compiled for whom
+        return repr({name: value for name, value in vars(self).items() if name != "plain"})
 
 
 SHAPES = (
@@ -78,11 +83,11 @@ def prepare_product(x: torch.Tensor, n: int, packed: torch.Tensor, decoding: Dec
     m = x.numel() // k
     shape = next(one if decoding.state2 is not None else one.plain for one in SHAPES if m <= one.rows)
     programs = 2 * torch.cuda.get_device_properties(packed.device).multi_processor_count
-    sizes, shift = plan(shape, m, n, k, programs)
+    sizes, shift, programs = plan(shape, m, n, k, programs)
     weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, x.dtype, packed.device)
     scaling = (decoding.blocksize // 64).bit_length() - 1, 1 / MULTIPLES[decoding.quant_type, x.dtype]
     options = (shape,), (x.dtype, shift > 0), shape.warps, shape.registers, True
-    launch = launch_product.fixed(min(sizes[4], programs), (*weight, *sizes, shift, *scaling), *options)
+    launch = launch_product.fixed(programs, (*weight, *sizes, shift, *scaling), *options)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -100,12 +105,19 @@ def prepare_product(x: torch.Tensor, n: int, packed: torch.Tensor, decoding: Dec
     return run
 
 
-def plan(shape: Shape, m: int, n: int, k: int, programs: int) -> tuple[tuple[int, ...], int]:
-    """(m, n, k, steps, units) of a launch, and log2 of the parts of k, as many as keep the programs busy."""
+def plan(shape: Shape, m: int, n: int, k: int, programs: int) -> tuple[tuple[int, ...], int, int]:
+    """(m, n, k, steps, share) of a launch, log2 of the parts of k, as many as keep the programs busy, and programs.
+
+    The share is product_kernel's: all units, or where it is wide the rows of a program.
+    """
+    if shape.wide:
+        half = shape.unit_rows // 2
+        share = max(-(-n // (half * programs)), 2) * half
+        return (m, n, k, -(-k // shape.span), share), 0, -(-n // share)
     tiles, shift = -(-n // shape.unit_rows), 0
-    while not shape.wide and 2 << shift <= min(MOST_SPLITS, programs // tiles, k // shape.span):
+    while 2 << shift <= min(MOST_SPLITS, programs // tiles, k // shape.span):
         shift += 1
-    return (m, n, k, -(-k // (shape.span << shift)), tiles << shift), shift
+    return (m, n, k, -(-k // (shape.span << shift)), tiles << shift), shift, min(tiles << shift, programs)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def kinds(outputs: str) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
-def fill_assembly(warps: int, tile_bytes: int, has_codes: bool) -> str:
+def fill_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
     """Lay out shared memory: `tiles`, and `pairs`, which is filled: both values of byte b, once for each of 32 banks,
     at 256 * (b % 128) + 128 * (b // 128); and `codes`, for `meet_assembly`. Nothing that another kernel may have
     written is read before `wait`. The names live on to the end of the kernel.
@@ -32,7 +32,7 @@ def fill_assembly(warps: int, tile_bytes: int, has_codes: bool) -> str:
     """
     stores = 64 // warps  # of 16 bytes a lane: 16 lanes write the copies of two pairs
     lines = [".shared .align 256 .b8 pairs[32768];", ".shared .align 16 .b8 codes[1024];"][: 1 + has_codes]
-    lines += [f".shared .align 1024 .b8 tiles[{max(tile_bytes, 16)}]; {{ .reg .b32 b, a, w, h, v<16>; .reg .b64 o;"]
+    lines += [f".shared .align 1024 .b8 tiles[{shared_bytes}]; {{ .reg .b32 b, a, w, h, v<16>; .reg .b64 o;"]
     lines += [f"mov.u32 b, pairs; shr.u32 w, $3, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $3, 4, 1;"]
     lines += ["add.u32 w, w, h; and.b32 a, $3, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, a, b;"]
     lines += ["and.b32 h, $3, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $2;"]
@@ -54,22 +54,23 @@ def meet_assembly(has_codes: bool) -> str:
 
 
 @triton.constexpr_function
-def words_assembly(width: int, loads: int) -> str:
-    """Operands: words, `width` of each load; base; for each load the pieces of 8 bytes behind it."""
-    lines = ["{ .reg .b64 a;"]
+def words_assembly(width: int, loads: int, asked: bool) -> str:
+    """Operands: words, `width` of each load; base; for each load the pieces of 8 bytes behind it; whether, if asked."""
+    lines = ["{ .reg .b64 a; .reg .pred p;"]
+    lines += [f"setp.ne.b32 p, ${loads * (width + 1) + 1}, 0;"] if asked else []
     for load in range(loads):
         words = ", ".join(f"${load * width + i}" for i in range(width))
         lines += [f"mad.wide.u32 a, ${loads * width + 1 + load}, 8, ${loads * width};"]
-        lines += [f"ld.global.nc.L1::no_allocate.L2::128B.v{width}.b32 {{{words}}}, [a];"]
+        lines += [f"{'@p ' * asked}ld.global.nc.L1::no_allocate.L2::128B.v{width}.b32 {{{words}}}, [a];"]
     return "\n".join([*lines, "}"])
 
 
 @triton.constexpr_function
-def _decode(word: int, lane: int, target: int) -> str:
+def _decode(word: int, lane: int, target: int, guard: str = "") -> str:
     """v[target…target + 3], two values in each; a permute makes an address of two bytes, `lane` is in each byte."""
     lines = [f"lop3.b32 l, ${word}, 0x80808080, ${lane}, 0xea; and.b32 h, ${word}, 0x7f7f7f7f;"]
     for i, pick in enumerate(("0xcc40", "0xdd51", "0xee62", "0xff73")):
-        lines += [f"prmt.b32 a, l, h, {pick}; add.u32 a, a, b; ld.shared.b32 v{target + i}, [a];"]
+        lines += [f"prmt.b32 a, l, h, {pick}; add.u32 a, a, b; {guard}ld.shared.b32 v{target + i}, [a];"]
     return "\n".join(lines)
 
 
@@ -82,7 +83,8 @@ def _scale(operand: int, index: int) -> str:
 @triton.constexpr_function
 def wide_assembly(dtype: tl.dtype) -> str:
     """A stage of two row tiles with x from global memory. Operands: $0…$3 totals of four slots; $4…$7 the same before;
-    $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x, 0 for zeros.
+    $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x, 0 for zeros;
+    $28 whether slots 2 and 3 are looked up; their totals mean nothing otherwise.
     """
     kind = dtype.name.replace("fp", "f")
     lines = ["{ .reg .b32 b, a, l, h, x<16>, v<8>; .reg .f32 c<8>, s; .reg .pred p; mov.u32 b, pairs;"]
@@ -90,9 +92,11 @@ def wide_assembly(dtype: tl.dtype) -> str:
     lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8)]
     for i in range(0, 16, 4):
         lines += [f"@p ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
+    lines += ["setp.ne.b32 p, $28, 0;"]
     for word in range(4):
         for c in (0, 4):
-            lines += [_decode(8 + 2 * c + word, 26, 0), _decode(12 + 2 * c + word, 26, 4)]
+            guard = "@p " if c else ""
+            lines += [_decode(8 + 2 * c + word, 26, 0, guard), _decode(12 + 2 * c + word, 26, 4, guard)]
             sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
             for i in (0, 2):
                 left, right = f"v{i}, v{i + 4}, v{i + 1}, v{i + 5}", f"x{4 * word + i}, x{4 * word + i + 1}"
@@ -153,17 +157,11 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
 
 @triton.constexpr_function
 def gather_assembly(parts: int, count: int) -> str:
-    """Lanes leave totals in shared memory: `parts` times `count` sums, which the first `count` threads add up.
+    """Add up `parts` floats in shared memory, `count` apart, that all warps have left there and may overwrite then.
 
-    One barrier is enough if it is next reached with the other of two buffers: whoever writes to the same one again has
-    passed the barrier in between. Operands: $0 the sum; $1…$4 totals; $5 thread; $6 which buffer; $7 whether a lane's
-    totals are meant; $8 where they go.
+    Operands: $0 the sum; $1 address of the first; $2 whether this thread does.
     """
-    size = 4 * parts * count
-    lines = [f"{{ .shared .align 16 .b8 sums[{2 * size}]; .reg .b32 b, a; .reg .f32 v; .reg .pred p;"]
-    lines += [f"mov.u32 b, sums; mad.lo.u32 b, $6, {size}, b; add.u32 a, b, $8; setp.ne.b32 p, $7, 0;"]
-    lines += ["@p st.shared.v4.f32 [a], {$1, $2, $3, $4}; bar.sync 0; mad.lo.u32 a, $5, 4, b;"]
-    lines += [f"mov.f32 $0, 0f00000000; setp.lt.u32 p, $5, {count};"]
+    lines = ["{ .reg .f32 v; .reg .pred p; bar.sync 0; mov.f32 $0, 0f00000000; setp.ne.b32 p, $2, 0;"]
     for part in range(parts):
-        lines += [f"@p ld.shared.f32 v, [a+{4 * part * count}]; @p add.f32 $0, $0, v;"]
-    return "\n".join([*lines, "}"])
+        lines += [f"@p ld.shared.f32 v, [$1+{4 * part * count}]; @p add.f32 $0, $0, v;"]
+    return "\n".join([*lines, "bar.sync 0; }"])
