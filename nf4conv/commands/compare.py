@@ -28,9 +28,10 @@ from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
 from nf4conv.pipeline.engines import comparing_engine
 from nf4conv.pipeline.loop import make_pipeline
-from nf4conv.report.measured import TensorDifference, place_of
+from nf4conv.report.measured import TensorDifference
+from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.results import ComparisonReport
-from nf4conv.report.rows import ComparedKind, ComparedRow, Status, by_kind, decibels, format_name, relative_error
+from nf4conv.report.rows import ComparedKind, ComparedRow, Status, decibels, format_name, relative_error
 from nf4conv.report.tolerance import check_tolerance
 
 _WITHOUT_VALUES: Final = ("C64",)

@@ -8,10 +8,9 @@ from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
 from nf4conv.commands.single.dequantize import DequantizationPlan
 from nf4conv.commands.single.quantize import QuantizationPlan
 from nf4conv.report.loading import advice, gpu_bytes
-from nf4conv.report.measured import place_of
+from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results import PlanReport
-from nf4conv.report.rows import PlanKind, PlanRow, QuantizationTotals, by_kind
-from nf4conv.report.unusual import unusual
+from nf4conv.report.rows import PlanKind, PlanRow, QuantizationTotals
 
 
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:

@@ -22,18 +22,9 @@ from nf4conv.errors import DiffusersFolderError
 from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.measured import place_of
+from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results import Inspection
-from nf4conv.report.rows import (
-    InspectedKind,
-    InspectedRow,
-    InspectionTotals,
-    StoredQuantization,
-    by_kind,
-    format_name,
-    inside,
-)
-from nf4conv.report.unusual import unusual
+from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization, format_name, inside
 
 
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:

@@ -28,11 +28,10 @@ from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.pipeline.engines import comparing_engine
 from nf4conv.pipeline.loop import make_pipeline
-from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_kinds, weight_row
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.rows import CheckResult, inside
 from nf4conv.report.tolerance import check_tolerance
-from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 
 _STRUCTURAL = (
     "files", "index", "components", "quant state", "layout", "one shard", "code maps", "uniform", "config",

@@ -2,10 +2,9 @@
 
 rows.py        one tensor, or one kind of module, in a result
 results.py     what each command returns
-measured.py    what verification and comparison gather of a tensor, piece by piece
-weights.py     from what was gathered to rows and faults
+places.py      where a tensor stands in a model, and what is not treated like its kind there
+measured.py    what verification and comparison gather of a tensor, piece by piece; rows and faults of weights
 tolerance.py   how large the error of a weight may be
-unusual.py     modules that are not treated like their kind
 loading.py     how a result is loaded, and what that takes
 text.py        what a terminal shows: results as lines, notes, progress
 as_json.py     results as JSON

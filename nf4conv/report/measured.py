@@ -1,35 +1,22 @@
-"""What verification and comparison measure of a tensor, gathered from the pieces that several workers look at."""
+"""What verification and comparison measure of a tensor, gathered from the pieces that several workers look at.
+
+Of a packed weight also its row, its faults, and totals by kind of module.
+"""
 
 import math
-import re
 import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.module_names import module_of
 from nf4conv.checkpoint.structure import StoredWeight
-from nf4conv.report.rows import relative_error
+from nf4conv.options import VerifyOptions
+from nf4conv.report.places import by_kind, place_of
+from nf4conv.report.rows import WeightKind, WeightRow, decibels, relative_error
+from nf4conv.report.tolerance import RELATIVE_ERRORS
 
-_NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
-
-
-class ModulePlace(NamedTuple):
-    """Where a weight stands in a model."""
-
-    stack: str  # the path before the first number, such as "model.layers"; empty if there is no number
-    layer: int | None  # that number; None if there is none
-    kind: str  # the rest of the module's path without further numbers, such as "mlp.experts.down_proj"
-
-
-def place_of(name: str) -> ModulePlace:
-    """The place of a weight, by its name."""
-    module = module_of(name)
-    match = _NUMBER.search(module)
-    if match is None:
-        return ModulePlace("", None, module)
-    kind = _NUMBER.sub("", module[match.end() :]).strip(".")
-    return ModulePlace(module[: match.start()], int(match[2]), kind or module[: match.start()])
+M = TypeVar("M")
 
 
 class PieceErrors(NamedTuple):
@@ -75,18 +62,7 @@ class WeightResult:
     @property
     def errors(self) -> PieceErrors | None:
         """Of the whole weight; None if it was not compared. Independent of the order in which pieces came."""
-        if not self._pieces:
-            return None
-        columns = list(zip(*(self._pieces[start] for start in sorted(self._pieces)), strict=True))
-        return PieceErrors(
-            squared_error=math.fsum(columns[0]),
-            squared_weight=math.fsum(columns[1]),
-            max_error=max(columns[2]),
-            max_relative_error=max(columns[3]),
-            outside=sum(columns[4]),
-            differing=sum(columns[5]),
-            not_nearest=sum(columns[6]),
-        )
+        return _whole(PieceErrors, self._pieces)
 
     @property
     def relative_error(self) -> float | None:
@@ -142,7 +118,93 @@ class TensorDifference:
     @property
     def difference(self) -> PieceDifference | None:
         """Of the values of the whole tensor; None if they were not compared."""
-        if not self._pieces:
-            return None
-        columns = list(zip(*(self._pieces[start] for start in sorted(self._pieces)), strict=True))
-        return PieceDifference(math.fsum(columns[0]), math.fsum(columns[1]), max(columns[2]), sum(columns[3]))
+        return _whole(PieceDifference, self._pieces)
+
+
+def _whole(kind: Callable[..., M], pieces: Mapping[int, Any]) -> M | None:
+    """What pieces add up to, in their order: sums, exact ones of floats, and maxima; None if there are none."""
+    if not pieces:
+        return None
+    columns = zip(*(pieces[start] for start in sorted(pieces)), strict=True)
+    adding = (
+        max if name.startswith(("max", "largest")) else sum if hint is int else math.fsum
+        for name, hint in get_type_hints(kind).items()
+    )
+    return kind(*(add(column) for add, column in zip(adding, columns, strict=True)))
+
+
+def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
+    """(check, text) of everything that is wrong with a weight's values."""
+    errors, scales = result.errors, result.scales
+    if result.improper:
+        yield "scales", f"{result.improper:,} scales are infinite, NaN or, though not searched, negative"
+    if errors is None or scales is None:
+        return
+    if scales.wrong:
+        yield "scales", f"{scales.wrong:,} scales do not follow from the source; the first is of block {scales.first:,}"
+    if scales.wrong_nested:
+        yield "scales", f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
+    if errors.not_nearest:
+        yield "codes", f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest"
+    if errors.outside:
+        yield "bound", f"{errors.outside:,} values are beyond the worst case of {result.weight.format.quant_type}"
+    error, tolerance = result.relative_error, _tolerance(result, options)
+    if error is None or not error <= tolerance:
+        yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
+    if options.exact and result.bytes_differing:
+        counts = f"{errors.differing:,} bytes of codes, {scales.differing:,} of scales"
+        yield "exact", f"{counts} and {scales.described:,} of code maps and quant state differ"
+    values = result.weight.values
+    if options.exact and values.shape != (values.elements, 1):
+        yield "exact", f"the codes are {list(values.shape)}, expected {[values.elements, 1]}"
+
+
+def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
+    if options.tolerance is not None:
+        return options.tolerance
+    format = result.weight.format
+    return RELATIVE_ERRORS[format.scales, format.quant_type][format.blocksize][2]
+
+
+def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
+    weight, errors = result.weight, result.errors
+    return WeightRow(
+        name=weight.name,
+        **place_of(weight.name)._asdict(),
+        file=weight.values.file.name,
+        quant_type=weight.format.quant_type,
+        blocksize=weight.format.blocksize,
+        dtype=weight.format.dtype,
+        shape=weight.shape,
+        nested_offset=weight.nested_offset,
+        double_quant=weight.format.double_quant,
+        parameters=weight.elements,
+        bytes=weight.nbytes,
+        relative_error=result.relative_error,
+        tolerance=_tolerance(result, options),
+        snr_db=None if result.relative_error is None else decibels(result.relative_error),
+        largest_error=None if errors is None else errors.max_error,
+        largest_error_of_absmax=None if errors is None else errors.max_relative_error,
+        outside=None if errors is None else errors.outside,
+        not_nearest=None if errors is None else errors.not_nearest,
+        bytes_differing=result.bytes_differing,
+        squared_error=None if errors is None else errors.squared_error,
+        squared_weight=None if errors is None else errors.squared_weight,
+    )
+
+
+def weight_kinds(rows: Iterable[WeightRow]) -> Iterator[WeightKind]:
+    """Totals of the weights of one kind in one stack of layers."""
+    for stack, kind, members in by_kind(rows, lambda row: row):
+        errors = [row.relative_error for row in members if row.relative_error is not None]
+        squared_error = math.fsum(row.squared_error for row in members if row.squared_error is not None)
+        squared_weight = math.fsum(row.squared_weight for row in members if row.squared_weight is not None)
+        yield WeightKind(
+            stack=stack,
+            kind=kind,
+            weights=len(members),
+            parameters=sum(row.parameters for row in members),
+            bytes=sum(row.bytes for row in members),
+            relative_error=relative_error(squared_error, squared_weight) if squared_weight else None,
+            largest_relative_error=max(errors, default=None),
+        )

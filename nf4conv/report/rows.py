@@ -1,11 +1,10 @@
 """One tensor, or one kind of module, in a result. Field names are the keys of --json, in their order."""
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 _ACTIONS: Final = {
     "pack": "packed", "decode": "decoded", "copy": "kept", "cast": "kept, cast", "stay": "as it is", "merge": "merged",
@@ -92,9 +91,9 @@ class WeightRow:
     """One packed weight, as `verify` sees it."""
 
     name: str  # of the weight
-    stack: str  # its place, see measured.ModulePlace
-    layer: int | None  # its place, see measured.ModulePlace
-    kind: str  # its place, see measured.ModulePlace
+    stack: str  # its place, see places.ModulePlace
+    layer: int | None  # its place, see places.ModulePlace
+    kind: str  # its place, see places.ModulePlace
     file: str  # that holds it
     quant_type: str  # what its quant state says
     blocksize: int  # what its quant state says
@@ -202,9 +201,9 @@ class ComparedRow:
     """The tensors of one name in two checkpoints."""
 
     name: str  # of both
-    stack: str  # their place, see measured.ModulePlace
-    layer: int | None  # their place, see measured.ModulePlace
-    kind: str  # their place, see measured.ModulePlace
+    stack: str  # their place, see places.ModulePlace
+    layer: int | None  # their place, see places.ModulePlace
+    kind: str  # their place, see places.ModulePlace
     parameters: int  # elements of the tensor
     format_a: str | None  # how each is stored, in a few words; None where there is none
     format_b: str | None  # how each is stored, in a few words; None where there is none
@@ -292,35 +291,9 @@ class InspectionTotals:
         return cls(len(rows), packed, parameters, size, 8 * size / max(parameters, 1))
 
 
-class Placed(Protocol):
-    """A row that stands somewhere in a model."""
-
-    @property
-    def stack(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-
-
-T = TypeVar("T")
-
-
-def by_kind(rows: Iterable[T], place: Callable[[T], Placed]) -> Iterator[tuple[str, str, list[T]]]:
-    """(stack, kind, rows) of each kind of module in each stack of layers, given the place of a row."""
-    groups: defaultdict[tuple[str, str], list[T]] = defaultdict(list)
-    for row in rows:
-        groups[place(row).stack, place(row).kind].append(row)
-    for (stack, kind), members in groups.items():
-        yield stack, kind, members
-
-
 def format_name(quant_type: str, double_quant: bool, blocksize: int) -> str:
     """How a packed weight is stored, in one word: "nf4/64", with a "+" before the slash where absmax is quantized."""
     return f"{quant_type}{'+' if double_quant else ''}/{blocksize}"
-
-
-def kind_name(row: Placed) -> str:
-    """The modules of one kind, with a star for the layer."""
-    return f"{row.stack}.*.{row.kind}" if row.stack else row.kind
 
 
 def relative_error(squared_error: float, squared_weight: float) -> float:

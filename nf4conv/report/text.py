@@ -13,6 +13,7 @@ from typing import Any, Final
 import click
 
 from nf4conv import __version__
+from nf4conv.report.places import kind_name
 from nf4conv.report.results import (
     ComparisonReport,
     DequantizeReport,
@@ -22,7 +23,7 @@ from nf4conv.report.results import (
     QuantizeReport,
     VerifyReport,
 )
-from nf4conv.report.rows import QuantizationTotals, kind_name
+from nf4conv.report.rows import QuantizationTotals
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10

@@ -17,9 +17,8 @@ from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
 from nf4conv.pipeline.with_torch.check import compare_copy, tasks_of_weight
 from nf4conv.pipeline.with_torch.worker import TorchWorker
-from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_row
 from nf4conv.report.rows import VerificationSummary, distance
-from nf4conv.report.weights import weight_faults, weight_row
 
 
 class TorchAudit:
