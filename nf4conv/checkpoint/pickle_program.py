@@ -9,8 +9,10 @@ Nor does a short program take long or much: its steps are counted, its container
 and none of its values hashed, compared or printed but names and numbers, since a tuple may hold itself a billion times.
 """
 
+import json
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LARGEST_SIZE, MOST_DIMENSIONS
@@ -46,36 +48,13 @@ class StoredTensor(NamedTuple):
     stride: tuple[int, ...]  # elements from one index to the next, for each dimension
 
 
-class _Name(NamedTuple):
-    """What GLOBAL puts on the stack."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+class _Name(str):
+    """What GLOBAL puts on the stack: a name with that of its module, which is no text."""
 
 
-_STORAGES: Final = {
-    _Name("torch", f"{kind}Storage"): tag
-    for kind, tag in (
-        *(("Float", "F32"), ("Double", "F64"), ("Half", "F16"), ("BFloat16", "BF16"), ("ComplexFloat", "C64")),
-        *(("Long", "I64"), ("Int", "I32"), ("Short", "I16"), ("Char", "I8"), ("Byte", "U8"), ("Bool", "BOOL")),
-    )
-}
-_UNTYPED: Final = _Name("torch.storage", "UntypedStorage")
-_DTYPES: Final = {
-    _Name("torch", name): tag
-    for name, tag in (
-        *(("float32", "F32"), ("float64", "F64"), ("float16", "F16"), ("bfloat16", "BF16"), ("complex64", "C64")),
-        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8"), ("bool", "BOOL")),
-        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
-        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e8m0fnu", "F8_E8M0")),
-    )
-}
-_CLASSES: Final = frozenset(
-    (_Name("torch", "Tensor"), _Name("torch.nn.parameter", "Parameter"), _Name("torch.nn.parameter", "Buffer"))
-)
+_TABLES: Final = json.loads(Path(__file__).with_name("pickle_names.json").read_bytes())
+_STORAGES: Final[Mapping[str, str | None]] = _TABLES["storages"]
+_DTYPES: Final[Mapping[str, str]] = _TABLES["dtypes"]
 
 
 def _shown(value: object) -> str:
@@ -94,6 +73,21 @@ def _key(key: object) -> str | int:
 
 def _dict(pairs: Any = ()) -> dict[str | int, Any]:
     return {_key(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
+
+
+def _updated(target: Any, items: list[Any]) -> Any:
+    """A dict, with keys and values that take turns."""
+    if type(target) is not dict:
+        raise PickleError(f"adds items to a {type(target).__name__}")
+    target.update(_dict(zip(items[::2], items[1::2], strict=True)))
+    return target
+
+
+def _extended(target: Any, items: list[Any]) -> Any:
+    if type(target) is not list:
+        raise PickleError(f"adds items to a {type(target).__name__}")
+    target.extend(items)
+    return target
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -117,50 +111,79 @@ def _view(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored
 
 def _view_as(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any) -> StoredTensor:
     _requires_grad, _hooks, dtype = others[:3]
-    if not isinstance(storage, Storage) or not isinstance(dtype, _Name):
+    if not isinstance(storage, Storage) or type(dtype) is not _Name:
         raise PickleError("a tensor without a dtype, or without a storage")
     return StoredTensor(storage, _DTYPES[dtype], _size(offset), _sizes(shape), _sizes(stride))
 
 
 def _of_class(rebuild: Any, kind: Any, arguments: Any, _state: Any) -> Any:
-    if not isinstance(kind, _Name) or kind not in _CLASSES:
+    if type(kind) is not _Name or kind not in _TABLES["classes"]:
         raise PickleError(f"needs {_shown(kind)}")
-    if not isinstance(rebuild, _Name) or rebuild not in _VIEWS or len(arguments) > _MOST_ARGUMENTS:
+    if type(rebuild) is not _Name or rebuild not in _VIEWS or len(arguments) > _MOST_ARGUMENTS:
         raise PickleError(f"calls {_shown(rebuild)}")
     return _VIEWS[rebuild](*arguments)
 
 
-_VIEWS: Final[dict[_Name, Callable[..., Any]]] = {
-    _Name("torch._utils", "_rebuild_tensor"): _view,
-    _Name("torch._utils", "_rebuild_tensor_v2"): _view,
-    _Name("torch._utils", "_rebuild_tensor_v3"): _view_as,
+_VIEWS: Final[dict[str, Callable[..., Any]]] = {
+    "torch._utils._rebuild_tensor": _view,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _view_as,
 }
-_FUNCTIONS: Final[dict[_Name, Callable[..., Any]]] = {
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **_VIEWS,
-    _Name("collections", "OrderedDict"): _dict,
-    _Name("torch", "Size"): _sizes,
-    _Name("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-    _Name("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
-    _Name("torch._tensor", "_rebuild_from_type_v2"): _of_class,
+    "collections.OrderedDict": _dict,
+    "torch.Size": _sizes,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": _of_class,
 }
-_KNOWN: Final = frozenset((*_STORAGES, _UNTYPED, *_DTYPES, *_CLASSES, *_FUNCTIONS))
+_KNOWN: Final = frozenset((*_STORAGES, *_DTYPES, *_TABLES["classes"], *_FUNCTIONS))
 
-_CONSTANTS: Final = frozenset(
-    (
-        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    )
-)
-"""Opcodes that push their argument."""
-_MADE: Final[dict[str, Callable[[], Any]]] = {
+
+def _name(module: Any, name: Any) -> _Name:
+    parts = [part if isinstance(part, str) else None for part in (module, name)]
+    found = ".".join("?" if part is None else part[:100] for part in parts)
+    if None in parts or found not in _KNOWN:
+        raise PickleError(f"needs {found}")
+    return _Name(found)
+
+
+def _storage(identity: Any) -> Storage:
+    """The only kind of object that torch refers to by an identity of its own."""
+    if type(identity) is not tuple or not 5 <= len(identity) <= 6:
+        raise PickleError(f"needs the object {_shown(identity)}, not a plain storage")
+    kind, storage, key, _location, elements, *view = identity
+    if type(kind) is not str or kind != "storage" or type(key) is not str or any(part is not None for part in view):
+        raise PickleError(f"needs an object of the kind {_shown(kind)}, not of a plain storage")
+    if type(storage) is not _Name or storage not in _STORAGES:
+        raise PickleError(f"{_shown(storage)} is no storage")
+    return Storage(_STORAGES[storage], key, _size(elements))
+
+
+_PUSHED: Final[dict[str, Callable[..., Any]]] = {
+    **dict.fromkeys(_TABLES["constants"], lambda argument: argument),
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
+    **dict.fromkeys(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), lambda *items: items),
+    "TUPLE": tuple,
     "EMPTY_LIST": list,
+    "LIST": list,
     "EMPTY_DICT": dict,
+    "DICT": lambda items: _updated({}, items),
+    "APPEND": lambda target, item: _extended(target, [item]),
+    "APPENDS": _extended,
+    "SETITEM": lambda target, key, value: _updated(target, [key, value]),
+    "SETITEMS": _updated,
+    # attributes of an OrderedDict, such as the `_metadata` of a state dict, which nothing here needs
+    "BUILD": lambda target, _: _updated(target, []),
+    "GLOBAL": lambda argument: _name(*argument.split(" ", 1)),
+    "STACK_GLOBAL": _name,
+    "BINPERSID": _storage,
 }
-"""Opcodes without an argument, and what they push."""
+"""What opcodes push, made of their argument or of what they take from the stack, where items after a mark are a list.
+
+BUILD and those that add items take what they add to, too, and push it again."""
 
 
 def run_pickle(file: IO[bytes]) -> Any:
@@ -172,14 +195,14 @@ def run_pickle(file: IO[bytes]) -> Any:
     machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(file):
-            machine.step(opcode.name, argument)
-        return machine.pop()
+            machine.step(opcode, argument)
+        return machine.result()
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, AssertionError, RecursionError) as error:
         raise PickleError(f"not a pickle of a state dict ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 class _Machine:
-    """A stack, the stacks that MARK put aside, and the memo; a method for each opcode that is known by no table."""
+    """A stack, the stacks that MARK put aside, and the memo."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -187,133 +210,53 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._steps = 0
 
-    def step(self, opcode: str, argument: Any) -> None:
+    def result(self) -> Any:
+        return self._stack.pop()
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         self._count(1)
         if type(argument) is int and argument.bit_length() > 128:
             raise PickleError("a number of more than 128 bits")
-        if opcode in _CONSTANTS or opcode in _MADE:
-            self._stack.append(argument if opcode in _CONSTANTS else _MADE[opcode]())
-            return
-        method = getattr(self, f"_{opcode.lower()}", None)
-        if method is None:
-            raise PickleError(f"needs the opcode {opcode}")
-        method(argument)
+        match opcode.name:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "MARK":
+                if len(self._marks) == _DEEPEST:
+                    raise PickleError(f"containers in containers, more than {_DEEPEST} times")
+                self._marks.append(self._stack)
+                self._stack = []
+            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self._stack.append(self._memo[argument])
+            case "REDUCE":
+                self._stack.append(self._reduced(*self._taken(opcode)))
+            case name if name in _PUSHED:
+                taken = self._taken(opcode) if argument is None else [argument]
+                self._stack.append(_PUSHED[name](*taken))
+            case name:
+                raise PickleError(f"needs the opcode {name}")
 
     def _count(self, steps: int) -> None:
         self._steps += steps
         if self._steps > _MOST_STEPS:
             raise PickleError(f"a program of more than {_MOST_STEPS:,} steps, which no state dict takes")
 
-    def pop(self) -> Any:
-        return self._stack.pop()
+    def _taken(self, opcode: pickletools.OpcodeInfo) -> list[Any]:
+        """What an opcode takes from the stack, the lowest first."""
+        taken = []
+        for kind in reversed(opcode.stack_before):
+            if kind is pickletools.stackslice:
+                taken.append(self._stack)
+                self._stack = self._marks.pop()
+            elif kind is not pickletools.markobject:
+                taken.append(self._stack.pop())
+        return taken[::-1]
 
-    def _pop_to_mark(self) -> list[Any]:
-        items, self._stack = self._stack, self._marks.pop()
-        return items
-
-    def _proto(self, _: int) -> None:
-        pass
-
-    _frame = _stop = _proto
-
-    def _mark(self, _: None) -> None:
-        if len(self._marks) == _DEEPEST:
-            raise PickleError(f"containers in containers, more than {_DEEPEST} times")
-        self._marks.append(self._stack)
-        self._stack = []
-
-    def _tuple(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._stack.append(tuple(items))
-
-    def _tuple1(self, _: None) -> None:
-        self._stack[-1:] = [(self._stack[-1],)]
-
-    def _tuple2(self, _: None) -> None:
-        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
-
-    def _tuple3(self, _: None) -> None:
-        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
-
-    def _list(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._stack.append(items)
-
-    def _append(self, _: None) -> None:
-        item = self.pop()
-        self._target(list).append(item)
-
-    def _appends(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._target(list).extend(items)
-
-    def _dict(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._stack.append(_dict(zip(items[::2], items[1::2], strict=True)))
-
-    def _setitem(self, _: None) -> None:
-        value = self.pop()
-        key = self.pop()
-        self._target(dict)[_key(key)] = value
-
-    def _setitems(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._target(dict).update(_dict(zip(items[::2], items[1::2], strict=True)))
-
-    def _target(self, kind: type) -> Any:
-        if type(self._stack[-1]) is not kind:
-            raise PickleError(f"adds items to a {type(self._stack[-1]).__name__}")
-        return self._stack[-1]
-
-    def _memoize(self, _: None) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def _binput(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
-
-    _put = _long_binput = _binput
-
-    def _binget(self, index: int) -> None:
-        self._stack.append(self._memo[index])
-
-    _get = _long_binget = _binget
-
-    def _global(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self._push_name(_Name(module, name))
-
-    def _stack_global(self, _: None) -> None:
-        name = self.pop()
-        self._push_name(_Name(self.pop(), name))
-
-    def _push_name(self, name: _Name) -> None:
-        if not all(isinstance(part, str) for part in name) or name not in _KNOWN:
-            raise PickleError(f"needs {'.'.join(str(part)[:100] if isinstance(part, str) else '?' for part in name)}")
-        self._stack.append(name)
-
-    def _binpersid(self, _: None) -> None:
-        """A storage, the only kind of object that torch refers to by an identity of its own."""
-        identity = self.pop()
-        if type(identity) is not tuple or not 5 <= len(identity) <= 6:
-            raise PickleError(f"needs the object {_shown(identity)}, not a plain storage")
-        kind, storage, key, _location, elements, *view = identity
-        if type(kind) is not str or kind != "storage" or type(key) is not str or any(part is not None for part in view):
-            raise PickleError(f"needs an object of the kind {_shown(kind)}, not of a plain storage")
-        if type(storage) is not _Name or (storage != _UNTYPED and storage not in _STORAGES):
-            raise PickleError(f"{_shown(storage)} is no storage")
-        self._stack.append(Storage(_STORAGES.get(storage), key, _size(elements)))
-
-    def _reduce(self, _: None) -> None:
-        arguments = self.pop()
-        function = self.pop()
+    def _reduced(self, function: Any, arguments: Any) -> Any:
         if type(function) is not _Name or function not in _FUNCTIONS:
             raise PickleError(f"calls {_shown(function)}")
         if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
             raise PickleError(f"calls {function} with other arguments than it takes")
         self._count(sum(len(argument) for argument in arguments if isinstance(argument, (tuple, list, dict))))
-        self._stack.append(_FUNCTIONS[function](*arguments))
-
-    def _build(self, _: None) -> None:
-        """Attributes of an OrderedDict, such as the `_metadata` of a state dict, which nothing here needs."""
-        self.pop()
-        self._target(dict)
+        return _FUNCTIONS[function](*arguments)
