@@ -37,20 +37,13 @@ class ErrorSums:
 
     The error of a value is its float32 (or half-precision) original minus the float32 product value(code) · absmax,
     before any rounding to an output dtype.
-
-    Attributes:
-        max_error: float32, the largest |error|; NaN is ignored.
-        max_relative_error: float32, the largest |error| / absmax of the value's block; NaN is ignored.
-        squared_error: float64, Σ error².
-        squared_weight: float64, Σ weight².
-        outside: int64, how many values are outside the bound of the module docstring; an error that is NaN or infinite
-            always is.
     """
 
-    max_error: torch.Tensor
-    max_relative_error: torch.Tensor
-    squared_error: torch.Tensor
-    squared_weight: torch.Tensor
+    max_error: torch.Tensor  # float32, the largest |error|; NaN is ignored
+    max_relative_error: torch.Tensor  # float32, the largest |error| / absmax of the value's block; NaN is ignored
+    squared_error: torch.Tensor  # float64, Σ error²
+    squared_weight: torch.Tensor  # float64, Σ weight²
+    # int64, how many values are outside the bound of the module docstring; an error that is NaN or infinite always is
     outside: torch.Tensor
 
 

@@ -39,19 +39,12 @@ def _kept(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 @dataclass
 class NestedState:
-    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`, the offset being QuantState's.
+    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`; the offset is QuantState's."""
 
-    Attributes:
-        absmax: [ceil(blocks / 256)] float32.
-        code: [256] float32.
-        blocksize: 256, the only value bitsandbytes knows.
-        dtype: float32, of the absmax before it was quantized.
-    """
-
-    absmax: torch.Tensor
-    code: torch.Tensor
-    blocksize: int = NESTED_BLOCKSIZE
-    dtype: torch.dtype = torch.float32
+    absmax: torch.Tensor  # [ceil(blocks / 256)] float32
+    code: torch.Tensor  # [256] float32
+    blocksize: int = NESTED_BLOCKSIZE  # 256, the only value bitsandbytes knows
+    dtype: torch.dtype = torch.float32  # float32, of the absmax before it was quantized
 
 
 class Decoding(NamedTuple):
@@ -78,27 +71,16 @@ class Decoding(NamedTuple):
 
 @dataclass
 class QuantState:
-    """Everything but the packed codes of a 4-bit weight.
+    """Everything but the packed codes of a 4-bit weight."""
 
-    Attributes:
-        absmax: [blocks] float32, or uint8 codes when nested.
-        shape: of the weight.
-        dtype: of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default.
-        blocksize: elements that share one absmax, 32 … 4096.
-        quant_type: "nf4" or "fp4".
-        code: [16] float32.
-        offset: 0-d float32, on absmax's device; None unless nested.
-        state2: how absmax itself is decoded; None unless nested.
-    """
-
-    absmax: torch.Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    blocksize: int
-    quant_type: str
-    code: torch.Tensor
-    offset: torch.Tensor | None = None
-    state2: NestedState | None = None
+    absmax: torch.Tensor  # [blocks] float32, or uint8 codes when nested
+    shape: torch.Size  # of the weight
+    dtype: torch.dtype  # of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default
+    blocksize: int  # elements that share one absmax, 32 … 4096
+    quant_type: str  # "nf4" or "fp4"
+    code: torch.Tensor  # [16] float32
+    offset: torch.Tensor | None = None  # 0-d float32, on absmax's device; None unless nested
+    state2: NestedState | None = None  # how absmax itself is decoded; None unless nested
 
     @property
     def nested(self) -> bool:

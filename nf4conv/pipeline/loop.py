@@ -113,20 +113,15 @@ class Pipeline(Generic[W]):
         workers: threads.
         buffer_size: bytes of host buffers for reading, all workers together.
         advance: told how many source bytes have been read, from any thread.
-
-    Attributes:
-        piece: bytes that a worker reads at a time.
-        elapsed: wall-clock seconds from the first task to the end of the last, workers being ready.
-        seconds: time spent by activity, summed over the workers.
     """
 
     def __init__(self, engine: Engine[W], *, workers: int, buffer_size: int, advance: Callable[[int], None]) -> None:
         self.engine = engine
         self.workers = workers
-        self.piece = piece_size(buffer_size, workers)
+        self.piece = piece_size(buffer_size, workers)  # bytes that a worker reads at a time
         self.advance = advance
-        self.elapsed = 0.0
-        self.seconds: defaultdict[Activity, float] = defaultdict(float)
+        self.elapsed = 0.0  # wall-clock seconds from the first task to the end of the last, workers being ready
+        self.seconds: defaultdict[Activity, float] = defaultdict(float)  # summed over the workers
 
     def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.

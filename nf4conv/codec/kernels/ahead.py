@@ -25,32 +25,20 @@ _LONGEST: Final = 120
 
 
 class Variant(NamedTuple):
-    """A kernel that is to be compiled.
+    """A kernel that is to be compiled."""
 
-    Attributes:
-        kernel: the function.
-        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
-        num_warps: of 32 threads, for each program.
-    """
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    num_warps: int
+    kernel: Any  # the function
+    arguments: tuple[Any, ...]  # tensors of the right dtypes, any integers, and its constexprs, in its order
+    num_warps: int  # of 32 threads, for each program
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Kernels for one purpose on one kind of GPU.
+    """Kernels for one purpose on one kind of GPU."""
 
-    Attributes:
-        kernels: by name.
-        tables: what they read, by name.
-        numbers: what their callers must know, by name.
-    """
-
-    kernels: dict[str, Variant]
-    tables: dict[str, bytes]
-    numbers: dict[str, int]
+    kernels: dict[str, Variant]  # by name
+    tables: dict[str, bytes]  # what they read, by name
+    numbers: dict[str, int]  # what their callers must know, by name
 
 
 def encoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str) -> Codec:

@@ -21,27 +21,16 @@ _TILE: Final = 512
 
 @dataclass(eq=False)  # told apart by identity, which is faster
 class Shape:
-    """What product_kernel is compiled for.
+    """What product_kernel is compiled for."""
 
-    Attributes:
-        rows: of x at most.
-        ranges: of k that a warp works on at once: 2, 1 for up to 2, 4 rows, and 1 for more.
-        column_tiles: rows of x by 8, or 0: wide.
-        warps: of a program.
-        slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
-        blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
-        copied: of these, whose x is copied to shared memory at once; 0 if wide.
-        nested: whether absmax is uint8 codes.
-    """
-
-    rows: int
-    ranges: int
-    column_tiles: int
-    warps: int
-    slots: int
-    blocks: int
-    copied: int
-    nested: bool = True
+    rows: int  # of x at most
+    ranges: int  # of k that a warp works on at once: 2, 1 for up to 2, 4 rows, and 1 for more
+    column_tiles: int  # rows of x by 8, or 0: wide
+    warps: int  # of a program
+    slots: int  # rows of W that a lane works on: 4 if wide, otherwise 2 or 4
+    blocks: int  # of 64 k in a stage of a warp, for each of its ranges: 2 if wide
+    copied: int  # of these, whose x is copied to shared memory at once; 0 if wide
+    nested: bool = True  # whether absmax is uint8 codes
 
     def __post_init__(self) -> None:
         self.plain: Shape = replace(self, nested=False) if self.nested else self

@@ -98,12 +98,7 @@ class Device:
 
 
 class DeviceMemory:
-    """Bytes on the device.
-
-    Attributes:
-        address: of the first; a multiple of 256.
-        size: in bytes.
-    """
+    """Bytes on the device, of which the first has an address that is a multiple of 256."""
 
     def __init__(self, size: int) -> None:
         address = ctypes.c_uint64()
@@ -113,12 +108,7 @@ class DeviceMemory:
 
 
 class PinnedMemory:
-    """Bytes on the host that the device copies at full speed.
-
-    Attributes:
-        address: of the first.
-        view: the bytes.
-    """
+    """Bytes on the host that the device copies at full speed: the address of the first, and a view of them."""
 
     def __init__(self, size: int) -> None:
         address = ctypes.c_void_p()

@@ -43,15 +43,11 @@ def starts(sizes: Iterable[int]) -> list[int]:
 
 
 class Reading:
-    """A worker's input as a task fills it.
-
-    Attributes:
-        stop: how much of it is used so far.
-    """
+    """A worker's input as a task fills it."""
 
     def __init__(self, worker: CudaWorker) -> None:
         self.worker = worker
-        self.stop = 0
+        self.stop = 0  # how much of it is used so far
         self._ranges: list[FileRange] = []
         self._positions: list[int] = []
 

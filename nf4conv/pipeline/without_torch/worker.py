@@ -36,9 +36,6 @@ class CudaEngine:
         device: of this process.
         kernels: by purpose.
         returned: how many bytes come back from the device for each that goes there.
-
-    Attributes:
-        kernels: by purpose, with their tables on the device.
     """
 
     def __init__(self, device: Device, kernels: Mapping[Purpose, Kernels[bytes]], returned: float) -> None:
@@ -48,7 +45,7 @@ class CudaEngine:
         self._spare: list[DeviceMemory] = []
         self._held = 0
         stream = Stream()
-        self.kernels = {
+        self.kernels = {  # by purpose, with their tables on the device
             purpose: Kernels(
                 found.functions,
                 {name: self._upload(stream, content) for name, content in found.tables.items()},
@@ -105,20 +102,14 @@ class CudaEngine:
 
 
 class CudaWorker(Worker):
-    """A thread's buffers, of so many bytes on either side.
-
-    Attributes:
-        engine: whose kernels it launches.
-        stream: on which it does.
-        source, result: host memory: a piece of weights with room for tables, and what comes back.
-        input, output: the same on the device.
-    """
+    """A thread's stream and buffers, of so many bytes on either side."""
 
     def __init__(
         self, engine: CudaEngine, reader: Reader, sizes: tuple[int, int], advance: Callable[[int], None]
     ) -> None:
         self.engine = engine
         self.stream = Stream()
+        # a piece of weights with room for tables, and what comes back; the same on the device
         self.source, self.result = (PinnedMemory(size) for size in sizes)
         self.input, self.output = (engine.allocate(size) for size in sizes)
         self._scratch: DeviceMemory | None = None
