@@ -44,159 +44,108 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Where a checkpoint comes from. On the Hub, what huggingface_hub reads from the environment applies as well.
+    """Where a checkpoint comes from. On the Hub, what huggingface_hub reads from the environment applies as well."""
 
-    Attributes:
-        revision: branch, tag or commit; None for the main branch.
-        token: to read with; None for the one that is logged in.
-        cache_dir: where downloads are kept; None for huggingface_hub's.
-        local_files_only: take what is in the cache, and ask nobody.
-        subfolder: of the repository or folder that holds the checkpoint.
-        variant: such as "fp16", in the names of the weight files.
-        stream: fetch weights as they are needed and keep no copy.
-    """
-
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    cache_dir: Path | None = None
-    local_files_only: bool = False
-    subfolder: str | None = None
-    variant: str | None = None
-    stream: bool = False
+    revision: str | None = None  # branch, tag or commit; None for the main branch
+    token: str | None = field(default=None, repr=False)  # to read with; None for the one that is logged in
+    cache_dir: Path | None = None  # where downloads are kept; None for huggingface_hub's
+    local_files_only: bool = False  # take what is in the cache, and ask nobody
+    subfolder: str | None = None  # of the repository or folder that holds the checkpoint
+    variant: str | None = None  # such as "fp16", in the names of the weight files
+    stream: bool = False  # fetch weights as they are needed and keep no copy
 
 
 @dataclass(frozen=True)
 class PushOptions:
-    """Where a result goes on the Hub.
+    """Where a result goes on the Hub."""
 
-    Attributes:
-        push_to_hub: "org/name" of a model repository, made if it does not exist; None to push nothing.
-        public: whether everybody may see it.
-        token: to write with; None for the one that is logged in.
-    """
-
-    push_to_hub: str | None = None
-    public: bool = False
-    token: str | bool | None = field(default=None, repr=False)
+    push_to_hub: str | None = None  # "org/name" of a model repository, made if it does not exist; None to push nothing
+    public: bool = False  # whether everybody may see it
+    token: str | bool | None = field(default=None, repr=False)  # to write with; None for the one that is logged in
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What `quantize` makes of a checkpoint.
+    """What `quantize` makes of a checkpoint."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4"; None takes what most of a 4-bit source has, or else "nf4".
-        blocksize: elements that share one absmax; None as for quant_type, or else 64.
-        double_quant: whether absmax is quantized too; None as for quant_type, or else True.
-        compute_dtype: what loaders compute in: "bfloat16", "float16" or "float32"; None takes what the config of a
-            4-bit source says, or else `dtype` unless that is float32, which is slow.
-        dtype: what unquantized tensors are stored in and weights are cast to before they are packed; None takes the
-            config's, or else the dtype that most of the checkpoint is stored in.
-        include: glob patterns; only tensors that match one are packed, those included of which the rules are unsure.
-            Empty: all that can be.
-        exclude: glob patterns of tensors to keep, beside those that are kept anyway.
-        skip_modules: modules to keep, as `llm_int8_skip_modules` in transformers 4 or 5.
-        quantize_towers: whether to pack vision and audio towers too.
-        moe: how experts are stored: "portable" keeps them in 16 bits, which loads everywhere; "per-expert" packs those
-            that are stored one by one, which transformers 4 and vLLM load but transformers 5 does not. None is
-            "portable", but leaves packed what a 4-bit source has packed.
-        plan_with: who says which modules are linear: our "rules", or the installed "transformers".
-        max_shard_size: bytes of an output file. Several files are written at a time, which is faster than one.
-        non_finite: what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized.
-        lora: adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub.
-        single_file: whether the output is one file for image tools, under the names that the authors gave the weights.
-        quant_storage: what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None
-            as for quant_type, or else "uint8".
-        base_model: "org/name" of the original, for the model card; None takes where the source is from, or what its
-            config.json says.
-        scales: "absmax", with the bytes of bitsandbytes; or "search", which makes the squared error of every block
-            smaller in as many bytes, by a scale of its own, of either sign. None as for quant_type, or else "absmax".
-    """
-
-    quant_type: str | None = None
-    blocksize: int | None = None
-    double_quant: bool | None = None
+    quant_type: str | None = None  # "nf4" or "fp4"; None takes what most of a 4-bit source has, or else "nf4"
+    blocksize: int | None = None  # elements that share one absmax; None as for quant_type, or else 64
+    double_quant: bool | None = None  # whether absmax is quantized too; None as for quant_type, or else True
+    # what loaders compute in: "bfloat16", "float16" or "float32"; None takes what the config of a 4-bit source says, or
+    # else `dtype` unless that is float32, which is slow
     compute_dtype: str | None = None
+    # what unquantized tensors are stored in and weights are cast to before they are packed; None takes the config's, or
+    # else the dtype that most of the checkpoint is stored in
     dtype: str | None = None
+    # glob patterns; only tensors that match one are packed, those included of which the rules are unsure. Empty: all
+    # that can be.
     include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    skip_modules: tuple[str, ...] = ()
-    quantize_towers: bool = False
+    exclude: tuple[str, ...] = ()  # glob patterns of tensors to keep, beside those that are kept anyway
+    skip_modules: tuple[str, ...] = ()  # modules to keep, as `llm_int8_skip_modules` in transformers 4 or 5
+    quantize_towers: bool = False  # whether to pack vision and audio towers too
+    # how experts are stored: "portable" keeps them in 16 bits, which loads everywhere; "per-expert" packs those that
+    # are stored one by one, which transformers 4 and vLLM load but transformers 5 does not. None is "portable", but
+    # leaves packed what a 4-bit source has packed.
     moe: str | None = None
-    plan_with: str = "rules"
+    plan_with: str = "rules"  # who says which modules are linear: our "rules", or the installed "transformers"
+    # bytes of an output file. Several files are written at a time, which is faster than one.
     max_shard_size: int = 10**9
-    non_finite: str = "refuse"
+    non_finite: str = "refuse"  # what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized
+    # adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub
     lora: tuple[str, ...] = ()
+    # whether the output is one file for image tools, under the names that the authors gave the weights
     single_file: bool = False
+    # what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None as for quant_type,
+    # or else "uint8"
     quant_storage: str | None = None
+    # "org/name" of the original, for the model card; None takes where the source is from, or what its config.json says
     base_model: str | None = None
+    # "absmax", with the bytes of bitsandbytes; or "search", which makes the squared error of every block smaller in as
+    # many bytes, by a scale of its own, of either sign. None as for quant_type, or else "absmax".
     scales: str | None = None
 
 
 @dataclass(frozen=True)
 class DequantizeOptions:
-    """What `dequantize` makes of a 4-bit checkpoint.
+    """What `dequantize` makes of a 4-bit checkpoint."""
 
-    Attributes:
-        dtype: what all float tensors are stored in, except those that are float32 by design; None decodes each weight
-            to the dtype that it had before it was quantized, and leaves the rest as it is.
-        include: glob patterns; only weights that match one are decoded. Empty: all.
-        exclude: glob patterns of weights to leave in 4 bits.
-        max_shard_size: bytes of an output file.
-        lora: as of QuantizeOptions; with them the checkpoint need not be in 4 bits.
-    """
-
+    # what all float tensors are stored in, except those that are float32 by design; None decodes each weight to the
+    # dtype that it had before it was quantized, and leaves the rest as it is
     dtype: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    max_shard_size: int = 10**9
-    lora: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()  # glob patterns; only weights that match one are decoded. Empty: all.
+    exclude: tuple[str, ...] = ()  # glob patterns of weights to leave in 4 bits
+    max_shard_size: int = 10**9  # bytes of an output file
+    lora: tuple[str, ...] = ()  # as of QuantizeOptions; with them the checkpoint need not be in 4 bits
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What `compare` looks at, and what it lets pass.
+    """What `compare` looks at, and what it lets pass."""
 
-    Attributes:
-        tolerance: the largest relative Frobenius error of a tensor, 0 asking for equal values however they are
-            stored; None asks for equal bytes.
-        include: glob patterns; only tensors that match one are compared. Empty: all.
-        exclude: glob patterns of tensors to leave out.
-    """
-
+    # the largest relative Frobenius error of a tensor, 0 asking for equal values however they are stored; None asks for
+    # equal bytes
     tolerance: float | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()  # glob patterns; only tensors that match one are compared. Empty: all.
+    exclude: tuple[str, ...] = ()  # glob patterns of tensors to leave out
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What `verify` requires of a checkpoint that is compared with its source.
+    """What `verify` requires of a checkpoint that is compared with its source."""
 
-    Attributes:
-        tolerance: the largest relative Frobenius error of a packed weight; None for that of its data type and
-            blocksize, see tolerance.py.
-        exact: require the bytes that quantizing the source gives.
-        lora: adapters that were merged into the source; as of QuantizeOptions.
-    """
-
+    # the largest relative Frobenius error of a packed weight; None for that of its data type and blocksize, see
+    # tolerance.py
     tolerance: float | None = None
-    exact: bool = False
-    lora: tuple[str, ...] = ()
+    exact: bool = False  # require the bytes that quantizing the source gives
+    lora: tuple[str, ...] = ()  # adapters that were merged into the source; as of QuantizeOptions
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """How `evaluate` compares two models.
+    """How `evaluate` compares two models."""
 
-    Attributes:
-        text: a file of UTF-8 text, or of token ids (.npy); None takes the reference of the Python language.
-        tokens: how many to read; None: 16,384, or as many as 2 GiB of log-probabilities are of.
-        max_kl: fail if the mean divergence is larger, in nats.
-        card: whether to write the figures into OUT/README.md, and to renew its line in SHA256SUMS.
-    """
-
+    # a file of UTF-8 text, or of token ids (.npy); None takes the reference of the Python language
     text: Path | None = None
-    tokens: int | None = None
-    max_kl: float | None = None
-    card: bool = False
+    tokens: int | None = None  # how many to read; None: 16,384, or as many as 2 GiB of log-probabilities are of
+    max_kl: float | None = None  # fail if the mean divergence is larger, in nats
+    card: bool = False  # whether to write the figures into OUT/README.md, and to renew its line in SHA256SUMS
