@@ -55,7 +55,9 @@ def quantized_config(
 
 def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The content of config.json for a checkpoint without any quantization, stored in a dtype such as "bfloat16"."""
-    return _with_dtype(without_quantization(config), dtype)
+    config = without_quantization(config)
+    keys = [key for key in DTYPE_KEYS if key in config] or ["dtype"]
+    return _with_present_dtype(config, dtype) | dict.fromkeys([*keys, "torch_dtype"], dtype)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +67,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in LEFTOVERS
     }
-
-
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    keys = [key for key in DTYPE_KEYS if key in config] or ["dtype"]
-    return _with_present_dtype(config, dtype) | dict.fromkeys([*keys, "torch_dtype"], dtype)
 
 
 def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

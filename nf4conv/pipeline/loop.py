@@ -16,6 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -105,23 +106,21 @@ class MemoryUse(NamedTuple):
     device: int
 
 
+@dataclass(eq=False)
 class Pipeline(Generic[W]):
-    """Runs tasks on an engine with bounded memory.
+    """Runs tasks on an engine with bounded memory."""
 
-    Args:
-        engine: how to compute.
-        workers: threads.
-        buffer_size: bytes of host buffers for reading, all workers together.
-        advance: told how many source bytes have been read, from any thread.
-    """
+    engine: Engine[W]  # how to compute
+    workers: int  # threads
+    buffer_size: int  # bytes of host buffers for reading, all workers together
+    advance: Callable[[int], None]  # told how many source bytes have been read, from any thread
+    elapsed: float = 0.0  # wall-clock seconds from the first task to the end of the last, workers being ready
+    seconds: defaultdict[Activity, float] = field(default_factory=lambda: defaultdict(float))  # of all workers
 
-    def __init__(self, engine: Engine[W], *, workers: int, buffer_size: int, advance: Callable[[int], None]) -> None:
-        self.engine = engine
-        self.workers = workers
-        self.piece = piece_size(buffer_size, workers)  # bytes that a worker reads at a time
-        self.advance = advance
-        self.elapsed = 0.0  # wall-clock seconds from the first task to the end of the last, workers being ready
-        self.seconds: defaultdict[Activity, float] = defaultdict(float)  # summed over the workers
+    @property
+    def piece(self) -> int:
+        """Bytes that a worker reads at a time."""
+        return piece_size(self.buffer_size, self.workers)
 
     def run(self, tasks: Iterable[Task[W]], reader: Reader | None = None) -> None:
         """Run all tasks; the first error stops the others and is raised.

@@ -7,7 +7,7 @@ piece by piece does not.
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -63,33 +63,18 @@ class CastError(SourceError):
         )
 
 
+@dataclass(eq=False)
 class ShardProgress:
-    """A shard being written: its file, the JSON blobs gathered so far, and how many of its tasks are left.
+    """A shard being written: its file, the JSON blobs gathered so far, and how many of its tasks are left."""
 
-    Args:
-        shard: its plan.
-        format: how weights are packed.
-        writer: its file.
-        finished: called with the size of the file once it is complete.
-        audit: what is to look at everything that has been written; None for nothing.
-    """
-
-    def __init__(
-        self,
-        shard: Shard,
-        format: Format,
-        writer: ShardWriter,
-        finished: Callable[[int], None],
-        audit: Audit | None = None,
-    ) -> None:
-        self.shard = shard
-        self.format = format
-        self.writer = writer
-        self.audit = audit
-        self._finished = finished
-        self._blobs: dict[str, bytes] = {}
-        self._left = 0
-        self._lock = threading.Lock()
+    shard: Shard  # its plan
+    format: Format  # how weights are packed
+    writer: ShardWriter  # its file
+    finished: Callable[[int], None]  # called with the size of the file once it is complete
+    audit: Audit | None = None  # what is to look at everything that has been written; None for nothing
+    _blobs: dict[str, bytes] = field(default_factory=dict)
+    _left: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def expect(self, tasks: int) -> None:
         """Set how many tasks fill this shard."""
@@ -113,7 +98,7 @@ class ShardProgress:
                 start = self.shard.fixed_size + len(tail)
                 entries.append((component_name(job, job.components[-1]), "U8", (len(blob),), start, start + len(blob)))
                 tail += blob
-        self._finished(self.writer.finish(entries, bytes(tail)))
+        self.finished(self.writer.finish(entries, bytes(tail)))
 
 
 @dataclass(frozen=True)

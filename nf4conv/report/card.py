@@ -72,14 +72,8 @@ def model_card(
 ) -> str:
     """The card: front matter by which the Hub files the model under its original, and what was done to it.
 
-    Args:
-        source: the original.
-        plan: what was written.
-        config: the content of the output's config.json.
-        front: from `read_front_matter`; what it says of license and language is taken over.
-        figures: sizes.
-        loading: how the result is loaded.
-        base_model: what the user calls the original.
+    `config` is the content of the output's config.json, `front` that of the original's card, of which license and
+    language are taken over (`read_front_matter`), and `base_model` what the user calls the original.
     """
     library = ("transformers" if source.stem == "model" else "diffusers") if loading is None else loading.library
     origin, base, name = _named(source, base_model)
@@ -120,13 +114,7 @@ def diffusers_card(
 ) -> str:
     """The card of a diffusers pipeline, as `model_card`.
 
-    Args:
-        front: of the original's card.
-        loading: how the result is loaded.
-        submodels: (original, what was written) of each, by name.
-        figures: of each.
-        verified: an audit's summary of all of them; None if nothing was verified.
-        base_model: what the user calls the original.
+    `submodels` has (original, what was written) of each by name, and `verified` an audit's summary of all of them.
     """
     # what is not packed keeps dtypes of its own
     source, plan = next(
@@ -179,9 +167,7 @@ def _front_matter(subject: _Subject) -> dict[str, Any]:
 def read_front_matter(path: Path, root: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What a card says at its top, and a line for the user about why it cannot be read.
 
-    Args:
-        path: of the card.
-        root: the folder that links may not lead out of.
+    Links may not lead out of the `root`.
     """
     if not path.is_file():
         return {}, ()

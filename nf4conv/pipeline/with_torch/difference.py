@@ -24,13 +24,13 @@ _CHUNK: Final = 2**18  # values compared at a time: in float64 they take a few t
 
 def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of tensors that are stored alike, byte by byte."""
+
+    def room(pair: tuple[FileRange, FileRange]) -> int:
+        return sum(aligned(stop - start) for _, start, stop in pair)
+
     for result in results:
-        for pairs in batches(_range_pairs(result, piece // 2), _room_of, piece, lambda _: None):
+        for pairs in batches(_range_pairs(result, piece // 2), room, piece, lambda _: None):
             yield partial(_compare_bytes, result, pairs)
-
-
-def _room_of(pair: tuple[FileRange, FileRange]) -> int:
-    return sum(aligned(stop - start) for _, start, stop in pair)
 
 
 def _range_pairs(result: TensorDifference, most: int) -> Iterator[tuple[FileRange, FileRange]]:

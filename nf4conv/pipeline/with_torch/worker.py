@@ -36,11 +36,11 @@ class TorchEngine:
             with torch.inference_mode():
                 if self._device.type == "cpu":
                     torch.set_num_threads(1)  # of this thread only: the workers are the parallelism
-                    yield TorchWorker(self, self._device, None, reader, piece, advance)
+                    yield TorchWorker(self, None, reader, piece, advance)
                 else:
                     stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(stream):
-                        yield TorchWorker(self, self._device, stream, reader, piece, advance)
+                        yield TorchWorker(self, stream, reader, piece, advance)
         except (RuntimeError, MemoryError) as error:
             # on a CPU torch says so in words only
             if type(error) is RuntimeError and not any(words in str(error) for words in _OUT_OF_MEMORY):
@@ -58,13 +58,12 @@ class TorchWorker(Worker):
     def __init__(
         self,
         engine: TorchEngine,
-        device: torch.device,
         stream: torch.cuda.Stream | None,
         reader: Reader,
         piece: int,
         advance: Callable[[int], None],
     ) -> None:
-        self.device = device
+        self.device = engine._device
         self._stream = stream
         self._engine = engine
         self._input = torch.empty(piece, dtype=torch.uint8, pin_memory=stream is not None)
