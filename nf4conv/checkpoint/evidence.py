@@ -83,18 +83,15 @@ class Evidence:
             names_in_blocks=frozenset(_names_in_blocks(tensors)) if only_blocks else frozenset(),
         )
 
-    def why_not_a_matrix(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
-        """Why a tensor is not the weight of a module that multiplies with a matrix."""
+    def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
+        """Why a tensor is certainly not the weight of an `nn.Linear`; None when it may be one."""
         if len(shape) > 2:
             return Why.STACKED_EXPERTS if re.search(r"(^|\.)experts\.", name) else "a convolution or another tensor"
         if len(shape) < 2:
             return "a vector"
         if not name.endswith(".weight"):
             return "a bare parameter, not a module's weight"
-        return None
-
-    def why_not_linear(self, module: str) -> str | None:
-        """Why a matrix is certainly no `nn.Linear`; None when it may be one."""
+        module = module_of(name)
         leaf = module.rpartition(".")[2]
         if not is_embedding(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
             return None

@@ -157,7 +157,7 @@ def _decide(
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
         return Pack(matrices, "experts, one nn.Linear each")
-    why = evidence.why_not_a_matrix(tensor.name, tensor.shape) or evidence.why_not_linear(module)
+    why = evidence.why_not_linear(tensor.name, tensor.shape)
     if why is not None:
         return Keep(why, keep_dtype)
     is_packed = is_in_4_bits(tensor)  # what a 4-bit source has packed is a linear layer, and stays packed

@@ -205,12 +205,7 @@ def backend(device: torch.device) -> ModuleType:
 
 
 def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """The backend for a kind of device.
-
-    Args:
-        device_type: torch's: "cpu", "cuda", "mps", …
-        capability: compute capability of an NVIDIA GPU; None of any other device.
-    """
+    """The backend for a kind of device, by torch's name of it, and the compute capability of an NVIDIA GPU, or None."""
     if device_type == "cpu":
         return cpu
     if why_plain(capability):

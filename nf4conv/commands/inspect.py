@@ -68,7 +68,9 @@ def _inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
     source = open_stored(path, replace(where or SourceOptions(), stream=True))
     small_ones = (tensor for tensor in source.tensors if tensor.nbytes <= LARGEST_QUANT_STATE)
     suffixes = ((tensor, split_component(tensor.name)[1]) for tensor in small_ones)
-    described = [tensor for tensor, suffix in suffixes if _is_state(suffix) or suffix.endswith("_map")]
+    described = [
+        tensor for tensor, suffix in suffixes if suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map")
+    ]
     small = read_together(source, described)
     rows = tuple(_rows(source, small))
     config = source.config or {}
@@ -109,15 +111,11 @@ def _rows(source: Source, states: Mapping[str, bytes]) -> Iterator[InspectedRow]
             yield _row(tensor, components.get(tensor.name, {}), states)
 
 
-def _is_state(suffix: str) -> bool:
-    return suffix.startswith(QUANT_STATE_PREFIX)
-
-
 def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:
     size = tensor.nbytes + sum(part.nbytes for part in components.values())
     shape, quantization = tensor.shape, None
     dtype = format = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    blob = next((part for suffix, part in components.items() if _is_state(suffix)), None)
+    blob = next((part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)), None)
     fields = {} if blob is None else _fields(states.get(blob.name, b""))
     if fields:
         shape, dtype = tuple(fields["shape"]), fields["dtype"]

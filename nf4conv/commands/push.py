@@ -86,7 +86,9 @@ class Push:
         try:
             if self._error is not None:
                 raise self._error
-            additions = [self._uploaded.get(name) or _addition(name, path) for name, path in sorted(files.items())]
+            additions = [
+                self._uploaded.get(name) or CommitOperationAdd(name, path) for name, path in sorted(files.items())
+            ]
             stale = sorted(name for name in self._before - files.keys() if name.endswith((*_WEIGHTS, *_MISLEADING)))
             deletions = [CommitOperationDelete(path_in_repo=name) for name in stale]
             return str(self._api.create_commit(self.repo, [*additions, *deletions], commit_message=message).commit_url)
@@ -105,14 +107,10 @@ class Push:
 
     def _upload(self, name: str, path: Path) -> None:
         def upload() -> CommitOperationAdd:
-            addition = _addition(name, path)
+            addition = CommitOperationAdd(name, path)
             self._api.preupload_lfs_files(self.repo, [addition])
             return addition
 
         addition = patiently(upload, self._stopped)
         if addition is not None:
             self._uploaded[name] = addition
-
-
-def _addition(name: str, path: Path) -> CommitOperationAdd:
-    return CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)

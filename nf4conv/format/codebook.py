@@ -11,6 +11,7 @@ No torch in this file: kernels, reference and tests all read the same tables fro
 
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 
@@ -79,21 +80,6 @@ NESTED_BLOCKSIZE: Final = 256  # block size of the second quantization, of absma
 # The 128 positive values of the signed dynamic map, ascending. This is the variant that torch.linspace gives on a host
 # with fused multiply-add (every x86 machine of the last decade, so every published checkpoint); without FMA 42 of the
 # 256 entries differ by up to 2 ulp.
-_DYNAMIC_POSITIVE: Final = _floats(
-    """
-    3513a3b7 365a1a94 370205ff 37b24206 38378034 388aefb3 38ba1f4b 3923d70b 398ce705 39c7e283 3a016f01 3a1eecc1
-    3a3c6a80 3a59e83e 3a7765ff 3aa7ef9d 3af1a9fc 3b1db22d 3b428f5c 3b676c8a 3b8624dd 3b989374 3bab020d 3bbd70a4
-    3bcfdf3b 3be24dd3 3bf4bc6a 3c039581 3c0ccccd 3c160418 3c1f3b64 3c3ae148 3c68f5c3 3c8b851f 3ca28f5d 3cb9999a
-    3cd0a3d7 3ce7ae15 3cfeb852 3d0ae148 3d166667 3d21eb85 3d2d70a3 3d38f5c3 3d447ae1 3d500000 3d5b851f 3d670a3d
-    3d728f5d 3d7e147b 3d84cccd 3d8a8f5d 3d9051eb 3d96147b 3d9bd70a 3da1999a 3da75c2a 3dad1eb8 3db2e148 3db8a3d7
-    3dbe6667 3dc428f7 3dc9eb85 3ddb3334 3df80000 3e0a6666 3e18cccd 3e273333 3e35999a 3e440000 3e526666 3e60cccd
-    3e6f3333 3e7d9999 3e860000 3e8d3334 3e946666 3e9b999a 3ea2cccc 3eaa0000 3eb13333 3eb86666 3ebf999a 3ec6cccc
-    3ece0000 3ed53333 3edc6666 3ee3999a 3eeacccc 3ef20000 3ef93332 3f003333 3f03cccc 3f076666 3f0b0000 3f0e999a
-    3f123334 3f15cccd 3f196666 3f1d0000 3f20999a 3f243334 3f27cccd 3f2b6666 3f2f0000 3f32999a 3f363334 3f39cccd
-    3f3d6666 3f410000 3f44999a 3f483333 3f4bcccd 3f4f6666 3f530000 3f56999a 3f5a3333 3f5dcccd 3f616666 3f650000
-    3f68999a 3f6c3333 3f6fcccd 3f736666 3f770000 3f7a999a 3f7e3333 3f800000
-    """
-)
-
+_DYNAMIC_POSITIVE: Final = _floats(Path(__file__).with_name("dynamic_map.txt").read_text())
 DYNAMIC_MAP: Final = (*(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])), 0.0, *_DYNAMIC_POSITIVE)
 """bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at index 255."""
