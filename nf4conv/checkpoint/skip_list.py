@@ -54,24 +54,20 @@ class NameIndex:
         longest = bisect(self._lengths, len(path))
         return any(path[-length:] in self._names for length in self._lengths[:longest])
 
-    def starts(self, path: str, length: int) -> bool:
-        """Whether a path starts with a name of this length, in which a dot stands for any character."""
-        head = path[:length]
-        if head in self._names:
-            return True
-        for places in self._dots.get(length, ()):
-            if any(head[place] != "." for place in places):
-                characters = list(head)
-                for place in places:
-                    characters[place] = "."
-                if "".join(characters) in self._names:
-                    return True
+    def starts(self, path: str, shortest: int, longest: int) -> bool:
+        """Whether a path starts with a name longer than `shortest`, not than `longest`; its dots are any character."""
+        for length in self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, longest)]:
+            head = path[:length]
+            if head in self._names:
+                return True
+            for places in self._dots[length]:
+                if any(head[place] != "." for place in places):
+                    characters = list(head)
+                    for place in places:
+                        characters[place] = "."
+                    if "".join(characters) in self._names:
+                        return True
         return False
-
-    def starts_between(self, path: str, shortest: int, longest: int) -> bool:
-        """Whether a path starts, as for `starts`, with a name longer than `shortest`, but not longer than `longest`."""
-        lengths = self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, longest)]
-        return any(self.starts(path, length) for length in lengths)
 
 
 def transformers_4(entries: Iterable[str]) -> Predicate:
@@ -88,7 +84,7 @@ def is_name(entry: str) -> bool:
     return entry != "" and not re.search(r"[\\^$*+?{}()|\[\]]", entry)
 
 
-def _by_patterns(patterns: tuple[str, ...], end: str = "") -> Predicate:
+def _by_patterns(patterns: tuple[str, ...], end: str) -> Predicate:
     try:
         starts = re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns)).match
     except (re.error, OverflowError, RecursionError) as error:
@@ -102,26 +98,24 @@ def _by_patterns(patterns: tuple[str, ...], end: str = "") -> Predicate:
 
 def transformers_5(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.21 or newer leaves a module alone, by its path."""
-    ends = tuple(sorted(entries))
-    if not all(map(is_name, ends)):
-        return _by_patterns(ends, r"(?:(?<=\.)|(?=\.|$))")
-    index = NameIndex(ends)
-    is_below = _below(
-        lambda ancestor: index.starts(ancestor, len(ancestor)) or index.starts(f"{ancestor}.", len(ancestor) + 1)
-    )
-    return lambda path: index.ends(path) or is_below(path) or index.starts(path, len(path))
+    return _by_starts(entries, r"(?:(?<=\.)|(?=\.|$))")
 
 
 def transformers_5_0(entries: Iterable[str]) -> Predicate:
     """Whether transformers 5.0 … 5.20 leaves a module alone: "layers.1" also hits "layers.11"."""
-    ends = tuple(sorted(entries))
-    if not all(map(is_name, ends)):
-        return _by_patterns(ends)
-    index = NameIndex(ends)
+    return _by_starts(entries)
+
+
+def _by_starts(entries: Iterable[str], end: str = "") -> Predicate:
+    """The rule of transformers 5, by which an entry matches to the `end` of a part, or to anywhere if that is empty."""
+    names = tuple(sorted(entries))
+    if not all(map(is_name, names)):
+        return _by_patterns(names, end)
+    index = NameIndex(names)
 
     def starts_within(path: str, stop: int) -> bool:
-        """Whether a name ends in the last part that ends at `stop`, or with the dot after it."""
-        return index.starts_between(path, path.rfind(".", 0, stop) + 1, len(path))
+        """Whether a name ends with, or unless `end` says more in, the part before `stop`, or with the dot after it."""
+        return index.starts(path, stop - 1 if end else path.rfind(".", 0, stop) + 1, len(path))
 
     is_below = _below(lambda ancestor: starts_within(f"{ancestor}.", len(ancestor)))
     return lambda path: index.ends(path) or is_below(path) or starts_within(path, len(path))
