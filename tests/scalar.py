@@ -6,10 +6,10 @@ Only the cut points are shared; test_codebook.py holds them to bitsandbytes' lit
 import numpy as np
 
 from nf4conv.codec.reciprocal import coefficients
-from nf4conv.format.codebook import DYNAMIC_MAP, FP4, NF4
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
-NF4_CUTS = [np.float32(cut) for cut in NF4.cuts]
-FP4_CUTS = [np.float32(cut) for cut in FP4.cuts]
+NF4_CUTS = [np.float32(cut) for cut in CODEBOOKS["nf4"].cuts]
+FP4_CUTS = [np.float32(cut) for cut in CODEBOOKS["fp4"].cuts]
 DYNAMIC = [np.float32(value) for value in DYNAMIC_MAP]
 SMALLEST = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -142,7 +142,7 @@ def searched_scale(block: list[np.float32], top: np.float32, quant_type: str) ->
     least: tuple[int, float, list[int]] | None = None
     for factor in FACTORS:
         for signed in (factor, -factor) if quant_type == "nf4" else (factor,):
-            levels = sorted({rounded(signed * 1024 * value) for value in (NF4 if quant_type == "nf4" else FP4).values})
+            levels = sorted({rounded(signed * 1024 * value) for value in CODEBOOKS[quant_type].values})
             nearest = [min(levels, key=lambda level: (abs(p - level), level)) for p in positions]
             error = sum((p - level) ** 2 for p, level in zip(positions, nearest, strict=True))
             if least is None or error < least[0]:
@@ -167,7 +167,7 @@ def searched_block(block: list[np.float32], quant_type: str) -> tuple[list[int],
     known = [np.float32(0) if np.isnan(x) else x for x in scaled]
     top = absmax / power
     found = searched_scale(known, top, quant_type)
-    values = [np.float32(value) for value in (NF4 if quant_type == "nf4" else FP4).values]
+    values = [np.float32(value) for value in CODEBOOKS[quant_type].values]
     codes, kept = ([code_of(x, scale, quant_type) for x in scaled] for scale in (found, top))
     with np.errstate(under="ignore"):
         is_better = cost(known, found, codes, values) + 2 * len(block) <= cost(known, top, kept, values)

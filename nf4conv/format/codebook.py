@@ -3,26 +3,24 @@
 A 4-bit code stands for one of 16 values in [-1, 1]; a block of weights is divided by its absmax and each quotient is
 replaced by the code of a near value. Which code is near is decided by *cuts*: bitsandbytes' CUDA library compares with
 constants that its compiler rounded from decimal literals straight to float32, and four of the fifteen NF4 literals land
-one ulp elsewhere when a decimal goes through float64 first, as it does in Python. So nothing here is a decimal: every
-constant is the bit pattern found in the compiled library (bitsandbytes 0.50.2).
+one ulp elsewhere when a decimal goes through float64 first, as it does in Python. So codebook.json holds no decimals:
+every constant is the bit pattern found in the compiled library (bitsandbytes 0.50.2).
 
 No torch in this file: kernels, reference and tests all read the same tables from here.
 """
 
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 
-def float32_from_bits(bits: int) -> float:
-    """The float32 with this bit pattern; a Python float holds it exactly."""
-    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return value
-
-
-def _floats(patterns: str) -> tuple[float, ...]:
-    return tuple(float32_from_bits(int(word, 16)) for word in patterns.split())
+def _floats(patterns: Sequence[str]) -> tuple[float, ...]:
+    """Float32 numbers, which Python's floats hold exactly, from their bits in hexadecimal."""
+    raw = bytes.fromhex(" ".join(patterns))
+    return struct.unpack(f">{len(raw) // 4}f", raw)
 
 
 @dataclass(frozen=True)
@@ -42,32 +40,13 @@ class Codebook:
     signed_cuts: bool  # whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4)
 
 
-NF4: Final = Codebook(
-    quant_type="nf4",
-    values=_floats(
-        "bf800000 bf3239b1 bf066b30 beca32a0 be91a24d be3d353f bdba7871 00000000"
-        " 3da2faff 3e24cae3 3e7c04dd 3ead033a 3ee1a4b8 3f1007ab 3f3913b3 3f800000"
-    ),
-    cuts=_floats(
-        "bf591cd9 bf1c5270 beeb8480 beadea76 be703cec be0d38bc bd3a7871 3d22faff"
-        " 3df64863 3e5067e0 3e9582d4 3ec753f9 3f006d03 3f248daf 3f5c89d9"
-    ),
-    ranks=tuple(range(16)),
-    signed_cuts=True,
-)
+_TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 
-FP4: Final = Codebook(
-    quant_type="fp4",
-    values=_floats(
-        "00000000 3baaaaab 3f2aaaab 3f800000 3eaaaaab 3f000000 3e2aaaab 3e800000"
-        " 00000000 bbaaaaab bf2aaaab bf800000 beaaaaab bf000000 be2aaaab be800000"
-    ),
-    cuts=_floats("3b2aaab9 3db00000 3e555555 3e955555 3ed55556 3f155550 3f555555"),
-    ranks=(0, 1, 6, 7, 4, 5, 2, 3),
-    signed_cuts=False,
-)
-
-CODEBOOKS: Final = {"nf4": NF4, "fp4": FP4}
+CODEBOOKS: Final = {
+    name: Codebook(name, _floats(book["values"]), _floats(book["cuts"]), tuple(book["ranks"]), book["signed_cuts"])
+    for name, book in _TABLES["4-bit"].items()
+}
+"""The data types by their names."""
 
 BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
@@ -80,6 +59,7 @@ NESTED_BLOCKSIZE: Final = 256  # block size of the second quantization, of absma
 # The 128 positive values of the signed dynamic map, ascending. This is the variant that torch.linspace gives on a host
 # with fused multiply-add (every x86 machine of the last decade, so every published checkpoint); without FMA 42 of the
 # 256 entries differ by up to 2 ulp.
-_DYNAMIC_POSITIVE: Final = _floats(Path(__file__).with_name("dynamic_map.txt").read_text())
+_DYNAMIC_POSITIVE: Final = _floats(_TABLES["positive values of the dynamic map"])
+
 DYNAMIC_MAP: Final = (*(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])), 0.0, *_DYNAMIC_POSITIVE)
 """bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at index 255."""

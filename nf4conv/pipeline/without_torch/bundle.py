@@ -94,7 +94,7 @@ def kernel_folder() -> Path | None:
 def deciding_sources() -> list[Path]:
     """Every file of ours that decides a kernel: the codec, and the tables that it is built from."""
     files = (path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*"))
-    return sorted(path for path in files if path.suffix in (".py", ".txt"))
+    return sorted(path for path in files if path.suffix in (".py", ".txt", ".json"))
 
 
 @functools.cache
