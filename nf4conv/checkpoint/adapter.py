@@ -12,6 +12,7 @@ P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.
 utils/save_and_load.py).
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -32,18 +33,9 @@ _ROLE: Final = re.compile(
     r"|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?=(\.weight)?$)|trainable_tokens_delta)(\.weight)?"
 )
 TOKENS: Final = "trainable_tokens_delta"
-_OTHER_ARITHMETIC: Final = {
-    "use_qalora": "QA-LoRA",
-    "alora_invocation_tokens": "aLoRA",
-    "use_bdlora": "BD-LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "layer_replication": "layer replication",
-    "megatron_config": "Megatron's parallel layers",
-}
-_OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights for which PEFT changes the base's weights when the adapter is made."""
+_OTHER: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+"""By key of the config what needs another arithmetic than LoRA's, and the values of init_lora_weights for which PEFT
+changes the base's weights when the adapter is made."""
 
 
 class Targeted(NamedTuple):
@@ -133,11 +125,11 @@ def _check_kind(place: str, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
         raise SourceError(f"{place}: an adapter of the kind {kind}; only LoRA, with or without DoRA, can be merged")
-    for key, name in _OTHER_ARITHMETIC.items():
+    for key, name in _OTHER["arithmetic"].items():
         if config.get(key):
             raise SourceError(f"{place}: {name} ({key}), which cannot be merged by LoRA's arithmetic")
     init = str(config.get("init_lora_weights")).lower()
-    if init.startswith(_OTHER_BASES):
+    if init.startswith(tuple(_OTHER["bases"])):
         raise SourceError(
             f"{place}: made with init_lora_weights {init}, which changed the base's weights; save it as plain LoRA: "
             "PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"

@@ -10,25 +10,17 @@ from typing import Final
 
 from nf4conv.checkpoint.own_files import own_files
 
-WEIGHT_SUFFIXES: Final = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".ot", ".tflite",
-    ".mlmodel", ".npz", ".npy", ".pkl", ".joblib",
-)  # fmt: skip
-QUANTIZATION_LEFTOVERS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml")
+_NAMES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+WEIGHT_SUFFIXES: Final = tuple(_NAMES["weights"])
+_NO_WEIGHTS: Final = tuple(_NAMES["data of a model that looks like weights and without which it does not load"])
+
+QUANTIZATION_LEFTOVERS: Final = tuple(_NAMES["quantization"])
 """Files by which loaders recognise another quantization method; they must not survive into our output."""
 
-_NO_WEIGHTS: Final = ("spk_dict.pt",)
-"""Files that look like weights and are data of a model: the voices of Qwen 2.5 Omni, without which it does not load."""
+_LEFT_OUT: Final = {*QUANTIZATION_LEFTOVERS, *(name for names in _NAMES["left out"].values() for name in names)}
+_FOREIGN_FOLDERS: Final = tuple(_NAMES["foreign folders"])
 
 _LARGEST_MODULES: Final = 2**20
-
-_LEFT_OUT: Final = (
-    *QUANTIZATION_LEFTOVERS,
-    *("config.json", "README.md", "SHA256SUMS", "nf4conv.json"),  # written anew
-    *("trainer_state.json", "zero_to_fp32.py"),  # to go on training, as optimizer.pt, training_args.bin and the like
-    "params.json",  # goes with consolidated weights, which are not copied either
-)
-_FOREIGN_FOLDERS: Final = ("original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml")
 
 
 def auxiliary_files(folder: Path, root: Path | None = None, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
@@ -49,25 +41,21 @@ def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePo
     `modules` is the content of modules.json, if there is one.
     """
     folders = _module_folders(modules)
-    paths = map(PurePosixPath, names)
-    return tuple(sorted(path for path in paths if (_from_below(path, folders) if path.parts[1:] else _belongs(path))))
+    return tuple(sorted(path for path in map(PurePosixPath, names) if _belongs(path, folders)))
 
 
-def _belongs(path: PurePosixPath) -> bool:
+def _belongs(path: PurePosixPath, modules: frozenset[str]) -> bool:
+    top, *others = path.parts[:-1] or [""]
+    if any(part.startswith(".") or part == "__pycache__" for part in (top, *others)):
+        return False
+    if top:
+        return top in (*modules, "additional_chat_templates") or (path.suffix == ".py" and top not in _FOREIGN_FOLDERS)
     return not (
         path.name.startswith(".")
         or path.name in _LEFT_OUT
         or (path.suffix in WEIGHT_SUFFIXES and path.name not in _NO_WEIGHTS)
         or (".index." in path.name and path.suffix == ".json")
     )
-
-
-def _from_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
-    parents = path.parts[:-1]
-    if any(part.startswith(".") or part == "__pycache__" for part in parents):
-        return False
-    top = parents[0]
-    return top in (*modules, "additional_chat_templates") or (path.suffix == ".py" and top not in _FOREIGN_FOLDERS)
 
 
 def _module_folders(description: bytes | None) -> frozenset[str]:
