@@ -3,7 +3,7 @@
 The keys and their order are those that transformers 4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
@@ -12,6 +12,14 @@ LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # transformers 4.56 and newer write the first, older releases the second
+
+
+def levels(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(path, content) of a config, whose path is empty, and of all that is nested in it, the outer before the inner."""
+    yield path, config
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from levels(value, f"{path}{key}.")
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -78,8 +86,5 @@ def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that a config names, such as "bfloat16"; the part of a model that names one speaks for a silent top."""
-    for key in DTYPE_KEYS:
-        if isinstance(config.get(key), str):
-            return str(config[key]).removeprefix("torch.")
-    nested = (checkpoint_dtype(value) for value in config.values() if isinstance(value, Mapping))
-    return next((dtype for dtype in nested if dtype is not None), None)
+    found = (level.get(key) for _, level in levels(config) for key in DTYPE_KEYS)
+    return next((dtype.removeprefix("torch.") for dtype in found if isinstance(dtype, str)), None)

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Final
 
 from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS
-from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype, quantized_config
+from nf4conv.checkpoint.config import LEFTOVERS, architecture_of, checkpoint_dtype, levels, quantized_config
 from nf4conv.checkpoint.evidence import Evidence, Why
 from nf4conv.checkpoint.families import families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
@@ -52,7 +52,8 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
         if (structure.folder / name).is_file():
             structure.note("config", name, "", "names another quantization, which loaders would believe")
     quantization = config.get("quantization_config")
-    for where in _leftovers(config):
+    named = [where + key for where, level in levels(config) for key in LEFTOVERS if isinstance(level.get(key), Mapping)]
+    for where in filter("quantization_config".__ne__, named):
         structure.note("config", path, "", f"{where} names a quantization; loaders look at quantization_config only")
     if not isinstance(quantization, Mapping):
         if structure.weights:
@@ -81,14 +82,6 @@ def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
         if values[0] != values[1]:
             text = f"quantization_config: {key} is {values[0]:.100}, not {values[1]}"
             structure.note("exact", "config.json", "", text)
-
-
-def _leftovers(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in config.items():
-        if key in LEFTOVERS and isinstance(value, Mapping) and path + key != "quantization_config":
-            yield path + key
-        elif isinstance(value, Mapping) and key not in LEFTOVERS:
-            yield from _leftovers(value, f"{path}{key}.")
 
 
 def _quantization_faults(quantization: Mapping[str, Any], structure: Structure) -> Iterator[str]:

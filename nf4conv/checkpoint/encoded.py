@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.checkpoint.config import LEFTOVERS
+from nf4conv.checkpoint.config import LEFTOVERS, levels
 from nf4conv.checkpoint.families import Family, families_of, is_transposed
 from nf4conv.checkpoint.header import Encoding, TensorInfo
 from nf4conv.checkpoint.module_names import module_of
@@ -123,13 +123,8 @@ def decoded_tensors(
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The description of a quantization in a config, wherever it stands; None when there is none."""
-    for key, value in config.items():
-        if not isinstance(value, Mapping):
-            continue
-        nested = value if key in LEFTOVERS else quantization_of(value)
-        if nested is not None:
-            return nested
-    return None
+    found = (level.get(key) for _, level in levels(config) for key in LEFTOVERS)
+    return next((description for description in found if isinstance(description, Mapping)), None)
 
 
 def _blocks(description: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

@@ -1,12 +1,15 @@
 """What names, shapes and the config tell of a tensor: embedding, head, router, tower, … or a plain `nn.Linear`."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from nf4conv.checkpoint.config import levels
 from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.module_names import is_multimodal, module_of
@@ -29,29 +32,20 @@ class Why(Enum):
     """With a detail."""
 
 
-_EMBEDDING: Final = re.compile(
-    r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared"
-    r"|embedding_table|codebook|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias"
-    r"|.*position_bias.*)$"
-)
-_HEAD: Final = re.compile(
-    r"(^|\.)(lm_head\w*|embed_out|output_projection|generator_lm_head|\w*predictions|cls|score|scores|classifier\w*"
-    r"|\w*classification_head|qa_outputs|vocab_\w+|lm_loss|pred_layer|proj_out|final_proj|head|\w*_heads?|output|unembed"
-    r"|logits_proj)(\.|$)"
-)
-_ROUTER: Final = re.compile(r"(^|\.)(gate|router|wg|shared_expert_gate|gate_weight|router\.\w+)$")
+_NAMES: Final[Mapping[str, str]] = {
+    kind: "|".join(patterns) for kind, patterns in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
+}
+"""Regular expressions for what parts of a path are called, of towers for what their names begin with."""
+
+_EMBEDDING: Final = re.compile(rf"^({_NAMES['embedding']})$")
+_HEAD: Final = re.compile(rf"(^|\.)({_NAMES['head']})(\.|$)")
+_ROUTER: Final = re.compile(rf"(^|\.)({_NAMES['router']})$")
 _EXPERT: Final = re.compile(r"(^|\.)experts\.\d+\.")
-_TOWER: Final = re.compile(
-    r"^(vision|visual|vit|audio|image|video|speech|sound|acoustic|semantic_tok|pixel|sam|vq|embed_vision|embed_audio"
-    r"|merger|connector|multi_modal|multimodal|mm_|modality_proj|\w*projector|mlp1$|resampler|perceiver|q_?former"
-    r"|aligner|abstractor|patch_|codec|generation_|talker|token2wav|code2wav)"
-)
+_TOWER: Final = re.compile(rf"^({_NAMES['tower']})")
 _LAYER: Final = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
 _NUMBERED: Final = re.compile(r"\.\d+\.")
 _EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
-_FLOAT32: Final = re.compile(
-    r"e_score_correction_bias|expert_bias|moe_statics|A_log$|\.D$|dt_bias|sinks$|router.*bias$"
-)
+_FLOAT32: Final = re.compile(_NAMES["float32"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +221,4 @@ def _in_tower(module: str) -> bool:
 
 def numbers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """(key, value) of every integer in a config."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from numbers_of(value)
-        elif isinstance(value, int):
-            yield key, value
+    return ((key, value) for _, level in levels(config) for key, value in level.items() if isinstance(value, int))

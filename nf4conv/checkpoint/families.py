@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from nf4conv.checkpoint.config import levels
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -60,11 +62,9 @@ def is_transposed(module: str, families: Sequence[Family]) -> bool:
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
     """model_type at every level of a config, the outermost first; of a submodel of diffusers its class, too."""
-    if "_class_name" in config:
-        yield "_class_name"
-        yield str(config["_class_name"])
-    if isinstance(config.get("model_type"), str):
-        yield config["model_type"]
-    for value in config.values():
-        if isinstance(value, Mapping):
-            yield from model_types(value)
+    for _, level in levels(config):
+        if "_class_name" in level:
+            yield "_class_name"
+            yield str(level["_class_name"])
+        if isinstance(level.get("model_type"), str):
+            yield level["model_type"]
