@@ -36,7 +36,7 @@ fuzz: $(VENV)/.installed ## mutated checkpoints of many kinds for ten minutes; F
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
 
 kills: $(VENV)/.installed ## runs killed before and after every operation on their folder, and resumed
-	for scenario in quantize dequantize overwrite stream pipeline; do folder=$$(mktemp -d) && \
+	for scenario in quantize dequantize overwrite stream pipeline parts streamed-parts; do folder=$$(mktemp -d) && \
 	  $(BIN)/python tests/interruptions.py $$scenario $$folder > $$folder/points && rm -r $$folder/out && \
 	  ! grep -v '"status": 0, "differing": \[\], "looks finished and is not": false' $$folder/points && \
 	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done

@@ -21,6 +21,7 @@ RESULTS: Final = {
     results.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
     results.QuantizeReport: "`quantize`",
     results.DequantizeReport: "`dequantize`",
+    results.FinishReport: "`finish`",
     results.VerifyReport: "`verify`",
     results.ComparisonReport: "`compare`",
     results.Evaluation: "`evaluate`",

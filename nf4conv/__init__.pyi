@@ -14,7 +14,9 @@ from nf4conv.commands.dequantize import plan_dequantization as plan_dequantizati
 from nf4conv.commands.describe import describe_plan as describe_plan
 from nf4conv.commands.environment import environment as environment
 from nf4conv.commands.evaluate import evaluate_checkpoint as evaluate_checkpoint
+from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
 from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
+from nf4conv.commands.parts import plan_part as plan_part
 from nf4conv.commands.quantize import execute_quantization as execute_quantization
 from nf4conv.commands.quantize import plan_quantization as plan_quantization
 from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
@@ -43,6 +45,7 @@ from nf4conv.report.results import ComparisonReport as ComparisonReport
 from nf4conv.report.results import DequantizeReport as DequantizeReport
 from nf4conv.report.results import Environment as Environment
 from nf4conv.report.results import Evaluation as Evaluation
+from nf4conv.report.results import FinishReport as FinishReport
 from nf4conv.report.results import Inspection as Inspection
 from nf4conv.report.results import PlanReport as PlanReport
 from nf4conv.report.results import QuantizeReport as QuantizeReport

@@ -39,6 +39,7 @@ from nf4conv.report.text import (
     comparison_lines,
     dequantization_lines,
     environment_lines,
+    finish_lines,
     inspection_lines,
     plan_lines,
     printable,
@@ -54,7 +55,9 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 }
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-_COMMANDS: Final = ("inspect", "quantize", "verify", "compare", "evaluate", "dequantize", "env", "completion")
+_COMMANDS: Final = (
+    *("inspect", "quantize", "verify", "compare", "evaluate", "dequantize", "finish", "env", "completion"),
+)
 """In the order of their use."""
 
 _GROUPS: Final = {
@@ -64,7 +67,7 @@ _GROUPS: Final = {
     "Checks": "verify source text tokens max_kl card tolerance exact",
     "Publishing": "push_to_hub public base_model",
     "Where it comes from": "revision subfolder variant stream cache_dir local_files_only token",
-    "This machine": "device workers buffer_size overwrite checksum",
+    "This machine": "device workers buffer_size part overwrite checksum",
     "What is shown": "dry_run every as_json json_file report quiet help",
 }
 """Options by what they are for, in the order of --help."""
@@ -76,6 +79,8 @@ quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4
 quantize ./model ./out --quant-type fp4 --dry-run
 quantize ./my-fine-tune ./out --verify --push-to-hub me/my-fine-tune-nf4
 quantize meta-llama/Llama-3.1-70B ./out --stream      fetches and drops shard by shard
+quantize ./DeepSeek-V3 ./shared/out --part 2/8       and 1/8, 3/8, … on other hosts
+finish ./shared/out                                    when all parts are there
 verify ./Llama-3.1-8B-nf4
 verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report report.html
 compare ./ours-nf4 ./theirs-nf4                            every byte
@@ -279,6 +284,7 @@ _METAVARS: Final = {
     **dict.fromkeys(("include", "exclude"), "GLOB"),
     **dict.fromkeys(("push_to_hub", "base_model"), "REPO"),
     "skip_modules": "NAME",
+    "part": "I/N|auto",
     "lora": "ADAPTER",
 }
 _SPELLINGS: Final = {"every": ["--all"], "as_json": ["--json"], "quiet": ["-q", "--quiet"]} | {
@@ -340,6 +346,7 @@ _writing_options = _options(
         dry_run="Show what would become of SRC, and write nothing.",
         every="List every tensor, with --dry-run.",
         stream="Fetch weights from the Hub as they are needed, and keep no copy.",
+        part="Make part I of N, or that of a job of SLURM, Kubernetes or torchrun; `nf4conv finish OUT` is last.",
         overwrite="Delete what is in OUT, and start anew.",
         checksum="Write SHA256SUMS, which `sha256sum -c` checks.",
         quiet="Show no progress and no summary.",
@@ -426,6 +433,18 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
     plan = nf4conv.plan_dequantization(source, options, where)
     execute = partial(nf4conv.execute_dequantization, plan, out, run)
     _carry_out(plan, run, execute, shown, dequantization_lines, "decoding", "finishing")
+
+
+@main.command()
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_json_options
+def finish(out: str, **chosen: Any) -> None:
+    """Make a checkpoint of the folder OUT, which runs with --part have filled.
+
+    What is missing or damaged is said, and by which parts it is made. The source is not needed, and it may be repeated.
+    """
+    found = nf4conv.finish_checkpoint(out)
+    _Shown(**chosen).show(found, finish_lines(found))
 
 
 @main.command()
@@ -574,6 +593,7 @@ def _carry_out(
     plan: Any, run: RunOptions, execute: Callable[..., Any], shown: _Shown, lines: _Lines, verb: str, last: str
 ) -> None:
     """Show what a plan would do, or do it and show that."""
+    plan = nf4conv.plan_part(plan, run)
     if shown.dry_run:
         described = nf4conv.describe_plan(plan)
         shown.show(described, plan_lines(described, _width(), every=shown.every))

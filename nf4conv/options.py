@@ -31,6 +31,8 @@ class RunOptions:
         checksum: write SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
         verify: read back what has been written and compare it with the source; `quantize` only.
         tolerance: as of VerifyOptions, with `verify`.
+        part: "I/N" makes only the I-th of N parts of the output, I counting from 1, for `finish` to put together;
+            "auto" takes I and N from the environment that SLURM, Kubernetes or torchrun sets. None makes all.
     """
 
     device: str = "auto"
@@ -40,6 +42,7 @@ class RunOptions:
     checksum: bool = False
     verify: bool = False
     tolerance: float | None = None
+    part: str | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ sys.stdin.read()
 class Counter:
     """Counts operations, and kills the process at one of them: before it (a write: halfway through), or after it."""
 
-    NAMES = ("open", "write", "pwrite", "fsync", "ftruncate", "rename", "replace", "unlink", "rmdir", "mkdir")
+    NAMES = ("open", "write", "pwrite", "fsync", "ftruncate", "rename", "replace", "link", "unlink", "rmdir", "mkdir")
 
     def __init__(self, kill_at: int | None, *, is_before: bool = True) -> None:
         self.calls = 0
@@ -85,8 +85,9 @@ class Scenario:
 def scenario(name: str, folder: Path) -> Scenario:
     """Made once; imports come late, because the Hub's address must be known before its client is imported."""
     source = write_source(folder / "source", layers=4)
-    stop = start_server(source) if name == "stream" else None
+    stop = start_server(source) if "stream" in name else None
     from nf4conv.commands.dequantize import dequantize_checkpoint
+    from nf4conv.commands.finish import finish_checkpoint
     from nf4conv.commands.quantize import quantize_checkpoint
     from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 
@@ -110,6 +111,17 @@ def scenario(name: str, folder: Path) -> Scenario:
         assert stop is not None
         where = SourceOptions(stream=True, cache_dir=folder / "cache")
         return Scenario(lambda out: quantize_checkpoint("org/name", out, options, run, where=where))
+    if name in ("parts", "streamed-parts"):
+        place, where = (
+            (source, None) if stop is None else ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))
+        )
+
+        def in_parts(out: Path) -> None:
+            for number in (2, 3, 1):
+                quantize_checkpoint(place, out, options, replace(run, part=f"{number}/3"), where=where)
+            finish_checkpoint(out)
+
+        return Scenario(in_parts)
     whole = folder / "pipeline"
     whole.mkdir()
     for part in ("text_encoder", "text_encoder_2"):

@@ -24,7 +24,6 @@ from nf4conv.checkpoint.header import (
     TensorInfo,
     header_stop,
     parse_header,
-    read_header,
 )
 from nf4conv.checkpoint.own_files import is_file, require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
@@ -92,23 +91,28 @@ class Stamp(NamedTuple):
     ends: int  # CRC-32 of its first and last bytes, between them the header
 
 
-def changed_files(source: Source) -> list[Path]:
-    """The weight files of a source that are not what they were when it was opened; a SourceError if one is gone."""
+def changed_files(stamps: "Mapping[Path, Stamp]") -> list[Path]:
+    """The files that are not what they were when their source was opened; a SourceError if one is gone."""
     with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
-        now = pool.map(stamp_of, source.stamps)
-        return [file for file, stamp in zip(source.stamps, now, strict=True) if stamp != source.stamps[file]]
+        now = pool.map(stamp_of, stamps)
+        return [file for file, stamp in zip(stamps, now, strict=True) if stamp != stamps[file]]
 
 
 def stamp_of(path: Path) -> Stamp:
     """What a file is now; a SourceError if it cannot be read."""
+    return _look_at(path)[0]
+
+
+def _look_at(path: Path) -> tuple[Stamp, bytes]:
+    """What a file is now, and its first bytes, the header included."""
     with named(path, SourceError), path.open("rb") as file:
         status = os.fstat(file.fileno())
         head = file.read(LENGTH_BYTES)
         length = max(min(int.from_bytes(head, "little"), LONGEST_HEADER), _HEAD)  # a pickle has other first bytes
-        ends = zlib.crc32(file.read(length), zlib.crc32(head))
+        head += file.read(length)
         file.seek(max(status.st_size - _HEAD, 0))
-        ends = zlib.crc32(file.read(_HEAD), ends)
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends)
+        ends = zlib.crc32(file.read(_HEAD), zlib.crc32(head))
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends), head
 
 
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
@@ -249,10 +253,10 @@ def _read_headers(
     seen: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}
     with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
-        if fetched is None:
-            stamps = dict(zip(files, pool.map(stamp_of, files), strict=True))
         headers = list(pool.map(partial(_read_header, fetched), files))
-    for file, header in zip(files, headers, strict=True):
+    for file, (stamp, header) in zip(files, headers, strict=True):
+        if stamp is not None:
+            stamps[file] = stamp
         if len(seen) + len(header) > MOST_TENSORS:
             raise SourceError(f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model has")
         for tensor in header:
@@ -264,9 +268,16 @@ def _read_headers(
     return stamps, tuple(seen.values())
 
 
-def _read_header(fetched: "Fetched | None", path: Path) -> tuple[TensorInfo, ...]:
+def _read_header(fetched: "Fetched | None", path: Path) -> tuple[Stamp | None, tuple[TensorInfo, ...]]:
+    """What a file was when it was read, None if it is of a commit, and its tensors."""
     if fetched is None or path not in fetched.absent or fetched.repository is None:
-        return read_header(path) if path.suffix == ".safetensors" else read_pickle_header(path)
+        stamp, head = _look_at(path)
+        if path.suffix == ".safetensors":
+            stop = header_stop(path, head, stamp.size)
+            tensors = parse_header(head[LENGTH_BYTES:stop], path, stamp.size)
+        else:
+            tensors = read_pickle_header(path)
+        return None if fetched is not None else stamp, tensors
     if path.suffix != ".safetensors":
         raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
     repository, file = fetched.repository, fetched.absent[path]
@@ -274,7 +285,7 @@ def _read_header(fetched: "Fetched | None", path: Path) -> tuple[TensorInfo, ...
     stop = header_stop(path, head, file.size)
     if stop > len(head):
         head += repository.read(file, len(head), stop)
-    return parse_header(head[LENGTH_BYTES:stop], path, file.size)
+    return None, parse_header(head[LENGTH_BYTES:stop], path, file.size)
 
 
 def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: tuple[TensorInfo, ...]) -> None:

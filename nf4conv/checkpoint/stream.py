@@ -54,7 +54,7 @@ class ShardStream(RemoteReader):
         repository: that holds them.
         absent: their names there, by the path they would have.
         order: of all files, absent or not; they are expected in this order.
-        needed: those of the absent ones that will be expected.
+        needed: those of the absent ones that are to be fetched; others are read by ranges.
         folder: where to put them; what an earlier run left there is used. It is removed when all went well.
     """
 
@@ -70,6 +70,7 @@ class ShardStream(RemoteReader):
         super().__init__(repository, absent)
         self.order = order
         self._needed = sorted(needed, key=order.__getitem__)
+        self._fetched = frozenset(needed)
         self._folder = folder
         self._changed = threading.Condition()
         self._on_disk: set[Path] = set()
@@ -109,7 +110,7 @@ class ShardStream(RemoteReader):
     def wait_for(self, path: Path) -> None:
         """Wait until a file can be read; a SourceError or OutputError if it could not be fetched."""
         with self._changed:
-            while path in self._absent and path not in self._ready:
+            while path in self._fetched and path not in self._ready:
                 if self._error is not None:
                     raise self._error
                 self._go_on()

@@ -42,7 +42,13 @@ def finished_earlier(
     tidy(out)
     progress(sum(job.source_bytes for job in plan.output.jobs))
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
-    figures: dict[str, Any] = {"out": str(out), "already_complete": True, "device": "none", "bytes_after": size}
+    figures: dict[str, Any] = {
+        "out": str(out),
+        "already_complete": True,
+        "part": None,
+        "device": "none",
+        "bytes_after": size,
+    }
     figures |= {**dict.fromkeys(_ZEROS, 0), "seconds_by_activity": {}, "notes": plan.notes}
     return figures | ({"verification": verified} if run.verify else {})
 

@@ -10,6 +10,7 @@ from nf4conv.checkpoint.diffusers_folder import open_diffusers
 from nf4conv.checkpoint.selection import unmatched
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
 from nf4conv.commands.output import check_apart, ignore
+from nf4conv.commands.parts import plan_part
 from nf4conv.commands.single.dequantize import DequantizationPlan, plan_one, plan_submodel, write_one
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
@@ -80,6 +81,7 @@ def execute_dequantization(
     """Carry out a plan; arguments, result and errors as `dequantize_checkpoint`."""
     started = time.perf_counter()
     run, progress, out = run or RunOptions(), progress or ignore, Path(out)
+    plan = plan_part(plan, run)
     if isinstance(plan, DequantizationPlan):
         report = write_one(plan, out, run, progress)
     else:

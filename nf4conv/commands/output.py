@@ -6,21 +6,22 @@ space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ c
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.making import MAKING, as_bytes, headers_digest, record_of
+from nf4conv.checkpoint.parts import SharedFolder
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
-from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.reader import Reader, digest_of
 from nf4conv.checkpoint.source import Source, changed_files
-from nf4conv.checkpoint.workspace import Workspace
+from nf4conv.checkpoint.workspace import PARTS, SHARDS, OutputFolder, Workspace
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.layout import Format
@@ -39,6 +40,15 @@ _SHARDS_AT_A_TIME: Final = 8
 do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
 
 
+class Part(NamedTuple):
+    """One of the parts in which the shards of a plan are made."""
+
+    name: str  # "2/3" is the second of three
+    of: int  # so many parts
+    shares: Mapping[str, int]  # the number of the part that makes each shard
+    whole: Plan  # the shards of all parts
+
+
 @dataclass(frozen=True)
 class WritingPlan:
     """Everything that is known of an output checkpoint before a weight is read."""
@@ -53,6 +63,7 @@ class WritingPlan:
     notes: tuple[str, ...]  # what the user should know
     # what the source's card says at its top, for one that gets a card
     front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    part: Part | None = field(default=None, kw_only=True)  # of which `output` has the shards; None for all of them
 
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
@@ -89,6 +100,11 @@ class WritingPlan:
     def changes_weights(self) -> bool:
         """Whether any weight is packed, or decoded."""
         return any(isinstance(job, PackJob) or job.source.encoding is not None for job in self.output.jobs)
+
+    @property
+    def whole(self) -> Plan:
+        """The output files of all parts."""
+        return self.output if self.part is None else self.part.whole
 
     def decided(self) -> dict[str, Any]:
         """What decides the bytes of the result beside the source and the options, as JSON values."""
@@ -167,8 +183,10 @@ def _relative(source: Source, file: Path) -> str:
     return str(file.relative_to(source.folder) if file.is_relative_to(source.folder) else file)
 
 
-def _require_unchanged(source: Source, what: str) -> None:
-    for file in changed_files(source):
+def _require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
+    """Refuse by a SourceError a source that has changed, or of its weight files only some."""
+    others = () if files is None else {*source.files} - {*files}
+    for file in changed_files({file: stamp for file, stamp in source.stamps.items() if file not in others}):
         raise SourceError(f"{file}: changed {what}")
 
 
@@ -213,20 +231,28 @@ def write_checkpoint(
     engine, shard_tasks = computed_by
     pipeline = make_pipeline(engine, run, progress)
     before = pipeline.memory()
-    _require_unchanged(plan.source, "since it was planned; run again")
-    fingerprint, stamps = _fingerprint(plan, engine.device), source_changes(plan.source)
-    with Workspace(out, fingerprint, stamps, overwrite=run.overwrite, checksum=run.checksum) as workspace:
-        audit = make_audit(pipeline.piece, run.tolerance) if is_audited else None
-        if audit is not None:
-            workspace.forget()  # shards of an earlier run, which nobody has looked at
-        resumed = len(workspace.finished)
-        _write(plan, workspace, pipeline, shard_tasks, announce, audit)
+    make = partial(make_audit, pipeline.piece, run.tolerance) if is_audited else None
+    opened: Workspace | SharedFolder
+    if plan.part is None:
+        _require_unchanged(plan.source, "since it was planned; run again")
+        fingerprint, stamps = _fingerprint(plan, engine.device), source_changes(plan.source)
+        opened = Workspace(out, fingerprint, stamps, overwrite=run.overwrite, checksum=run.checksum)
+    else:
+        opened = SharedFolder(out)
+    with opened as folder:
+        if plan.part is not None and isinstance(folder, SharedFolder):
+            folder.join(_described(plan, plan.part, run, engine.device), plan.source.folder, plan.output)
+        elif is_audited and isinstance(folder, Workspace):
+            folder.forget()  # shards of an earlier run, which nobody has looked at
+        resumed = len(folder.finished)
+        verified = _Run(plan, folder, pipeline, shard_tasks, announce or (lambda *_: None), make).write()
         after = pipeline.memory()
         figures = {
             "out": str(out),
             "already_complete": False,
+            "part": None if plan.part is None else plan.part.name,
             "device": engine.device,
-            "bytes_after": sum(shard.size for shard in workspace.finished.values()),
+            "bytes_after": sum(shard.size for shard in folder.finished.values()),
             "seconds": time.perf_counter() - started,
             "pipeline_seconds": pipeline.elapsed,
             "seconds_by_activity": {activity.value: spent for activity, spent in pipeline.seconds.items()},
@@ -236,39 +262,109 @@ def write_checkpoint(
             "shards_resumed": resumed,
             "notes": plan.notes,
         }
-    return figures if audit is None else {**figures, "verification": audit.summary()}
+    return figures if verified is None else {**figures, "verification": verified}
 
 
-def _write(
-    plan: WritingPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    shard_tasks: ShardTasks,
-    announce: Callable[[str, Path], None] | None,
-    audit: Audit | None,
+def _described(plan: WritingPlan, part: Part, run: RunOptions, device: str) -> dict[str, Any]:
+    """What all parts make, as JSON values: all that they are held to, and that `finish` must know of the source."""
+    source, config = plan.source, plan.config_bytes
+    return {
+        **_fingerprint(plan, device),
+        **{f"--{name}": getattr(run, name) for name in ("checksum", "verify", "tolerance")},
+        **{f"source {name}": value for name, value in plan.record["source"].items()},
+        "source files": {name: stamp[:1] for name, stamp in source_stamps(source).items()},  # sizes, but no times
+        **dict.fromkeys(("adapters", "--lora")),  # which may be paths
+        PARTS: part.of,
+        SHARDS: part.shares,
+        "plan": plan_fingerprint(part.whole),
+        "auxiliary": {str(name): digest_of(source.folder / name) for name in plan.auxiliary},
+        "stem": source.stem,
+        "config.json": None if config is None else config.decode(),
+        "model card": plan.card(0, None),
+        "bytes": sum(tensor.nbytes for tensor in source.tensors),
+        "parameters": sum(job.elements for job in part.whole.jobs),
+        MAKING: plan.record,
+    }
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What fills a folder."""
+
+    plan: WritingPlan
+    folder: Workspace | SharedFolder
+    pipeline: Pipeline[Any]
+    shard_tasks: ShardTasks
+    announce: Callable[[str, Path], None]
+    make_audit: Callable[[], Audit] | None  # of a shard
+
+    def write(self) -> VerificationSummary | None:
+        """Fill the folder, which then is a finished checkpoint if it is not filled in parts; an audit's summary."""
+        plan, folder = self.plan, self.folder
+        folder.check_space(space_needed(plan, folder.finished))
+        with _open_reader(plan, folder) as reader, ExitStack() as writers:
+            self.pipeline.run(self._tasks(writers, reader), reader)
+        verified = None if self.make_audit is None else verification_of(folder)
+        if isinstance(folder, Workspace):
+            _require_unchanged(plan.source, "while it was read; start anew with --overwrite")
+            for name in plan.auxiliary:
+                folder.copy(str(name), plan.source.folder / name)
+            files = {name: shard.name for shard in plan.output.shards for name in shard.tensor_names()}
+            size = sum(shard.size for shard in folder.finished.values())
+            index = index_of(plan.source.stem, size - sum(shard.header_size for shard in plan.output.shards), files)
+            complete(folder, index, plan.card(size, verified), plan.record, verified, plan.config_bytes)
+        return verified
+
+    def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task[Any]]:
+        """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
+        finished = [shard for shard in self.plan.output.shards if shard.name in self.folder.finished]
+        self.pipeline.advance(sum(entry.source_bytes for shard in finished for entry in shard.jobs))
+        for shard in finished:
+            self.announce(shard.name, self.folder.out / shard.name)
+        names = {shard.name for shard in finished}
+        shards = (self._of_shard(shard, writers) for shard in self.plan.output.shards if shard.name not in names)
+        if self.plan.source.fetched is None or not self.plan.source.fetched.absent:
+            return interleave(shards, _SHARDS_AT_A_TIME)
+        return streamed(shards, cast("ShardStream", reader))
+
+    def _of_shard(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask[Any]]:
+        writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
+        writers.callback(writer.close)
+        audit = None if self.make_audit is None else self.make_audit()
+        finished = partial(self._finish, shard, writer, audit)
+        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
+        return self.shard_tasks(progress, self.pipeline.piece)
+
+    def _finish(self, shard: Shard, writer: ShardWriter, audit: Audit | None, size: int) -> None:
+        if faults := [] if audit is None else list(audit.faults()):
+            more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+            raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")
+        if isinstance(self.folder, SharedFolder):  # a later part cannot tell whether this has changed
+            _require_unchanged(self.plan.source, "while it was read; start anew without OUT", source_files([shard]))
+        read = sum(job.source_bytes for job in shard.jobs)
+        self.folder.record(shard.name, size, writer.crc32, read, None if audit is None else asdict(audit.summary()))
+        self.announce(shard.name, self.folder.out / shard.name)
+
+
+def verification_of(folder: OutputFolder) -> VerificationSummary:
+    """The summary of all audits of finished shards."""
+    return VerificationSummary.joined([file.verified for file in folder.finished.values() if file.verified is not None])
+
+
+def complete(
+    folder: OutputFolder,
+    index: Mapping[str, bytes],
+    card: str | None,
+    record: Mapping[str, Any],
+    verified: VerificationSummary | None,
+    config: bytes | None,
 ) -> None:
-    """Fill a workspace, which is a finished checkpoint afterwards."""
-    workspace.check_space(space_needed(plan, workspace.finished))
-    with _open_reader(plan, workspace) as reader, ExitStack() as writers:
-        pipeline.run(_tasks(plan, workspace, pipeline, shard_tasks, writers, reader, announce, audit), reader)
-    _require_unchanged(plan.source, "while it was read; start anew with --overwrite")
-    faults = [] if audit is None else list(audit.faults())
-    if faults:
-        workspace.forget()
-        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
-        raise VerificationError(f"{workspace.out}: verification failed: {faults[0]}{more}")
-    for name in plan.auxiliary:
-        workspace.copy(str(name), plan.source.folder / name)
-    if len(plan.output.shards) > 1:
-        workspace.write(f"{plan.source.stem}.safetensors.index.json", _index(plan.output, workspace))
-    size = sum(shard.size for shard in workspace.finished.values())
-    verified = None if audit is None else audit.summary()
-    card = plan.card(size, verified)
-    if card is not None:
-        workspace.write("README.md", card.encode(errors="backslashreplace"))
+    """Write what stands beside the weights and what is copied, config.json last."""
+    readme = {} if card is None else {"README.md": card.encode(errors="backslashreplace")}
     measured = {} if verified is None else {"verified": verified.measured()}
-    workspace.write(MAKING, as_bytes(plan.record | measured))
-    workspace.complete({} if plan.config_bytes is None else {"config.json": plan.config_bytes})
+    for name, content in {**index, **readme, MAKING: as_bytes({**record, **measured})}.items():
+        folder.write(name, content)
+    folder.complete({} if config is None else {"config.json": config})
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
@@ -279,60 +375,36 @@ def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
     return shards + on_disk + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
 
 
-def _open_reader(plan: WritingPlan, workspace: Workspace) -> Reader:
-    """A reader of the source; of one that is streamed, it fetches what unfinished shards need."""
+def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
+    """A reader of the source; of one that is streamed, it fetches what unfinished shards need.
+
+    Of a file that other parts need too, each part asks for its own tensors.
+    """
     fetched = plan.source.fetched
     if fetched is None or fetched.repository is None or not fetched.absent:
         return Reader()
     from nf4conv.checkpoint.stream import ShardStream  # importing huggingface_hub takes a while
 
-    shards = [shard for shard in plan.output.shards if shard.name not in workspace.finished]
+    shards = [shard for shard in plan.output.shards if shard.name not in folder.finished]
+    mine = {shard.name for shard in plan.output.shards}
+    others = [shard for shard in plan.whole.shards if shard.name not in mine]
     return ShardStream(
         fetched.repository,
         fetched.absent,
         order={file: number for number, file in enumerate(plan.source.files)},
-        needed={entry.source.file for shard in shards for entry in shard.jobs} & fetched.absent.keys(),
-        folder=workspace.downloads,
+        needed=(source_files(shards) - source_files(others)) & fetched.absent.keys(),
+        folder=folder.downloads,
     )
 
 
-def _tasks(
-    plan: WritingPlan,
-    workspace: Workspace,
-    pipeline: Pipeline[Any],
-    shard_tasks: ShardTasks,
-    writers: ExitStack,
-    reader: Reader,
-    announce: Callable[[str, Path], None] | None,
-    audit: Audit | None,
-) -> Iterator[Task[Any]]:
-    """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
-
-    def finish(writer: ShardWriter, name: str, size: int) -> None:
-        workspace.record(name, size, writer.crc32)
-        if announce is not None:
-            announce(name, workspace.out / name)
-
-    def of_shard(shard: Shard) -> Sequence[ShardTask[Any]]:
-        writer = workspace.open_shard(shard.name, shard.header_size, shard.fixed_size)
-        writers.callback(writer.close)
-        progress = ShardProgress(shard, plan.output.format, writer, partial(finish, writer, shard.name), audit)
-        return shard_tasks(progress, pipeline.piece)
-
-    names = set(workspace.finished)
-    kept = [shard for shard in plan.output.shards if shard.name in names]
-    pipeline.advance(sum(entry.source_bytes for shard in kept for entry in shard.jobs))
-    if announce is not None:
-        for shard in kept:
-            announce(shard.name, workspace.out / shard.name)
-    shards = (of_shard(shard) for shard in plan.output.shards if shard.name not in names)
-    if plan.source.fetched is None or not plan.source.fetched.absent:
-        return interleave(shards, _SHARDS_AT_A_TIME)
-    return streamed(shards, cast("ShardStream", reader))
+def source_files(shards: Iterable[Shard]) -> set[Path]:
+    """The source files that shards are made from; of encoded tensors, those of their largest parts."""
+    return {job.source.file for shard in shards for job in shard.jobs}
 
 
-def _index(output: Plan, workspace: Workspace) -> bytes:
-    total = sum(workspace.finished[shard.name].size - shard.header_size for shard in output.shards)
-    weight_map = {name: shard.name for shard in output.shards for name in shard.tensor_names()}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:
+    """The index, by its name, given the bytes of all tensors and the file of each; none for a single file."""
+    if len({*files.values()}) <= 1:
+        return {}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    return {f"{stem}.safetensors.index.json": (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()}

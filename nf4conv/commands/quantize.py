@@ -20,6 +20,7 @@ from nf4conv.commands.diffusers import (
     write_submodels,
 )
 from nf4conv.commands.output import check_apart, ignore
+from nf4conv.commands.parts import plan_part
 from nf4conv.commands.single.quantize import (
     QuantizationPlan,
     plan_one,
@@ -133,6 +134,9 @@ def execute_quantization(
     """Carry out a plan; arguments, result and errors as `quantize_checkpoint`."""
     started = time.perf_counter()
     run, progress, out = run or RunOptions(), progress or ignore, Path(out)
+    if run.part is not None and push is not None and push.push_to_hub is not None:
+        raise PlanError("--part does not go with --push-to-hub: a part is no model; push what `nf4conv finish` makes")
+    plan = plan_part(plan, run)
     if isinstance(plan, QuantizationPlan):
         check_apart(plan.source.folder, out)
         plan = prepared(plan, run)

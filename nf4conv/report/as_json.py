@@ -16,7 +16,7 @@ SCHEMA_VERSION: Final = 1
 
 Result: TypeAlias = (
     results.PlanReport | results.RunReport | results.VerifyReport | results.ComparisonReport | results.Inspection
-    | results.Environment | results.Evaluation
+    | results.Environment | results.Evaluation | results.FinishReport
 )  # fmt: skip
 
 

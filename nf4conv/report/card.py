@@ -237,15 +237,24 @@ def _settings(subject: _Subject, compute: str | None) -> str:
         "what is not packed": format.dtype,
         **({} if compute is None else {"computed in": str(compute)}),
         "packed": f"{len(packed):,} weights, {100 * share:.1f} % of {parameters:,} parameters",
-        "size": f"{_bytes(figures.bytes_before)} → {_bytes(figures.bytes_after)}, "
-        f"{8 * figures.bytes_after / parameters:.2f} bits a parameter",
     }
+    return f"| | |\n|---|---|\n{_rows(rows)}{measured_rows(figures, parameters)}"
+
+
+def measured_rows(figures: Figures, parameters: int) -> str:
+    """What a card says that is known only when all weights are written."""
+    size = f"{_bytes(figures.bytes_before)} → {_bytes(figures.bytes_after)}"
+    rows = {"size": f"{size}, {8 * figures.bytes_after / parameters:.2f} bits a parameter"}
     if figures.verified is not None:
         rows["verified"] = (
             f"every value against the original: relative error at most {figures.verified.largest_relative_error:.4f}, "
             f"median {figures.verified.median_relative_error:.4f}"
         )
-    return "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    return _rows(rows)
+
+
+def _rows(rows: Mapping[str, str]) -> str:
+    return "".join(f"| {key} | {value} |\n" for key, value in rows.items())
 
 
 def _submodels(submodels: Mapping[str, tuple[Source, Plan]], figures: Mapping[str, Figures]) -> str:

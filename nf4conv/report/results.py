@@ -52,6 +52,7 @@ class RunReport:
 
     out: str  # the output folder
     already_complete: bool  # whether the result was there before, so that nothing was computed
+    part: str | None  # of which sizes and counts are, as "2/3"; None for a run that made all
     device: str  # where it was computed
     copied: int  # tensors kept, those of weights that stay in 4 bits included
     bytes_before: int  # of all tensors of the source
@@ -89,6 +90,20 @@ class QuantizeReport(RunReport):
     advice: str  # why there are many bits per parameter, and what would change that; empty if there are not
     verification: VerificationSummary | None = None  # what was looked at, with `verify`; else None
     pushed: str | None = None  # address of the commit on the Hub; None if nothing was to be pushed
+
+
+@dataclass(frozen=True)
+class FinishReport:
+    """What has become of the parts of a checkpoint."""
+
+    command: ClassVar[str] = "finish"
+
+    out: str  # the output folder
+    already_complete: bool  # whether the result was there before, so that nothing was done
+    shards: int  # weight files
+    bytes_after: int  # of them
+    verification: VerificationSummary | None  # what the parts looked at, with `verify`; else None
+    seconds: float  # wall clock
 
 
 @dataclass(frozen=True)

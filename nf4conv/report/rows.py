@@ -1,7 +1,7 @@
 """One tensor, or one kind of module, in a result. Field names are the keys of --json, in their order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
@@ -73,7 +73,7 @@ class QuantizationTotals:
     bits_per_parameter: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compression", self.bytes_before / self.bytes_after)
+        object.__setattr__(self, "compression", self.bytes_before / max(self.bytes_after, 1))
         object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_after / max(self.parameters, 1))
 
 
@@ -180,6 +180,12 @@ class VerificationSummary:
             bytes_differing=sum(row.bytes_differing or 0 for row in rows),
             weights=tuple(rows),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> "VerificationSummary":
+        """The summary of what several have looked at, given the `asdict` of each."""
+        rows = (WeightRow(**row | {"shape": tuple(row["shape"])}) for part in parts for row in part["weights"])
+        return cls.of(sorted(rows, key=lambda row: row.name), sum(part["copied"] for part in parts))
 
 
 class Status(str, Enum):

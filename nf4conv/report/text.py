@@ -18,6 +18,7 @@ from nf4conv.report.results import (
     ComparisonReport,
     DequantizeReport,
     Environment,
+    FinishReport,
     Inspection,
     PlanReport,
     QuantizeReport,
@@ -150,21 +151,19 @@ def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[
 def quantization_lines(report: QuantizeReport) -> Iterator[str]:
     """What was done, and how to go on: how to load the result, and how to push it."""
     yield f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}"
+    ratio = report.bytes_before / max(report.bytes_after, 1)
     yield (
         f"{size(report.bytes_before)} → {size(report.bytes_after)} "
-        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
+        f"({ratio:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
         f"about {size(report.gpu_bytes)} of GPU memory to load"
     )
     if report.advice:
         yield printable(report.advice)
     if not report.already_complete:
         yield _timing(report, report.bytes_before)
-    if report.verification is not None:
-        verified = report.verification
-        yield (
-            f"verified: {verified.packed:,} packed weights, largest relative error "
-            f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
-        )
+    yield from _verified(report)
+    if report.part is not None:
+        return
     if report.loading:
         yield f"load: {printable(report.loading)}"
     if report.pushed is not None:
@@ -182,10 +181,27 @@ def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
         yield _timing(report, report.bytes_after)
 
 
+def finish_lines(report: FinishReport) -> Iterator[str]:
+    """What there is now."""
+    done = "; already complete, nothing was done" if report.already_complete else ""
+    yield f"{report.out}: {report.shards:,} files, {size(report.bytes_after)}{done}"
+    yield from _verified(report)
+
+
+def _verified(report: QuantizeReport | FinishReport) -> Iterator[str]:
+    verified = report.verification
+    if verified is not None:
+        yield (
+            f"verified: {verified.packed:,} packed weights, largest relative error "
+            f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
+        )
+
+
 def _resumed(report: QuantizeReport | DequantizeReport) -> str:
     if report.already_complete:
         return "; already complete, nothing was done"
-    return f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+    kept = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+    return kept if report.part is None else f"{kept}: part {report.part}, of which `nf4conv finish` makes the whole"
 
 
 def _timing(report: QuantizeReport | DequantizeReport, size: int) -> str:

@@ -54,7 +54,7 @@ class DequantizationPlan(WritingPlan):
             return None
         from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
 
-        return merged_card(self.source, self.output, self.loading, self.front)
+        return merged_card(self.source, self.whole, self.loading, self.front)
 
     def totals(self) -> DequantizationTotals:
         jobs = list(self.output.jobs)

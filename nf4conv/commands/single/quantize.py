@@ -56,7 +56,7 @@ class QuantizationPlan(WritingPlan):
 
     def decided(self) -> dict[str, Any]:
         """What was found while planning, which must be found again on resuming."""
-        return {"tensors kept for NaN or infinity": sorted(self.non_finite), "plan": plan_fingerprint(self.output)}
+        return {"tensors kept for NaN or infinity": sorted(self.non_finite), "plan": plan_fingerprint(self.whole)}
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
         """The model card; None for a submodel."""
@@ -67,7 +67,7 @@ class QuantizationPlan(WritingPlan):
         before = sum(tensor.nbytes for tensor in self.source.tensors)
         figures = Figures(before, bytes_after, verified)
         return model_card(
-            self.source, self.output, self.config, self.front, figures, self.loading, self.options.base_model
+            self.source, self.whole, self.config, self.front, figures, self.loading, self.options.base_model
         )
 
     def row(self, job: Job, file: str) -> PlanRow:
@@ -281,7 +281,7 @@ def write_one(
         packed=totals.packed,
         copied=totals.copied,
         parameters=totals.parameters,
-        bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors),
+        bytes_before=totals.bytes_before if plan.part else sum(tensor.nbytes for tensor in plan.source.tensors),
         bits_per_parameter=8 * figures["bytes_after"] / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(figures["bytes_after"]),
         loading="" if loading is None else loading.call(str(out)),
@@ -313,7 +313,7 @@ def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
     """
     if plan.options.non_finite == "keep":
         plan = _without_non_finite(plan, run)
-    if not plan.is_submodel and not any(isinstance(job, PackJob) for job in plan.output.jobs):
+    if not plan.is_submodel and not any(isinstance(job, PackJob) for job in plan.whole.jobs):
         raise PlanError(
             f"{plan.source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept"
         )
