@@ -164,46 +164,30 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None
     return tensor._replace(name=stem, dtype=siblings.dtype, shape=(experts, 32 * groups, rows), encoding=encoding)
 
 
-def _packed_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+def _fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
+    """Of compressed-tensors, of ModelOpt, or of DeepSeek-V4's experts, in this order."""
     stem = tensor.name.removesuffix("_packed")
-    scale = siblings.find(f"{stem}_scale")
-    if stem == tensor.name or scale is None:
+    scale = siblings.find(*_scale_names(stem))
+    more = ("divisor", f"{stem}_global_scale") if stem != tensor.name else ("multiplier", f"{stem}_scale_2")
+    other = siblings.find(more[1])
+    if scale is None:
         return None
-    if tensor.dtype != "U8":
+    if stem != tensor.name and tensor.dtype != "U8":
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.dtype} holds packed integers; give the checkpoint that it was made "
             f"from: {_TWICE}"
         )
-    divisor = siblings.find(f"{stem}_global_scale")
-    return _fp4(tensor, scale, siblings, stem, () if divisor is None else (("divisor", divisor),))
-
-
-def _modelopt_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    scale = siblings.find(f"{tensor.name}_scale")
-    multiplier = siblings.find(f"{tensor.name}_scale_2")
-    if tensor.dtype != "U8" or scale is None or multiplier is None:
+    is_of_modelopt = tensor.dtype == "U8" and other is not None
+    if stem == tensor.name and not is_of_modelopt and (tensor.dtype, scale.dtype) != ("I8", "F8_E8M0"):
         return None
-    return _fp4(tensor, scale, siblings, tensor.name, (("multiplier", multiplier),))
-
-
-def _row_fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    scale = siblings.find(*_scale_names(tensor.name))
-    if tensor.dtype != "I8" or scale is None or scale.dtype != "F8_E8M0":
-        return None
-    return _fp4(tensor, scale, siblings, tensor.name, ())
-
-
-def _fp4(
-    tensor: TensorInfo, scale: TensorInfo, siblings: _Siblings, name: str, more: tuple[tuple[str, TensorInfo], ...]
-) -> TensorInfo:
     fits = len(tensor.shape) == 2 and len(scale.shape) == 2 and scale.shape[0] == tensor.shape[0]
     if not fits or 2 * tensor.shape[1] not in (16 * scale.shape[1], 32 * scale.shape[1]):
         raise _misfit(tensor, scale)
-    if scale.dtype not in ("F8_E4M3", "F8_E8M0", "U8") or any(part.elements != 1 for _, part in more):
+    if scale.dtype not in ("F8_E4M3", "F8_E8M0", "U8") or (other is not None and other.elements != 1):
         raise _misfit(tensor, scale)
-    encoding = Encoding(Method.FP4, (("values", tensor), ("scale", scale), *more))
+    parts = (("values", tensor), ("scale", scale), *(() if other is None else ((more[0], other),)))
     shape = (tensor.shape[0], 2 * tensor.shape[1])
-    return tensor._replace(name=name, dtype=siblings.dtype, shape=shape, encoding=encoding)
+    return tensor._replace(name=stem, dtype=siblings.dtype, shape=shape, encoding=Encoding(Method.FP4, parts))
 
 
 def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -303,7 +287,7 @@ def _misfit(tensor: TensorInfo, scale: TensorInfo) -> SourceError:
     )
 
 
-_RULES: Final = (_stacked_mxfp4, _packed_fp4, _bitsandbytes_4bit, _bitsandbytes_8bit, _modelopt_fp4, _row_fp4, _scaled)
+_RULES: Final = (_stacked_mxfp4, _fp4, _bitsandbytes_4bit, _bitsandbytes_8bit, _scaled)
 
 
 def _check_unused(tensors: Sequence[TensorInfo]) -> None:
