@@ -68,16 +68,11 @@ def write_chunks(
     write: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Codebook, Scratch], torch.Tensor]",
     write_special: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None],
 ) -> None:
-    """Quantize a weight a chunk of blocks at a time, in as many threads as torch uses.
+    """Quantize a weight a chunk of so many elements at a time, in as many threads as torch uses.
 
-    Args:
-        tensors: weight, packed codes and scales, as `reference.quantize_blocks` takes them.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements to a scale.
-        chunk: elements that a thread works on at a time.
-        write: quantizes blocks [rows, blocksize] to [rows, blocksize / 2] bytes and [rows] scales, and says which of
-            them are special: [rows] bool.
-        write_special: quantizes those again, and a partial last block.
+    The tensors are weight, packed codes and scales, as `reference.quantize_blocks` takes them. `write` quantizes blocks
+    [rows, blocksize] to [rows, blocksize / 2] bytes and [rows] scales, and says which of them are special: [rows] bool;
+    `write_special` quantizes those again, and a partial last block.
     """
     weight, packed, scales = tensors
     codebook = CODEBOOKS[quant_type]
@@ -291,10 +286,8 @@ def nearest_dynamic(scaled: npt.NDArray[np.float32]) -> _Bytes:
 def _dynamic_search() -> tuple[_Bytes, npt.NDArray[np.float32]]:
     """How to find the 8-bit code of a float32 by its upper 16 bits.
 
-    Returns:
-        lower: [65536] uint8, the lowest code among the values with these upper bits; the others have it or the next.
-            0 for NaN and infinities.
-        cuts: [256] float32, above which a value has the next code; none is above the last.
+    The lowest code among the values with these upper bits, [65536] uint8, 0 for NaN and infinities: the others have it
+    or the next; and what a value with the next code is above, [256] float32: none is above the last.
     """
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lowest = np.where(upper >> 31, upper | 0xFFFF, upper).view(np.float32)

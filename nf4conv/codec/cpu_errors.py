@@ -49,24 +49,24 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     for at in range(0, max(weight.numel(), 1), step):
         end = min(at + step, weight.numel())
         blocks = slice(at // blocksize, -(-end // blocksize))
-        chunk = weight[at:end], packed[at // 2 : (end + 1) // 2], scales[blocks], moved[blocks]
-        parts.append(_chunk_errors(*chunk, decoding))
+        chunk = weight[at:end], packed[at // 2 : (end + 1) // 2], decoding
+        parts.append(_chunk_errors(*chunk, (scales[blocks], moved[blocks])))
     return merged(parts)
 
 
 def _chunk_errors(
-    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, moved: torch.Tensor, decoding: Decoding
+    weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding, known: tuple[torch.Tensor, torch.Tensor]
 ) -> ErrorSums:
-    quant_type, blocksize = decoding.quant_type, decoding.blocksize
+    quant_type, blocksize, (scales, moved) = decoding.quant_type, decoding.blocksize, known
     if weight.numel() == 0 or weight.numel() % blocksize or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED):
-        return reference.block_error_sums(weight, packed, scales, moved, decoding)
+        return reference.error_sums(weight, packed, decoding, known)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
     errors = _by_pairs(value_pairs(quant_type), indices, scales, blocksize)
     errors = torch.sub(original, errors, out=errors).abs_().view(-1, blocksize)
     peaks = errors.amax(dim=1)
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
-        return reference.block_error_sums(weight, packed, scales, moved, decoding)
+        return reference.error_sums(weight, packed, decoding, known)
     # the bound without its last terms; what is beyond it is seldom, and held against the whole bound
     bounds = _by_pairs(_gap_table(quant_type, decoding.scales), indices, scales.abs() + moved, blocksize)
     beyond = torch.from_numpy(np.flatnonzero(errors.view(-1).numpy() > bounds.numpy()))

@@ -80,9 +80,8 @@ def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
 def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What a position adds to the sums that reference.py spells out.
 
-    Returns:
-        costs: [positions, candidates] float32, the squared distance from the nearest level.
-        step: [candidates · positions, 2] float32, the distance times the level, and the level's square in 16ths.
+    To the costs, [positions, candidates] float32, the squared distance from the nearest level; to the step, [candidates
+    · positions, 2] float32, the distance times the level, and the level's square in 16ths.
     """
     levels = search.nearest_levels(quant_type)
     distances = np.arange(-UNIT, UNIT + 1) - levels

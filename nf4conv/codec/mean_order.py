@@ -21,11 +21,9 @@ def threads(count: int) -> int:
 
 
 def thread_blocks(count: int, resident: int) -> int:
-    """How many thread blocks share the sum.
+    """How many thread blocks share the sum of so many values.
 
-    Args:
-        count: values.
-        resident: blocks of that many threads that the card holds at once: multiprocessors times blocks on each.
+    `resident` are the blocks of that many threads that the card holds at once: multiprocessors times blocks on each.
     """
     per_thread = -(-count // threads(count))
     if per_thread < _MAX_PER_THREAD:

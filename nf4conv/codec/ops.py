@@ -77,15 +77,9 @@ def quantize_4bit(
 
 
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
-    """The second quantization: absmax to 8-bit codes.
+    """The second quantization: absmax, [blocks] float32, to 8-bit codes.
 
-    Args:
-        absmax: [blocks] float32.
-
-    Returns:
-        codes: [blocks] uint8.
-        offset: 0-d float32, the mean that was subtracted.
-        state2: how the codes are decoded.
+    Given back are the codes, [blocks] uint8, the mean that was subtracted, 0-d float32, and how the codes are decoded.
     """
     codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=absmax.device)
     nested_absmax = torch.empty(

@@ -104,9 +104,7 @@ class QuantState:
         """The inverse of `components`; keys may carry any prefix that ends in a dot.
 
         The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote low-precision maps.
-
-        Raises:
-            CodecError: a component is missing, unknown or contradicts another.
+        A CodecError if a component is missing, unknown or contradicts another.
         """
         named = _by_suffix(parts)
         tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))

@@ -151,18 +151,6 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         bits.masked_fill_(target.isnan(), torch.iinfo(bits.dtype).max)
 
 
-def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compare a weight with its packed form, by the bound that error_sums.py states.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8, contiguous.
-        decoding: of the codes.
-    """
-    scales, moved = scales_and_shifts(decoding)
-    return block_error_sums(weight, packed, scales, moved, decoding)
-
-
 def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
     """Two [blocks] float32: absmax as it decodes, and how far the nested quantization may have moved it."""
     scales = decoded_absmax(decoding)
@@ -171,10 +159,21 @@ def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, NESTED_ERROR * _nested_scales(decoding.absmax, decoding.state2)
 
 
-def block_error_sums(
-    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, moved: torch.Tensor, decoding: Decoding
+def error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    decoding: Decoding,
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> ErrorSums:
-    """Compare a weight with its packed form by what `scales_and_shifts` gives; otherwise as `error_sums`."""
+    """Compare a weight with its packed form, by the bound that error_sums.py states.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous: the original.
+        packed: [ceil(n / 2)] uint8, contiguous.
+        decoding: of the codes.
+        known: what `scales_and_shifts` gives, if that has been computed.
+    """
+    scales, moved = known or scales_and_shifts(decoding)
     blocksize, values = decoding.blocksize, decoded_values(decoding.quant_type, weight.device)
     gaps = torch.tensor(half_gaps(decoding.quant_type, decoding.scales), dtype=torch.float32, device=weight.device)
     count = -(-weight.numel() // CHUNK)
@@ -215,12 +214,7 @@ def _flushed(values: torch.Tensor) -> torch.Tensor:
 
 
 def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each row by its largest magnitude, as a flushed product with its reciprocal.
-
-    Returns:
-        scaled: as `blocks`.
-        absmax: [rows] float32.
-    """
+    """Divide each row by its largest magnitude, [rows] float32, as a flushed product with its reciprocal; both."""
     absmax = _absmax(blocks)
     return _flushed(blocks * reciprocal(absmax)[:, None]), absmax
 

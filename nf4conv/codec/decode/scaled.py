@@ -21,7 +21,7 @@ _GPU_CHUNK = 2**24
 
 
 def decode_scaled(
-    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, ...], dtype: torch.dtype
+    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, ...], dtype: torch.dtype, by_127: bool = False
 ) -> torch.Tensor:
     """Decode 8-bit values to [..., rows, columns] `dtype`; a CodecError if the scales do not fit them.
 
@@ -32,6 +32,7 @@ def decode_scaled(
             Without: one value, or [rows], or a shape that broadcasts against the values'. None: all ones.
         block: (rows, columns) that share a scale, or empty.
         dtype: of the result.
+        by_127: whether a product is then multiplied by 1 / 127, rounded once more.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
@@ -48,29 +49,20 @@ def decode_scaled(
         decode = scaled.decode_scaled
     spread = scale if block else scale.expand((*values.shape[:-2], *scale.shape[-2:]))
     for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
-        decode(matrix.contiguous(), scales.contiguous(), (block[0], block[1]) if block else (1, 1), decoded)
+        shared = (block[0], block[1]) if block else (1, 1)
+        decode(matrix.contiguous(), scales.contiguous(), shared, decoded, by_127=by_127)
     return out
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Decode a weight of bitsandbytes' LLM.int8(): each row was scaled so that its largest magnitude is 127.
 
-    Args:
-        values: [rows, columns] int8 (`weight`).
-        scale: [rows] float32, the largest magnitudes (`SCB`).
-        dtype: of the result, [rows, columns], rounded as bitsandbytes' int8_vectorwise_dequant: twice in float32.
+    `values` are [rows, columns] int8 (`weight`), `scale` the largest magnitudes, [rows] float32 (`SCB`). The result is
+    [rows, columns] of a dtype, rounded as bitsandbytes' int8_vectorwise_dequant: twice in float32.
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    if has_kernels(values.device):
-        from nf4conv.codec.kernels import scaled  # importing Triton takes a second
-
-        scaled.decode_scaled(values.contiguous(), scale.contiguous().view(-1, 1), (1, 1), out, by_127=True)
-        return out
-    for rows in chunks(values, values.shape[1]):
-        out[rows] = values[rows] * scale.view(-1, 1)[rows] * (1 / 127)
-    return out
+    return decode_scaled(values, scale.view(-1, 1), (), dtype, by_127=True)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
@@ -113,14 +105,17 @@ def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return stack.reshape(math.prod(shape[:-2]), *shape[-2:]).unbind()
 
 
-def _decode_matrix(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
+def _decode_matrix(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor, *, by_127: bool = False
+) -> None:
     """As kernels.scaled.decode_scaled."""
     (height, width), scale = block, scale_values(scale)
     for part in chunks(values, values.shape[1], height):
         scales = scale if scale.shape[0] == 1 else scale[part.start // height : -(-part.stop // height)]
         if block != (1, 1):
             scales = scales.repeat_interleave(width, dim=1)[:, : values.shape[1]].repeat_interleave(height, dim=0)
-        out[part] = byte_values(values[part]).mul_(scales[: part.stop - part.start])
+        decoded = byte_values(values[part]).mul_(scales[: part.stop - part.start])
+        out[part] = decoded.mul_(1 / 127) if by_127 else decoded
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
