@@ -3,13 +3,18 @@
 The keys and their order are those that transformers 4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict).
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
 
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
+
+_WRITTEN: Final = json.loads(Path(__file__).with_name("quantization_config.json").read_bytes())
+"""What quantization_config says; null is what the checkpoint decides. Loaders refuse an int as a threshold."""
 
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # transformers 4.56 and newer write the first, older releases the second
 
@@ -34,29 +39,19 @@ def quantized_config(
 ) -> dict[str, Any]:
     """The content of config.json for a 4-bit checkpoint.
 
-    Args:
-        config: the content of the source's.
-        format: that must be what is stored: transformers assumes fp4 without a quant_type, and 4.57 counts the tensors
-            of a weight.
-        compute_dtype: "bfloat16", "float16" or "float32": what a loaded model multiplies in.
-        skip_modules: null would let every loader guess its own list.
-        dtype: what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on it.
+    `config` is the content of the source's. The format must be what is stored: transformers assumes fp4 without a
+    quant_type, and 4.57 counts the tensors of a weight. A loaded model multiplies in `compute_dtype`: "bfloat16",
+    "float16" or "float32". `skip_modules` are listed even if there are none: null would let every loader guess its own
+    list. `dtype` is what the unpacked tensors are stored in, "bfloat16" for example; None leaves the source's word on
+    it.
     """
     edited = without_quantization(config) if dtype is None else plain_config(config, dtype)
-    edited["quantization_config"] = {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
+    edited["quantization_config"] = _WRITTEN | {
         "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": format.quant_storage,
         "bnb_4bit_quant_type": format.quant_type,
         "bnb_4bit_use_double_quant": format.double_quant,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
         "llm_int8_skip_modules": list(skip_modules),
-        "llm_int8_threshold": 6.0,  # loaders refuse an int
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
     }
     return edited
 

@@ -78,20 +78,12 @@ def decoded_tensors(
     dtype: str,
     read: Callable[[TensorInfo], bytes],
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
-    """What a checkpoint holds once everything encoded in it is decoded; no data is read but small descriptions.
+    """What a checkpoint holds once everything encoded in it is decoded, and a line for the user about what was done.
 
-    Args:
-        tensors: as stored.
-        config: the content of config.json.
-        exported: the content of hf_quant_config.json, which ModelOpt writes; empty when there is none.
-        dtype: tag of the dtype to decode to where the source does not say: "BF16" or "F16".
-        read: gives the bytes of a small tensor.
-
-    Returns:
-        The tensors, in their order, those decoded with an `Encoding`; and a line for the user about what was done.
-
-    Raises:
-        SourceError: the method is not one that is decoded, or tensors do not fit together; the message names them.
+    The tensors are as stored, and given back in their order, those decoded with an `Encoding`; of their data only small
+    descriptions are read. `config` is the content of config.json, `exported` that of hf_quant_config.json, which
+    ModelOpt writes, or empty; `dtype` is the tag of what to decode to where the source does not say: "BF16" or "F16".
+    A SourceError if the method is not one that is decoded, or tensors do not fit together, names them.
     """
     description, of_modelopt = quantization_of(config), exported.get("quantization")
     if description is None and isinstance(of_modelopt, Mapping):

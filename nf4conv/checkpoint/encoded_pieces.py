@@ -158,16 +158,10 @@ def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> lis
 
 
 def cut_parts(parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int) -> dict[str, TensorInfo]:
-    """What elements start … stop of a packed weight are decoded from.
+    """What elements start … stop of a packed weight are decoded from: its parts with their bytes cut to size.
 
-    Args:
-        parts: of the whole weight, by role: "values", and the suffixes of the components beside them.
-        blocksize: elements that share one absmax.
-        start: a multiple of 256 blocks.
-        stop: the end of the weight, or another such multiple.
-
-    Returns:
-        The parts with their bytes cut to size; "values" as bytes, whatever they are stored as.
+    They are given by role: "values", which become bytes, whatever they are stored as, and the suffixes of the
+    components beside them. Start is a multiple of 256 blocks; stop is another, or the end of the weight.
     """
     first, last = start // blocksize, block_count(stop, blocksize)
     ranges = {

@@ -181,9 +181,8 @@ _FUSED: Final = {
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What vLLM makes of modules that it fuses, given the paths of packed ones, and of others that may be `nn.Linear`.
 
-    Returns:
-        skipped: paths of fused modules of which no part is packed: they have to be listed too.
-        split: those of which only some parts are packed, which vLLM cannot load.
+    First come the paths of fused modules of which no part is packed: they have to be listed too. Then those of which
+    only some parts are packed, which vLLM cannot load.
     """
     found = dict.fromkeys(filter(None, map(_fused_path, kept)))
     also_packed = set(map(_fused_path, packed)) if found else set()
@@ -205,17 +204,11 @@ def build_skip_modules(
     A kept module is named by the highest module above it that has nothing packed below; where a loader's rule would
     see a packed module in that name, by its own path.
 
-    Args:
-        packed: paths of the packed modules, in every spelling.
-        kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
-        absent: modules that the checkpoint lacks and a loader may add; left out where they hit a packed one.
+    The paths are in every spelling; `kept` are those of modules that may be `nn.Linear` and are not packed, `absent`
+    those of modules that the checkpoint lacks and a loader may add, which are left out where they hit a packed one.
 
-    Returns:
-        entries: the list, in natural order.
-        mistaken: packed modules that a loader would nevertheless take for skipped.
-
-    Raises:
-        PlanError: a module that must be listed has a name that is no name to transformers 5.
+    Given back are the list, in natural order, and the packed modules that a loader would nevertheless take for skipped.
+    A PlanError if a module that must be listed has a name that is no name to transformers 5.
     """
     packed = tuple(packed)
     above_packed = _all_ancestors(packed)

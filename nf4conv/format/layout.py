@@ -101,10 +101,8 @@ def block_count(elements: int, blocksize: int) -> int:
 def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float | None = None) -> bytes:
     """The JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes it.
 
-    Args:
-        format: of the packed weight.
-        shape: of the weight that was quantized.
-        nested_offset: the float32 mean of absmax, widened; None without double quantization.
+    The shape is that of the weight that was quantized; `nested_offset` is the float32 mean of absmax, widened, or None
+    without double quantization.
     """
     state: dict[str, object] = {
         "quant_type": format.quant_type,
