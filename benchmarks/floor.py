@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,11 +38,11 @@ class Job(NamedTuple):
     kept: int
 
 
-def plan(source: Path, out: Path, piece: int, kept_ratio: float) -> list[Job]:
-    """All pieces, those of several output files in turn."""
+def plan(sources: Iterable[Path], out: Path, piece: int, kept_ratio: float) -> list[Job]:
+    """All pieces of some files, those of several output files in turn."""
     files: list[list[Job]] = []
     written = first = 0
-    for path in sorted(source.glob("*.safetensors")):
+    for path in sources:
         size, reading = path.stat().st_size, os.open(path, os.O_RDONLY)
         for start in range(0, size, piece):
             if written >= SHARD_SIZE * len(files):
@@ -55,8 +56,8 @@ def plan(source: Path, out: Path, piece: int, kept_ratio: float) -> list[Job]:
     return list(interleave(files, FILES_AT_A_TIME))
 
 
-def move(jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int) -> float:
-    """Carry out the jobs; the seconds that took."""
+def move(jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int) -> tuple[float, float]:
+    """Carry out the jobs; when the first began and the last ended, by time.perf_counter."""
     todo, lock, ready = iter(jobs), threading.Lock(), threading.Barrier(threads + 1)
     cuda = device.type == "cuda"
 
@@ -86,7 +87,7 @@ def move(jobs: list[Job], device: torch.device, threads: int, piece: int, return
     started = time.perf_counter()
     for worker in workers:
         worker.join()
-    return time.perf_counter() - started
+    return started, time.perf_counter()
 
 
 def main() -> None:
@@ -95,9 +96,9 @@ def main() -> None:
     # what becomes larger is taken in pieces that become a piece
     piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
     out.mkdir(parents=True)
-    jobs = plan(source, out, piece, kept_ratio)
-    seconds = move(jobs, device, threads, piece, returned)
-    print(json.dumps({"seconds": seconds, "bytes": sum(job.length for job in jobs)}))
+    jobs = plan(sorted(source.glob("*.safetensors")), out, piece, kept_ratio)
+    started, ended = move(jobs, device, threads, piece, returned)
+    print(json.dumps({"seconds": ended - started, "bytes": sum(job.length for job in jobs)}))
 
 
 if __name__ == "__main__":

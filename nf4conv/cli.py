@@ -329,7 +329,7 @@ _repository_options = _takes(
 """Of every command that reads a checkpoint which may be on the Hub."""
 
 _machine_options = _takes(
-    device="Compute on auto, cpu, cuda or cuda:N.",
+    device="Compute on auto, cpu, cuda or cuda:N; quantize and dequantize take cuda:all, and cuda:0,cuda:1, too.",
     workers="Read, compute and write with this many threads; 0 chooses.  [default: 0]",
     buffer_size="Use this much memory for reading, all threads together.",
 )

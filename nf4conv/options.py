@@ -24,7 +24,8 @@ class RunOptions:
     """How a run uses the machine. None of it changes a byte of the result.
 
     Attributes:
-        device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one.
+        device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one. `quantize` and `dequantize`
+            spread over "cuda:all", or a list such as "cuda:0,cuda:1": `workers` and `buffer_size` are then of each.
         workers: threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU.
         buffer_size: bytes of host memory for reading, all workers together.
         overwrite: delete what is in the output folder.

@@ -107,11 +107,11 @@ class SharedFolder(OutputFolder):
             if digest_of(copy) != copy.name:
                 raise OutputError(f"{source}: changed while it was read; run again")
 
-    def collect(self, plan: Mapping[str, Any]) -> None:
+    def collect(self, plan: Mapping[str, Any], reread: bool) -> None:
         """Take all shards of a plan, and copy what belongs beside them; an OutputError says what is missing."""
         known = self.known()
         self._require(plan, known, "missing")
-        self.finished = self.intact(known)
+        self.finished = self.intact(known) if reread else known
         self._require(plan, self.finished, "not what was written")
         with named(self.out, OutputError, inside=True):
             self._private.mkdir()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included,
 from nf4conv.commands.output import check_apart, ignore
 from nf4conv.commands.parts import plan_part
 from nf4conv.commands.single.dequantize import DequantizationPlan, plan_one, plan_submodel, write_one
+from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import DequantizeReport
@@ -58,7 +60,8 @@ def plan_dequantization(
     options = options or DequantizeOptions()
     try:
         single = plan_one(source, options, where)
-        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])))
+        again = partial(plan_dequantization, source, options, where)
+        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])), again=again)
     except DiffusersFolderError:
         folder = open_diffusers(source, where)
     submodels = {
@@ -82,6 +85,8 @@ def execute_dequantization(
     started = time.perf_counter()
     run, progress, out = run or RunOptions(), progress or ignore, Path(out)
     plan = plan_part(plan, run)
+    if is_spread(run):
+        return carry_out(plan, execute_dequantization, out, run, progress)
     if isinstance(plan, DequantizationPlan):
         report = write_one(plan, out, run, progress)
     else:

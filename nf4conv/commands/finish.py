@@ -15,13 +15,14 @@ from nf4conv.report.results import FinishReport
 from nf4conv.report.rows import VerificationSummary
 
 
-def finish_checkpoint(out: str | Path) -> FinishReport:
+def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
     """Make a checkpoint of a folder that runs with `RunOptions.part` have filled, and of which no shard is missing.
 
     It may be repeated. Every shard is read and held against what its part noted when it wrote it.
 
     Args:
         out: the folder.
+        reread: whether to; whoever has just seen all parts succeed need not.
 
     Raises:
         OutputError: a shard is missing or damaged, and which parts are to be run again; or nothing is there to finish.
@@ -29,7 +30,7 @@ def finish_checkpoint(out: str | Path) -> FinishReport:
     started, out = time.perf_counter(), Path(out)
     if is_unfinished(out):
         try:
-            return _finish(out, started)
+            return _finish(out, started, reread)
         except Nf4convError:
             if is_unfinished(out):  # or else it has been finished by another process meanwhile
                 raise
@@ -40,10 +41,10 @@ def finish_checkpoint(out: str | Path) -> FinishReport:
     return FinishReport(str(out), True, len(sizes), sum(sizes), None, time.perf_counter() - started)
 
 
-def _finish(out: Path, started: float) -> FinishReport:
+def _finish(out: Path, started: float, reread: bool) -> FinishReport:
     with SharedFolder(out) as folder:
         plan = folder.read_plan()
-        folder.collect(plan)
+        folder.collect(plan, reread)
         tensors = [tensor for name in folder.finished for tensor in read_header(out / name)]
         files = {tensor.name: tensor.file.name for tensor in tensors}
         index = index_of(plan["stem"], sum(tensor.nbytes for tensor in tensors), files)

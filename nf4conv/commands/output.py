@@ -64,6 +64,7 @@ class WritingPlan:
     # what the source's card says at its top, for one that gets a card
     front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     part: Part | None = field(default=None, kw_only=True)  # of which `output` has the shards; None for all of them
+    again: Callable[[], Any] | None = field(default=None, kw_only=True)  # makes the same plan in another process
 
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:

@@ -29,6 +29,7 @@ from nf4conv.commands.single.quantize import (
     write_one,
     write_one_file,
 )
+from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport
@@ -81,7 +82,8 @@ def plan_quantization(
     options = options or QuantizeOptions()
     try:
         single = plan_one(source, options, where)
-        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])))
+        again = partial(plan_quantization, source, options, where)
+        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])), again=again)
     except DiffusersFolderError as error:
         if options.single_file:
             what = "--single-file is for one part of a diffusers pipeline: --subfolder transformer, or unet"
@@ -137,6 +139,8 @@ def execute_quantization(
     if run.part is not None and push is not None and push.push_to_hub is not None:
         raise PlanError("--part does not go with --push-to-hub: a part is no model; push what `nf4conv finish` makes")
     plan = plan_part(plan, run)
+    if is_spread(run):
+        return carry_out(plan, partial(execute_quantization, push=push), out, run, progress)
     if isinstance(plan, QuantizationPlan):
         check_apart(plan.source.folder, out)
         plan = prepared(plan, run)

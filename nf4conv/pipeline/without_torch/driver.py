@@ -73,6 +73,13 @@ def device_count() -> int:
     return count.value
 
 
+def bus_id(ordinal: int) -> str:
+    """Where a GPU is on the PCI bus, as Linux writes it: "0000:1b:00.0"."""
+    text = ctypes.create_string_buffer(16)
+    _call("cuDeviceGetPCIBusId", text, len(text), ordinal)
+    return text.value.decode().lower()
+
+
 class Device:
     """One GPU, as the driver counts after CUDA_VISIBLE_DEVICES, and its primary context, which torch would use too."""
 

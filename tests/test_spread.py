@@ -1,0 +1,204 @@
+"""A run spread over processes, here two on the CPU: the bytes and the report of a single run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents, write_source
+from safetensors.torch import load_file, save_file
+
+import nf4conv
+from nf4conv.commands.spread import find_places
+from nf4conv.errors import PlanError, SourceError
+from nf4conv.options import QuantizeOptions, RunOptions
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+ONE = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+TWO = replace(ONE, device="cpu,cpu")
+OF_THE_RUN = {"out", "loading", "seconds", "pipeline_seconds", "seconds_by_activity", "host_baseline_bytes"} | {
+    "host_peak_bytes",
+    "verification",
+}
+"""Fields of a report that differ from run to run, or name the output."""
+
+SLOW = "import os, time\nread = os.preadv\nos.preadv = lambda *given: (time.sleep(0.05), read(*given))[1]\n"
+
+
+class Run:
+    """`nf4conv quantize` by two worker processes, in a process group of its own; every read takes as long as abroad."""
+
+    def __init__(self, source: Path, out: Path) -> None:
+        (source.parent / "slow").mkdir(exist_ok=True)
+        (source.parent / "slow" / "sitecustomize.py").write_text(SLOW)
+        path = os.pathsep.join([str(source.parent / "slow"), str(Path(nf4conv.__file__).parents[1])])
+        command = ["quantize", source, out, "--device", "cpu,cpu", "--max-shard-size", "60kB", "--workers", "1"]
+        self.out = out
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nf4conv", *map(str, command), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,
+        )
+        self.group = self.process.pid
+
+    def workers(self) -> list[int]:
+        """Process numbers of those that wait for parts, or carry them out."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):
+                if b"spawn_main" in (process / "cmdline").read_bytes() and os.getpgid(int(process.name)) == self.group:
+                    found.append(int(process.name))
+        return found
+
+    def wait_for_shards(self, count: int) -> None:
+        while len([*self.out.glob(".nf4conv/shards/*")]) < count:
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr, once it has ended and all of its workers have."""
+        output, errors = self.process.communicate(timeout=60)
+        deadline = time.monotonic() + 20
+        while self.workers():
+            assert time.monotonic() < deadline, "workers are left"
+            time.sleep(0.05)
+        return self.process.returncode, output, errors
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+def looks_finished(out: Path) -> bool:
+    return any((out / name).exists() for name in ("config.json", "model.safetensors.index.json"))
+
+
+@pytest.mark.parametrize("run", [TWO, replace(TWO, verify=True, checksum=True)], ids=["plain", "verified"])
+def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: RunOptions):
+    single = nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(run, device="cpu"))
+    read: list[int] = []
+    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+    assert {k: v for k, v in asdict(report).items() if k not in OF_THE_RUN} == {
+        k: v for k, v in asdict(single).items() if k not in OF_THE_RUN
+    }
+    assert report.seconds_by_activity.keys() == single.seconds_by_activity.keys()
+    assert report.seconds >= report.pipeline_seconds > 0
+    again = report.bytes_before + report.bytes_after if run.verify else 0
+    assert sum(read) == report.bytes_before + again
+    if run.verify:
+        assert report.verification is not None
+        assert single.verification is not None
+        assert report.verification.measured() == single.verification.measured()
+    once_more = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
+    assert once_more.already_complete
+    assert once_more.seconds_by_activity == {}
+
+
+def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
+    nf4conv.quantize_checkpoint(source, tmp_path / "packed", OPTIONS, ONE)
+    options = nf4conv.DequantizeOptions(max_shard_size=200_000)
+    single = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
+    report = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+    assert (report.decoded, report.copied, report.bytes_after) == (single.decoded, single.copied, single.bytes_after)
+
+
+def test_overwriting(tmp_path: Path, source: Path):
+    other = QuantizeOptions(max_shard_size=60_000, quant_type="fp4")
+    nf4conv.quantize_checkpoint(source, tmp_path / "out", other, ONE)
+    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
+    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True))
+    assert not report.already_complete
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def kill_a_worker(run: Run) -> None:
+    os.kill(run.workers()[0], signal.SIGKILL)
+
+
+ENDS = [
+    (kill_a_worker, 2, "Error: a worker process was killed, perhaps for want of memory; the same command resumes\n"),
+    (lambda run: os.killpg(run.group, signal.SIGINT), 130, "Error: interrupted; the same command resumes\n"),
+    (lambda run: run.process.kill(), -9, ""),
+]
+
+
+def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
+    source, out = write_source(tmp_path / "source", layers=24), tmp_path / "out"
+    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
+    finished = 0
+    for end, code, line in ENDS:
+        run = Run(source, out)
+        run.wait_for_shards(finished + 2)
+        assert len(run.workers()) == 2
+        end(run)
+        assert run.end() == (code, "", line)
+        assert not looks_finished(out)
+        finished = len([*out.glob(".nf4conv/shards/*")])
+    code, output, errors = Run(source, out).end()
+    assert (code, errors) == (0, "")
+    assert json.loads(output)["shards_resumed"] == finished >= 6
+    assert contents(out) == contents(tmp_path / "single")
+
+
+def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path):
+    file = source / "model-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.4.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(SourceError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, TWO)
+    assert not looks_finished(tmp_path / "out")
+    code, output, errors = Run(source, tmp_path / "out").end()
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(f"Error: {file}: model.layers.4.mlp.up_proj.weight: ")
+
+
+@pytest.mark.parametrize("device", ["cuda:0,cpu", "cuda:8,cuda:9", "cuda:0,cuda:0", "cpu,gpu", "cuda:0,"])
+def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
+    with pytest.raises(PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
+    with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
+    with pytest.raises(PlanError, match=r"cuda:all: .*it has none"):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
+
+
+def test_places_share_all_cores():
+    (_, first), (_, second) = find_places("cpu,cpu")
+    usable = os.sched_getaffinity(0)
+    assert first | second == usable
+    assert not first & second or len(usable) == 1
+
+
+@pytest.mark.gpu
+def test_all_gpus(tmp_path: Path, source: Path):
+    """Of one, it is a plain run."""
+    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
+    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
+    assert report.device == ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+    for name, cores in find_places("cuda:all"):
+        assert name.startswith("cuda:")
+        assert cores <= os.sched_getaffinity(0)
