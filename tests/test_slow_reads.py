@@ -48,6 +48,25 @@ def test_many_reads_are_in_flight_at_a_time(tmp_path: Path):
     assert seconds < 64 * LATENCY / 2  # one after the other they take 64 of these
 
 
+def test_what_is_slow_stays_so_while_many_reads_make_it_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As over a network, where a long read takes as many round trips as several short ones."""
+    content, preadv, longest = write(tmp_path / "file", 64), os.preadv, 0
+
+    def delayed(descriptor: int, views: list[memoryview], position: int) -> int:
+        nonlocal longest
+        longest = max(longest, len(views[0]))
+        time.sleep(0.004 * len(views[0]) / BLOCK)
+        return preadv(descriptor, views, position)
+
+    monkeypatch.setattr(os, "preadv", delayed)
+    buffer = memoryview(bytearray(len(content)))
+    with Reader() as reader:
+        for _ in range(3):
+            reader.read_into(tmp_path / "file", 0, buffer)
+            assert buffer == content
+    assert longest == BLOCK
+
+
 @pytest.mark.usefixtures("slow")
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     content, preadv = write(tmp_path / "file", 3), os.preadv

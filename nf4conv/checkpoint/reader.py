@@ -32,16 +32,18 @@ class _Open:
         self._path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.readers = 0
-        self.is_slow = False
+        self.is_slow: bool | None = None  # not known yet
 
-    def read(self, start: int, buffer: memoryview) -> None:
-        position = 0
+    def read(self, start: int, buffer: memoryview) -> float:
+        """Fill a buffer; the seconds that took."""
+        started, position = time.perf_counter(), 0
         while position < len(buffer):
             count = os.preadv(self.descriptor, [buffer[position:]], start + position)
             if count == 0:
                 end = start + position
                 raise SourceError(f"{self._path}: ends at byte {end:,}; it was cut off while being read")
             position += count
+        return time.perf_counter() - started
 
 
 class Reader:
@@ -55,17 +57,18 @@ class Reader:
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `path` from `start` on; a SourceError if it cannot be read, or ends early."""
         with named(path, SourceError), self._opened(path) as file:
-            started = time.perf_counter()
+            if file.is_slow is None and len(buffer) > _BLOCK:  # the first block tells how to read the others
+                file.is_slow = file.read(start, buffer[:_BLOCK]) > _BLOCK * _SLOW
+                start, buffer = start + _BLOCK, buffer[_BLOCK:]
             if file.is_slow and len(buffer) > _BLOCK:
                 places = range(0, len(buffer), _BLOCK)
                 blocks = [self._pool.submit(file.read, start + at, buffer[at : at + _BLOCK]) for at in places]
                 wait(blocks)  # after an error too: then the buffer is the caller's again
-                for block in blocks:
-                    block.result()
+                seconds = sum(block.result() for block in blocks)  # which one thread would have taken
             else:
-                file.read(start, buffer)
+                seconds = file.read(start, buffer)
             if len(buffer) >= _BLOCK:
-                file.is_slow = time.perf_counter() - started > len(buffer) * _SLOW
+                file.is_slow = seconds > len(buffer) * _SLOW
 
     def forget(self, path: Path) -> None:
         """Close a file that is not read any more."""
