@@ -8,7 +8,7 @@
     reduction.py    the mean in the order of torch's CUDA kernel: the offset of double quantization
     error_sums.py   what one pass over a weight and its packed form can say, and the bound it is held to
     mean_order.py   that order, for the kernels too                          (no torch)
-    cpu.py          the operations as fast as a CPU does them; the search in cpu_search.py
+    cpu.py          the operations as fast as a CPU does them; the errors in cpu_errors.py, the search in cpu_search.py
     kernels/        Triton, CUDA: the operations at the memory limit of the card
     decode/         what other quantizations encoded → floats
 

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import embedding_bag
 
-from nf4conv.codec import cpu, reference, search
+from nf4conv.codec import reference, search
+from nf4conv.codec.cpu import TINIEST, Scratch, count_cuts, find_absmax, pair_codes, without_signs, write_chunks
+from nf4conv.codec.cpu_errors import value_pairs
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.search import ROUND, UNIT
 from nf4conv.format.codebook import Codebook
@@ -27,23 +29,23 @@ def search_blocks(
     weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
 ) -> None:
     """Quantize a weight in blocks; arguments as `reference.search_blocks`."""
-    cpu.write_chunks((weight, packed, scales), quant_type, blocksize, _CHUNK, _search_chunk, reference.search_blocks)
+    write_chunks((weight, packed, scales), quant_type, blocksize, _CHUNK, _search_chunk, reference.search_blocks)
 
 
 def _search_chunk(
-    blocks: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, codebook: Codebook, scratch: cpu.Scratch
+    blocks: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, codebook: Codebook, scratch: Scratch
 ) -> torch.Tensor:
     """Search [rows, blocksize] of any float type; which blocks are special: NaN, and what is not searched."""
     blocksize = blocks.shape[1]
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
-    cpu.find_absmax(cpu.without_signs(blocks, scratch), scales)
+    find_absmax(without_signs(blocks, scratch), scales)
     special = ~((scales >= search.LEAST_ABSMAX) & (scales <= search.LARGEST_ABSMAX))
     values[special], scales[special] = 1, 1
     power = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
-    negative = None if codebook.signed_cuts else values.view(-1).numpy() <= -cpu.TINIEST
+    negative = None if codebook.signed_cuts else values.view(-1).numpy() <= -TINIEST
     values.mul_(power.reciprocal()[:, None])
     if negative is not None:
-        negative &= values.view(-1).numpy() <= -cpu.TINIEST
+        negative &= values.view(-1).numpy() <= -TINIEST
     top = scales / power
     found = _least_squares(values, top, codebook.quant_type)
     codes, cost = _encode(values, negative, found, codebook, scratch)
@@ -93,7 +95,7 @@ def _encode(
     negative: npt.NDArray[np.bool_] | None,
     scale: torch.Tensor,
     codebook: Codebook,
-    scratch: cpu.Scratch,
+    scratch: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, blocksize / 2] uint8 codes of values by their scale, and [rows] their cost.
 
@@ -101,11 +103,11 @@ def _encode(
     """
     rows, blocksize = values.shape
     scaled = torch.mul(values, reciprocal(scale)[:, None], out=scratch.magnitudes[: values.numel()].view(values.shape))
-    counts = cpu.count_cuts(scaled if negative is None else scaled.abs_(), codebook, scratch)
+    counts = count_cuts(scaled if negative is None else scaled.abs_(), codebook, scratch)
     if negative is not None:
-        counts += (negative & (scaled.view(-1).numpy() >= cpu.TINIEST)).view(np.uint8) << 3
-    packed = torch.from_numpy(cpu.pair_codes(counts, codebook).astype(np.uint8))
-    errors = cpu.value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32)).view(torch.float32)
+        counts += (negative & (scaled.view(-1).numpy() >= TINIEST)).view(np.uint8) << 3
+    packed = torch.from_numpy(pair_codes(counts, codebook).astype(np.uint8))
+    errors = value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32)).view(torch.float32)
     errors = errors.view(-1, blocksize).mul_(scale[:, None])
     torch.sub(values, errors, out=errors).square_().mul_(search.COST_UNITS).add_(ROUND).sub_(ROUND)
     sums = errors.view(-1, min(blocksize, search.GROUP)).sum(dim=1, keepdim=True)

@@ -3,6 +3,7 @@
 import base64
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -167,7 +168,9 @@ def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[d
     _waiting[:] = variants
     tasks = [(number, capability) for number in range(len(variants))]
     processes = min(len(tasks), len(os.sched_getaffinity(0)))
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    # a process that is ended, with all its work done, is not to tell the user that it was stopped
+    quiet = signal.signal, (signal.SIGTERM, signal.SIG_DFL)
+    with multiprocessing.get_context("fork").Pool(processes, *quiet) as pool:
         try:
             return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
         except multiprocessing.TimeoutError:  # a lock that another thread of ours held when we forked
