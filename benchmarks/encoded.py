@@ -176,7 +176,7 @@ def main() -> None:
                 shutil.rmtree(source)
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        chosen.out.write_text(json.dumps({"machine": machine(("torch", "triton")), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,11 +109,7 @@ class Evidence:
             # which only bitsandbytes' kernels for CPUs cannot take, and diffusers wants a GPU
             return None if module in self.names_in_blocks else Why.OUTSIDE_BLOCKS
         renames_towers = any(family.renames_towers for family in self.families)
-        if (
-            self.multimodal
-            and (renames_towers or not towers)
-            and any(map(_TOWER.match, _NUMBERED.split(module)[0].split(".")))
-        ):
+        if self.multimodal and (renames_towers or not towers) and _in_tower(module):
             return Why.RENAMED_TOWER if renames_towers else Why.TOWER
         if is_transposed(module, self.families):
             return None
@@ -216,6 +212,11 @@ def _names_in_blocks(tensors: Sequence[TensorInfo]) -> Iterator[str]:
         module = module_of(tensor.name)
         if len(tensor.shape) == 2 and module != tensor.name and _in_layer(module):
             yield from module.split(".")
+
+
+def _in_tower(module: str) -> bool:
+    outside = _NUMBERED.split(module)[0].split(".")
+    return any(_TOWER.match(part) for part in outside)
 
 
 def numbers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

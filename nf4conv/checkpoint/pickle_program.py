@@ -196,7 +196,7 @@ def run_pickle(file: IO[bytes]) -> Any:
     try:
         for opcode, argument, _ in pickletools.genops(file):
             machine.step(opcode, argument)
-        return machine.stack.pop()
+        return machine.result()
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, AssertionError, RecursionError) as error:
         raise PickleError(f"not a pickle of a state dict ({type(error).__name__}: {str(error)[:200]})") from error
 
@@ -205,10 +205,13 @@ class _Machine:
     """A stack, the stacks that MARK put aside, and the memo."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._steps = 0
+
+    def result(self) -> Any:
+        return self._stack.pop()
 
     def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         self._count(1)
@@ -220,17 +223,17 @@ class _Machine:
             case "MARK":
                 if len(self._marks) == _DEEPEST:
                     raise PickleError(f"containers in containers, more than {_DEEPEST} times")
-                self._marks.append(self.stack)
-                self.stack = []
+                self._marks.append(self._stack)
+                self._stack = []
             case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-                self._memo[len(self._memo) if argument is None else argument] = self.stack[-1]
+                self._memo[len(self._memo) if argument is None else argument] = self._stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
-                self.stack.append(self._memo[argument])
+                self._stack.append(self._memo[argument])
             case "REDUCE":
-                self.stack.append(self._reduced(*self._taken(opcode)))
+                self._stack.append(self._reduced(*self._taken(opcode)))
             case name if name in _PUSHED:
                 taken = self._taken(opcode) if argument is None else [argument]
-                self.stack.append(_PUSHED[name](*taken))
+                self._stack.append(_PUSHED[name](*taken))
             case name:
                 raise PickleError(f"needs the opcode {name}")
 
@@ -244,10 +247,10 @@ class _Machine:
         taken = []
         for kind in reversed(opcode.stack_before):
             if kind is pickletools.stackslice:
-                taken.append(self.stack)
-                self.stack = self._marks.pop()
+                taken.append(self._stack)
+                self._stack = self._marks.pop()
             elif kind is not pickletools.markobject:
-                taken.append(self.stack.pop())
+                taken.append(self._stack.pop())
         return taken[::-1]
 
     def _reduced(self, function: Any, arguments: Any) -> Any:

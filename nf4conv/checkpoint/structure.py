@@ -21,7 +21,7 @@ from nf4conv.checkpoint.weight_files import find_weights
 from nf4conv.checkpoint.workspace import check_finished
 from nf4conv.errors import SourceError
 from nf4conv.format import layout
-from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
 
 CLOSE: Final = 2**-8
@@ -285,12 +285,16 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> It
     for key in [key for key in fields if key not in keys]:
         strange, out_of_place = f"has the key {key!r}, at which bitsandbytes fails", "but there is no nested_absmax"
         yield f"has {key}, {out_of_place}" if key in layout.NESTED_JSON_KEYS else strange
-    for key, allowed in (layout.ALLOWED | {"nested_blocksize": (NESTED_BLOCKSIZE,)}).items():
+    for key, allowed in (
+        ("quant_type", tuple(CODEBOOKS)),
+        ("blocksize", BLOCKSIZES),
+        ("dtype", tuple(layout.DTYPE_NAMES.values())),
+        ("nested_blocksize", (NESTED_BLOCKSIZE,)),
+    ):
         if key in fields and (type(fields[key]) not in (str, int) or fields[key] not in allowed):
             yield f"{key} is {fields[key]!r}, expected {' or '.join(map(str, allowed))}"
-    shape = fields.get("shape", [])
-    if not layout.are_sizes(shape) or math.prod(shape) >= LARGEST_SIZE:  # else products of invented sizes are printed
-        yield f"{shape!r:.100} is not a shape"
+    if "shape" in fields and not _is_shape(fields["shape"]):
+        yield f"{fields['shape']!r:.100} is not a shape"
     if fields.get("nested_dtype", "float32") != "float32":
         yield (
             f"nested_dtype is {fields['nested_dtype']!r}: bitsandbytes on a CPU, saved after a forward pass, which "
@@ -300,6 +304,13 @@ def _state_faults(fields: Mapping[str, Any], is_nested: bool, scales: str) -> It
     least, also = (0.0, ", not negative") if scales == "absmax" else (-3.4028235e38, "")
     if type(offset) not in (int, float) or not least <= offset <= 3.4028235e38:
         yield f"nested_offset is {offset!r}, expected a finite number{also}"
+
+
+def _is_shape(shape: object) -> bool:
+    """Whether it is one, of a tensor that can exist: nothing as long as a product of invented sizes is printed."""
+    if not (isinstance(shape, list) and all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape)):
+        return False
+    return math.prod(shape) < LARGEST_SIZE
 
 
 def _check_layout(structure: Structure, weight: StoredWeight) -> bool:

@@ -51,9 +51,6 @@ ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an eleme
 JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
 
-ALLOWED: Final = {"quant_type": tuple(CODEBOOKS), "blocksize": BLOCKSIZES, "dtype": tuple(DTYPE_NAMES.values())}
-"""What keys of the JSON may say."""
-
 _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
 
@@ -133,12 +130,6 @@ def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
     return (packed, absmax, quant_map, *nested, blob)
 
 
-def are_sizes(shape: Any) -> bool:
-    """Whether something that was JSON may be a shape."""
-    is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
-    return is_short and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-
-
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
     """The content of a JSON blob; a CodecError if bitsandbytes could not read it. It `may_say_more`: have more keys."""
     try:
@@ -148,9 +139,15 @@ def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, A
     known = {*JSON_KEYS, *NESTED_JSON_KEYS}
     if not isinstance(fields, dict) or not {*JSON_KEYS} <= fields.keys() <= (known if not may_say_more else {*fields}):
         raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
-    if not are_sizes(fields["shape"]):
-        raise CodecError(f"quant_state: shape {fields['shape']!r:.100} is not a list of sizes")
-    for key, allowed in ALLOWED.items():
+    shape = fields["shape"]
+    is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise CodecError(f"quant_state: shape {shape!r:.100} is not a list of sizes")
+    for key, allowed in (
+        ("quant_type", tuple(CODEBOOKS)),
+        ("blocksize", BLOCKSIZES),
+        ("dtype", tuple(DTYPE_NAMES.values())),
+    ):
         if type(fields[key]) not in (str, int) or fields[key] not in allowed:
             raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
     return fields

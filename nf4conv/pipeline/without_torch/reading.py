@@ -104,6 +104,7 @@ def add_tensor(reading: Reading, tensor: TensorInfo) -> dict[str, int]:
         return {"values": reading.add(tensor.file_range)}
     parts = dict(tensor.encoding.parts)
     if tensor.encoding.method is Method.BITSANDBYTES_4BIT:
+        parts.pop("quant_map", None)  # which the kernels have
         blob = parts[blob_role(parts)]
         if blob.nbytes > _LONGEST_BLOB:
             raise SourceError(f"{blob.file}: {blob.name}: a quant state of impossible size")

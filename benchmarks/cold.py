@@ -1,0 +1,135 @@
+"""Files that are not in the page cache: `nf4conv quantize` beside what the disk gives to whoever only reads.
+
+Floors read every byte of a checkpoint, by O_DIRECT and through the page cache, with 1 to 32 threads. Before every run
+the page cache lets go of the files: of everything by root, and of these files by anybody. The contestants take turns;
+medians are reported. Warm, for comparison, runs the command once more on what is in memory then.
+
+Usage: python -m benchmarks.cold --folder DIR_ON_DISK [--memory DIR] [--layers 12] [--runs 2] [--out FILE.json]
+"""
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end import machine, run
+from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
+
+BLOCK = 8 * 2**20
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache hold nothing of a folder's files."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        print("not root: files are let go of one by one", file=sys.stderr)
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(folder: Path, threads: int, *, is_direct: bool) -> dict[str, Any]:
+    """Read every byte of the shards, in blocks."""
+    files = [os.open(file, os.O_RDONLY | (os.O_DIRECT if is_direct else 0)) for file in folder.glob("*.safetensors")]
+    blocks = iter([(file, start) for file in files for start in range(0, os.fstat(file).st_size, BLOCK)])
+    lock, total = threading.Lock(), [0] * threads
+
+    def work(number: int) -> None:
+        buffer = mmap.mmap(-1, BLOCK)  # aligned to a page, as O_DIRECT wants it
+        while True:
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            total[number] += os.preadv(block[0], [buffer], block[1])
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    started = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - started
+    for file in files:
+        os.close(file)
+    return {"wall_seconds": seconds, "bytes": sum(total)}
+
+
+def quantize(source: Path, out: Path) -> dict[str, Any]:
+    shutil.rmtree(out, ignore_errors=True)
+    found = run([sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--json", "--quiet"])
+    shutil.rmtree(out, ignore_errors=True)
+    return found
+
+
+def measure(source: Path, memory: Path, runs: int) -> dict[str, list[dict[str, Any]]]:
+    contestants: dict[str, Callable[[], dict[str, Any]]] = {
+        **{f"O_DIRECT, {n} threads": partial(read_all, source, n, is_direct=True) for n in (1, 8, 32)},
+        **{f"buffered, {n} threads": partial(read_all, source, n, is_direct=False) for n in (8, 32)},
+        "quantize": partial(quantize, source, memory / "out"),
+        "quantize, OUT on the disk": partial(quantize, source, source.with_name("out")),
+    }
+    quantize(source, memory / "out")  # compiles kernels
+    results = defaultdict(list)
+    for turn in range(runs):
+        for name, contestant in contestants.items():
+            forget(source)
+            results[name].append(contestant())
+            print(f"{turn}: {name}: {results[name][-1]['wall_seconds']:.2f} s", file=sys.stderr, flush=True)
+    results["quantize, warm"].append(quantize(source, memory / "out"))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk that is measured")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the result that goes to memory")
+    parser.add_argument("--layers", type=int, default=12, help="of 0.44 GB each, and 2.1 GB beside them")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="file for the result")
+    chosen = parser.parse_args()
+    shape = SHAPES["8b"]
+    assert isinstance(shape, Llama)
+    with (
+        tempfile.TemporaryDirectory(dir=chosen.folder) as folder,
+        tempfile.TemporaryDirectory(dir=chosen.memory) as memory,
+    ):
+        size = write_checkpoint(replace(shape, layers=chosen.layers), Path(folder) / "source")
+        results = measure(Path(folder) / "source", Path(memory), chosen.runs)
+    walls = {name: statistics.median(found["wall_seconds"] for found in runs) for name, runs in results.items()}
+    floors = {name: seconds for name, seconds in walls.items() if "threads" in name}
+    best = min(floors, key=floors.__getitem__)
+    summary = {
+        "source_bytes": size,
+        "wall_seconds": walls,
+        "gb_per_second": {name: size / seconds / 1e9 for name, seconds in walls.items()},
+        "best_floor": best,
+        "over_best_floor": {name: seconds / walls[best] for name, seconds in walls.items() if name not in floors},
+        "pipeline_over_best_floor": {
+            name: statistics.median(found["pipeline_seconds"] for found in runs) / walls[best]
+            for name, runs in results.items()
+            if name not in floors
+        },
+    }
+    print(json.dumps(summary, indent=2))
+    if chosen.out:
+        content = {"machine": machine(("torch", "triton")), "summary": summary, "runs": results}
+        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
