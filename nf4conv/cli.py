@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verificat
 
 import dataclasses
 import io
+import json
 import logging
 import os
 import re
@@ -60,36 +61,9 @@ _COMMANDS: Final = (
 )
 """In the order of their use."""
 
-_GROUPS: Final = {
-    "What is made": "quant_type blocksize double_quant scales quant_storage lora dtype compute_dtype max_shard_size "
-    "single_file",
-    "Which weights": "include exclude skip_modules quantize_towers moe plan_with non_finite",
-    "Checks": "verify source text tokens max_kl card tolerance exact",
-    "Publishing": "push_to_hub public base_model",
-    "Where it comes from": "revision subfolder variant stream cache_dir local_files_only token",
-    "This machine": "device workers buffer_size part overwrite checksum",
-    "What is shown": "dry_run every as_json json_file report quiet help",
-}
-"""Options by what they are for, in the order of --help."""
-
-_EXAMPLES = """\
-inspect ./Llama-3.1-8B-nf4
-inspect unsloth/Llama-3.2-1B-bnb-4bit          reads headers only
-quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4
-quantize ./model ./out --quant-type fp4 --dry-run
-quantize ./my-fine-tune ./out --verify --push-to-hub me/my-fine-tune-nf4
-quantize meta-llama/Llama-3.1-70B ./out --stream      fetches and drops shard by shard
-quantize ./DeepSeek-V3 ./shared/out --part 2/8       and 1/8, 3/8, … on other hosts
-finish ./shared/out                                    when all parts are there
-verify ./Llama-3.1-8B-nf4
-verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report report.html
-compare ./ours-nf4 ./theirs-nf4                            every byte
-compare ./model-nf4 ./model-dequantized --tolerance 0      every value, in whatever format
-dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again
-dequantize ./model-4bit ./out --dtype fp16
-dequantize ./model-4bit ./out --include '*.layers.0.*'      the rest stays in 4 bits
-completion bash >> ~/.bashrc
-"""
+_TABLES: Final = json.loads(Path(__file__).with_name("cli.json").read_bytes())
+"""Options by the fields that they fill: groups in the order of --help, spellings, and what commands say of those they
+take; then examples. Sections of options that are not called as a command are shared."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -152,7 +126,7 @@ class Command(click.Command):
 def grouped(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
     """The options of a command under the titles that --help shows, in its order."""
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
-    for title, names in _GROUPS.items():
+    for title, names in _TABLES["groups"].items():
         order = names.split()
         members = sorted((o for o in options if name_of(o) in order), key=lambda option: order.index(name_of(option)))
         if members:
@@ -233,17 +207,6 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
 
 
-def _options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
-    """Several options as one decorator."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return decorate
-
-
 @dataclasses.dataclass(frozen=True)
 class _Shown:
     """How the user wants to see a result."""
@@ -279,17 +242,6 @@ _KINDS: Final[dict[str, Any]] = {
     "max_kl": click.FloatRange(0),
 }
 """What an option takes, by the field that it fills; others are flags, or take any text."""
-_METAVARS: Final = {
-    **dict.fromkeys(("blocksize", "workers"), "N"),
-    **dict.fromkeys(("include", "exclude"), "GLOB"),
-    **dict.fromkeys(("push_to_hub", "base_model"), "REPO"),
-    "skip_modules": "NAME",
-    "part": "I/N|auto",
-    "lora": "ADAPTER",
-}
-_SPELLINGS: Final = {"every": ["--all"], "as_json": ["--json"], "quiet": ["-q", "--quiet"]} | {
-    "double_quant": ["--double-quant/--no-double-quant"]
-}
 _HOMES: Final = (_Shown, RunOptions, SourceOptions, PushOptions, QuantizeOptions, VerifyOptions, EvaluateOptions)
 _DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in dataclasses.fields(home)} | {
     "max_shard_size": "1GB",
@@ -298,18 +250,25 @@ _DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in da
 """By the field that an option fills; sizes as users write them."""
 
 
-def _takes(**helps: str) -> Callable[..., Any]:
-    """Options by the fields that they fill, whose defaults are theirs, each with its help."""
-    return _options(*(_option(name, help) for name, help in helps.items()))
+def _takes(*sections: str) -> Callable[..., Any]:
+    """The options of some sections of cli.json."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for section in sections:
+            for name, help in _TABLES["options"][section].items():
+                command = _option(name, help)(command)
+        return command
+
+    return decorate
 
 
 def _option(name: str, help: str) -> Callable[..., Any]:
     default = _DEFAULTS.get(name)
     return click.option(
-        *_SPELLINGS.get(name, [f"--{name.replace('_', '-')}"]),
+        *_TABLES["spellings"].get(name, [f"--{name.replace('_', '-')}"]),
         name,
         type=_KINDS.get(name),
-        metavar=_METAVARS.get(name),
+        metavar=_TABLES["metavars"].get(name),
         is_flag=default is False or None,
         multiple=default == (),
         default=default,
@@ -318,84 +277,10 @@ def _option(name: str, help: str) -> Callable[..., Any]:
     )
 
 
-_repository_options = _takes(
-    revision="Take this branch, tag or commit of a model on the Hub.  [default: main]",
-    token="Show this token to the Hub.  [default: that of hf auth login]",
-    cache_dir="Keep downloads in this folder.  [default: HF_HUB_CACHE]",
-    local_files_only="Take what has been downloaded before, and ask nobody.",
-    subfolder="Take the checkpoint in this folder of SRC, such as transformer.",
-    variant="Take weight files with this word in their names, such as fp16.",
-)
-"""Of every command that reads a checkpoint which may be on the Hub."""
-
-_machine_options = _takes(
-    device="Compute on auto, cpu, cuda or cuda:N; quantize and dequantize take cuda:all, and cuda:0,cuda:1, too.",
-    workers="Read, compute and write with this many threads; 0 chooses.  [default: 0]",
-    buffer_size="Use this much memory for reading, all threads together.",
-)
-"""Of every command that reads weights."""
-
-_json_options = _takes(as_json="Print the result as JSON (docs/json.md).", json_file="Write the same JSON to a file.")
-"""Of every command that finds or does something."""
-
-_writing_options = _options(
-    _repository_options,
-    _machine_options,
-    _json_options,
-    _takes(
-        dry_run="Show what would become of SRC, and write nothing.",
-        every="List every tensor, with --dry-run.",
-        stream="Fetch weights from the Hub as they are needed, and keep no copy.",
-        part="Make part I of N, or that of a job of SLURM, Kubernetes or torchrun; `nf4conv finish OUT` is last.",
-        overwrite="Delete what is in OUT, and start anew.",
-        checksum="Write SHA256SUMS, which `sha256sum -c` checks.",
-        quiet="Show no progress and no summary.",
-        max_shard_size="Make no file larger. Several are written at a time, which is faster than one.",
-        lora="Merge this adapter of PEFT first: a folder, or a model on the Hub with or without @revision. Best into "
-        "the 16-bit model; into a 4-bit one if it was trained on that.",
-    ),
-)
-"""Of every command that writes a checkpoint."""
-
-_judging_options = _options(
-    _machine_options,
-    _json_options,
-    _takes(quiet="Show no progress and no tables: the exit code tells."),
-    _repository_options,
-)
-"""Of every command whose exit code is a verdict."""
-
-_source_and_out = _options(
-    click.argument("source", metavar="SRC", type=Place("file")), click.argument("out", metavar="OUT", type=Place("dir"))
-)
-
-
 @main.command()
-@_source_and_out
-@_takes(
-    quant_type="Pack weights to this data type.  [default: nf4, or SRC's own]",
-    blocksize="Let this many weights share one scale: 32, 64, … 4096.  [default: 64, or SRC's own]",
-    double_quant="Quantize the scales too: 4.13 instead of 4.5 bits per weight.  [default: do, or as in SRC]",
-    scales="Scale blocks as bitsandbytes does, or so that their error is small.  [default: absmax, or SRC's own]",
-    quant_storage="Store packed bytes in this dtype; FSDP needs floats.  [default: uint8, or SRC's own]",
-    dtype="Store what is not packed in this dtype; bf16, fp16 and fp32 are short for them.  [default: config.json's]",
-    compute_dtype="Let loaders compute in this dtype.  [default: that of --dtype, but bfloat16 for float32]",
-    include="Pack only tensors whose names match, such as '*.layers.0.*'.",
-    exclude="Keep tensors whose names match.",
-    skip_modules="Keep this module, as transformers reads llm_int8_skip_modules.",
-    quantize_towers="Pack vision and audio towers too.",
-    moe="Keep experts in 16 bits, which loads everywhere, or pack them one by one, which transformers 5 cannot load.  "
-    "[default: portable]",
-    plan_with="Ask our rules, or the installed transformers, what is linear.",
-    non_finite="Refuse weights that hold NaN or infinity, or do not pack them.",
-    single_file="OUT is one file for ComfyUI and Forge, under its authors' names.",
-    verify="Read back what is written, and compare it with SRC.",
-    tolerance="With --verify, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
-    push_to_hub="Upload the result to this model repository, shard by shard.",
-    public="With --push-to-hub, let everybody see the repository.",
-    base_model="Name the original in the model card.  [default: where SRC is from, or what its config.json says]",
-)
-@_writing_options
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_takes("repository", "machine", "json", "writing", "quantize")
 def quantize(source: str, out: str, **chosen: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
@@ -416,13 +301,9 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
 
 
 @main.command()
-@_source_and_out
-@_takes(
-    dtype="Store weights in this dtype.  [default: as before they were quantized]",
-    include="Decode only weights whose names match.",
-    exclude="Leave weights whose names match in 4 bits.",
-)
-@_writing_options
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_takes("repository", "machine", "json", "writing", "dequantize")
 def dequantize(source: str, out: str, **chosen: Any) -> None:
     """Decode the 4-bit checkpoint SRC into the folder OUT.
 
@@ -437,7 +318,7 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
 
 @main.command()
 @click.argument("out", metavar="OUT", type=Place("dir"))
-@_json_options
+@_takes("json")
 def finish(out: str, **chosen: Any) -> None:
     """Make a checkpoint of the folder OUT, which runs with --part have filled.
 
@@ -452,13 +333,7 @@ def finish(out: str, **chosen: Any) -> None:
 @click.option(
     "--source", type=Place("file"), metavar="SRC", help="Compare every value with this, which it was made from."
 )
-@_takes(
-    tolerance="With --source, let no weight have a larger relative error.  [default: 0.112 for NF4 in blocks of 64]",
-    exact="With --source, require the bytes that quantizing it gives.",
-    lora="Take SRC with this adapter merged into it.",
-    report="Write a page to look at, in HTML, to this file.",
-)
-@_judging_options
+@_takes("repository", "machine", "json", "verify")
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
     """Verify the 4-bit checkpoint PATH.
 
@@ -479,12 +354,7 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
 @main.command()
 @click.argument("a", metavar="A", type=Place("file"))
 @click.argument("b", metavar="B", type=Place("file"))
-@_takes(
-    tolerance="Let no tensor have a larger relative error.  [default: require equal bytes]",
-    include="Compare only tensors whose names match.",
-    exclude="Leave out tensors whose names match.",
-)
-@_judging_options
+@_takes("repository", "machine", "json", "compare")
 def compare(a: str, b: str, **chosen: Any) -> None:
     """Compare the tensors of the checkpoints A and B.
 
@@ -505,16 +375,7 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 @click.option(
     "--source", type=Place("dir"), metavar="SRC", help="Ask this model too, from which OUT was made.", required=True
 )
-@_takes(
-    text="Ask about this text, or these token ids (.npy).  [default: Python's own reference]",
-    tokens="Read so many.  [default: 16384, or fewer, to write no more than 2 GiB]",
-    max_kl="Let the mean divergence be no larger, in nats.",
-    card="Write the figures into OUT/README.md, and renew its line in SHA256SUMS.",
-    device="Compute on auto, cpu, cuda or cuda:N.",
-    quiet="Show no progress and no table: the exit code tells.",
-)
-@_json_options
-@_repository_options
+@_takes("repository", "json", "evaluate")
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     """Ask the models OUT and SRC the same, and compare what they say.
 
@@ -533,9 +394,7 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 
 @main.command()
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
-@_takes(every="List every tensor.")
-@_json_options
-@_repository_options
+@_takes("repository", "json", "inspect")
 def inspect(path: str, **chosen: Any) -> None:
     """Show what is in a checkpoint, by its headers.
 
@@ -549,7 +408,7 @@ def inspect(path: str, **chosen: Any) -> None:
 
 
 @main.command()
-@_json_options
+@_takes("json")
 def env(**chosen: Any) -> None:
     """Show versions and what would compute, for a bug report."""
     found = nf4conv.environment()
@@ -629,7 +488,8 @@ def _examples(lines: Iterable[str]) -> str:
     return "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)])
 
 
-_by_command = {name: [line for line in _EXAMPLES.splitlines() if line.split()[0] == name] for name in main.commands}
-for _name, _lines in _by_command.items():
-    main.commands[_name].epilog = _examples(_lines) if _lines else None
-main.epilog = _examples(_by_command[name][0] for name in ("inspect", "quantize", "verify", "compare", "dequantize"))
+for _name, _lines in _TABLES["examples"].items():
+    main.commands[_name].epilog = _examples(f"{_name} {line}" for line in _lines)
+main.epilog = _examples(
+    f"{name} {_TABLES['examples'][name][0]}" for name in ("inspect", "quantize", "verify", "compare", "dequantize")
+)
