@@ -21,28 +21,19 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run uses the machine. None of it changes a byte of the result.
+    """How a run uses the machine. None of it changes a byte of the result."""
 
-    Attributes:
-        device: "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one. `quantize` and `dequantize`
-            spread over "cuda:all", or a list such as "cuda:0,cuda:1": `workers` and `buffer_size` are then of each.
-        workers: threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU.
-        buffer_size: bytes of host memory for reading, all workers together.
-        overwrite: delete what is in the output folder.
-        checksum: write SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
-        verify: read back what has been written and compare it with the source; `quantize` only.
-        tolerance: as of VerifyOptions, with `verify`.
-        part: "I/N" makes only the I-th of N parts of the output, I counting from 1, for `finish` to put together;
-            "auto" takes I and N from the environment that SLURM, Kubernetes or torchrun sets. None makes all.
-    """
-
+    # "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one. `quantize` and `dequantize` spread
+    # over "cuda:all", or a list such as "cuda:0,cuda:1": `workers` and `buffer_size` are then of each.
     device: str = "auto"
-    workers: int = 0
-    buffer_size: int = 64 * 10**6
-    overwrite: bool = False
-    checksum: bool = False
-    verify: bool = False
-    tolerance: float | None = None
+    workers: int = 0  # threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU
+    buffer_size: int = 64 * 10**6  # bytes of host memory for reading, all workers together
+    overwrite: bool = False  # delete what is in the output folder
+    checksum: bool = False  # write SHA256SUMS, a manifest of the output that `sha256sum -c` checks
+    verify: bool = False  # read back what has been written and compare it with the source; `quantize` only
+    tolerance: float | None = None  # as of VerifyOptions, with `verify`
+    # "I/N" makes only the I-th of N parts of the output, I counting from 1, for `finish` to put together; "auto" takes
+    # I and N from the environment that SLURM, Kubernetes or torchrun sets. None makes all.
     part: str | None = None
 
 

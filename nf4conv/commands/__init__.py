@@ -1,7 +1,7 @@
 """The commands: from a source and options to a plan, and from a plan to a result; one entrance each.
 
 quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint or a diffusers pipeline alike
-single/        quantizing and dequantizing one checkpoint: the plan and its execution
+single/        quantizing one checkpoint: the plan and its execution
 diffusers.py   the submodels of a diffusers pipeline, one after the other, and one result of all
 parts.py       --part: which shards a process makes; finish.py makes one checkpoint of what parts have left
 spread.py      --device cuda:all: parts by processes of this host

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nf4conv.commands.dequantize import AnyDequantizationPlan
+from nf4conv.commands.diffusers import DiffusersPlan
 from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
-from nf4conv.commands.single.dequantize import DequantizationPlan
-from nf4conv.commands.single.quantize import QuantizationPlan
 from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results import PlanReport
@@ -23,7 +22,7 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     asked: Any = plan
     return PlanReport(
         command="quantize" if is_quantization else "dequantize",
-        source=str(plan.source if isinstance(plan, (QuantizationPlan, DequantizationPlan)) else plan.folder.place),
+        source=str(plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source),
         totals=totals,
         kinds=tuple(_kinds(rows)),
         tensors=tuple(rows),

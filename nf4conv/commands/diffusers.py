@@ -6,7 +6,7 @@ OUT/model_index.json    last of all: without it diffusers does not take the fold
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,15 +17,13 @@ from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
 from nf4conv.checkpoint.making import read_record
 from nf4conv.checkpoint.source import read_json
 from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished, tidy
-from nf4conv.commands.output import source_changes, source_stamps, space_needed
-from nf4conv.commands.single.dequantize import DequantizationPlan
-from nf4conv.commands.single.quantize import QuantizationPlan
+from nf4conv.commands.output import WritingPlan, source_changes, source_stamps, space_needed
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.report.loading import Loading, advice, diffusers_loading, gpu_bytes
 from nf4conv.report.results import DequantizeReport, QuantizeReport
 from nf4conv.report.rows import PlanRow, VerificationSummary, add_totals, inside
 
-PlanT = TypeVar("PlanT", QuantizationPlan, DequantizationPlan)
+PlanT = TypeVar("PlanT", bound=WritingPlan)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)
 
@@ -45,7 +43,8 @@ class DiffusersPlan(Generic[PlanT]):
 
     def totals(self) -> Any:
         """What the rows add up to, as the totals of a submodel."""
-        return add_totals([plan.totals() for plan in self.submodels.values()])
+        plans: Iterable[Any] = self.submodels.values()
+        return add_totals([plan.totals() for plan in plans])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def write_submodels(
         for name, part in plan.submodels.items():
             if name in finished:
                 kept += len(part.output.shards)
-                progress(part.totals().bytes_before)
+                progress(sum(job.source_bytes for job in part.output.jobs))
                 continue
             # what is there but not begun was finished and not yet noted as such, or is to be overwritten
             again = replace(run, overwrite=not is_unfinished(out / name))
@@ -145,17 +144,17 @@ def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
     )
 
 
-def _files(name: str, plan: QuantizationPlan | DequantizationPlan) -> set[str]:
+def _files(name: str, plan: WritingPlan) -> set[str]:
     """The files by which a finished submodel is noted."""
     return {f"{name}/{shard.name}" for shard in plan.output.shards}
 
 
-def _is_finished(workspace: Workspace, name: str, plan: QuantizationPlan | DequantizationPlan, run: RunOptions) -> bool:
+def _is_finished(workspace: Workspace, name: str, plan: WritingPlan, run: RunOptions) -> bool:
     has_checksums = (workspace.out / name / CHECKSUMS).is_file()
     return _files(name, plan) <= workspace.finished.keys() and has_checksums == run.checksum
 
 
-def _space_needed(folder: Path, plan: QuantizationPlan | DequantizationPlan) -> int:
+def _space_needed(folder: Path, plan: WritingPlan) -> int:
     """What a submodel takes beyond what lies in its folder, which is deleted or kept as a part of it."""
     present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     return max(space_needed(plan, ()) - present, 0)
@@ -209,7 +208,7 @@ def _joined(plan: DiffusersPlan[Any], out: Path, reports: list[ReportT], kept: i
     return replace(first, **figures)
 
 
-def bytes_on_disk(out: Path, submodel: str, plan: QuantizationPlan | DequantizationPlan) -> int:
+def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:
     return sum((out / submodel / shard.name).stat().st_size for shard in plan.output.shards)
 
 

@@ -1,1 +1,1 @@
-"""One checkpoint that is written: the plan of each command, and how it is carried out."""
+"""Quantizing one checkpoint: the plan, and how it is carried out."""
