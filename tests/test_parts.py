@@ -95,6 +95,22 @@ def test_all_parts_at_once_and_each_of_them_twice(source: Path, tmp_path: Path):
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
+def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path: Path):
+    """Another process makes the same part, and finish takes away the folder in which this one is writing."""
+    calls = []
+
+    def interfere(count: int) -> None:
+        calls.append(count)
+        if len(calls) == 1:
+            part(source, tmp_path / "out", "1/1")
+            finish_checkpoint(tmp_path / "out")
+
+    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere)
+    assert report.already_complete
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
 def test_a_dequantization(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "packed", OPTIONS, RUN)
     options = DequantizeOptions(max_shard_size=150_000)
@@ -370,6 +386,53 @@ def test_no_file_system_needs_to_know_locks_or_links(source: Path, tmp_path: Pat
         part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
     finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+COUNTING = """
+import sys
+from collections import Counter
+from pathlib import Path
+from nf4conv import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
+source, folder = sys.argv[1:]
+options = QuantizeOptions(max_shard_size=40_000)
+NAMES = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
+calls, opened = Counter(), Counter()
+def count(event, arguments):
+    if event in NAMES and str(arguments[0]).startswith((source, folder)):
+        calls[event] += 1
+        opened[Path(str(arguments[0])).name] += event == "open"
+plan = plan_quantization(source, options)
+sys.addaudithook(count)
+for parts in (2, 4, 8):
+    for number in (1, parts):
+        opened.clear()
+        plan = plan_quantization(source, options)
+        assert {times for name, times in opened.items() if name.endswith(".safetensors")} == {1}, opened
+        out = Path(folder, f"{number} of {parts}")
+        execute_quantization(plan, out, RunOptions(device="cpu", workers=1, part=f"{number}/{parts}"))
+        print(calls.total(), len(list(out.glob("*.safetensors"))))
+        calls.clear()
+"""
+
+
+def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_there_are(source: Path, tmp_path: Path):
+    """And planning opens each source file once."""
+    words = [sys.executable, "-c", COUNTING, str(source), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, *lines = done.stdout.splitlines()  # the first imports what the others need
+    operations: dict[int, list[int]] = {}
+    for calls, shards in (map(int, line.split()) for line in lines):
+        operations.setdefault(shards, []).append(calls)
+    print(operations)
+    assert len(operations) > 2
+    few, many = min(operations), max(operations)
+    for_each = (max(operations[many]) - max(operations[few])) / (many - few)
+    assert for_each < 12
+    for shards, found in operations.items():
+        assert all(abs(calls - operations[few][0] - for_each * (shards - few)) <= 3 for calls in found)
 
 
 # --- auto ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from nf4conv.checkpoint.making import MAKING, read_record
 from nf4conv.checkpoint.workspace import CHECKSUMS, is_unfinished, tidy
 from nf4conv.commands.output import WritingPlan
-from nf4conv.errors import OutputError, VerificationError
+from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.report.rows import VerificationSummary
 
@@ -20,6 +20,24 @@ _ZEROS = (
     "device_peak_bytes",
     "shards_resumed",
 )
+
+
+def written(
+    plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None], write: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The figures of an earlier run that has made the plan's result, or of `write`, as `write_checkpoint` gives them.
+
+    Errors are those of `write`, and as `finished_earlier`.
+    """
+    figures = finished_earlier(plan, out, run, progress)
+    if figures is None:
+        try:
+            return write()
+        except Nf4convError:  # other processes may have made the same part, and finished the whole meanwhile
+            figures = None if plan.part is None else finished_earlier(plan, out, run, progress)
+            if figures is None:
+                raise
+    return figures
 
 
 def finished_earlier(

@@ -21,7 +21,7 @@ from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, unmatched, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
-from nf4conv.commands.complete import finished_earlier
+from nf4conv.commands.complete import written
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
 from nf4conv.commands.output import (
     WritingPlan,
@@ -258,8 +258,10 @@ def _write_one(
     plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> DequantizeReport:
     """Carry out the plan of one checkpoint."""
-    figures, totals = finished_earlier(plan, out, run, progress), plan.totals()
-    if figures is None:
+
+    def write() -> dict[str, Any]:
         engine = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
-        figures = write_checkpoint(plan, out, run, progress, engine)
+        return write_checkpoint(plan, out, run, progress, engine)
+
+    figures, totals = written(plan, out, run, progress, write), plan.totals()
     return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_before)

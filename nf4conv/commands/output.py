@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.making import MAKING, as_bytes, headers_digest, record_of
+from nf4conv.checkpoint.making import MAKING, as_bytes, record_of
 from nf4conv.checkpoint.parts import SharedFolder
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader, digest_of
@@ -149,15 +149,16 @@ def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "torch": version("torch"),
         "device": device.partition(":")[0],
         "source files": source_stamps(plan.source),
-        "source headers": headers_digest(plan.source),
+        "source headers": plan.record["source"]["headers_sha256"],
         "source config": plan.source.config,
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()},
         **plan.decided(),
+        "plan": _plan_fingerprint(plan.whole),
     }
 
 
-def plan_fingerprint(output: Plan) -> str:
+def _plan_fingerprint(output: Plan) -> str:
     """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
     digest = hashlib.sha256()
     for shard in output.shards:
@@ -277,7 +278,6 @@ def _described(plan: WritingPlan, part: Part, run: RunOptions, device: str) -> d
         **dict.fromkeys(("adapters", "--lora")),  # which may be paths
         PARTS: part.of,
         SHARDS: part.shares,
-        "plan": plan_fingerprint(part.whole),
         "auxiliary": {str(name): digest_of(source.folder / name) for name in plan.auxiliary},
         "stem": source.stem,
         "config.json": None if config is None else config.decode(),

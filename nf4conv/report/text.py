@@ -151,10 +151,12 @@ def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[
 def quantization_lines(report: QuantizeReport) -> Iterator[str]:
     """What was done, and how to go on: how to load the result, and how to push it."""
     yield f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}"
-    ratio = report.bytes_before / max(report.bytes_after, 1)
+    if report.part is not None:
+        yield _timing(report, report.bytes_before)
+        return
     yield (
         f"{size(report.bytes_before)} → {size(report.bytes_after)} "
-        f"({ratio:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
+        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
         f"about {size(report.gpu_bytes)} of GPU memory to load"
     )
     if report.advice:
@@ -162,8 +164,6 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
     if not report.already_complete:
         yield _timing(report, report.bytes_before)
     yield from _verified(report)
-    if report.part is not None:
-        return
     if report.loading:
         yield f"load: {printable(report.loading)}"
     if report.pushed is not None:

@@ -23,12 +23,11 @@ from nf4conv.checkpoint.plan import Job, PackJob, dominant_dtype, make_plan
 from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
-from nf4conv.commands.complete import finished_earlier
+from nf4conv.commands.complete import written
 from nf4conv.commands.output import (
     WritingPlan,
     kept_as_stored,
     notes_on_links,
-    plan_fingerprint,
     read_front,
     write_checkpoint,
 )
@@ -56,7 +55,7 @@ class QuantizationPlan(WritingPlan):
 
     def decided(self) -> dict[str, Any]:
         """What was found while planning, which must be found again on resuming."""
-        return {"tensors kept for NaN or infinity": sorted(self.non_finite), "plan": plan_fingerprint(self.whole)}
+        return {"tensors kept for NaN or infinity": sorted(self.non_finite)}
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:
         """The model card; None for a submodel."""
@@ -268,13 +267,15 @@ def write_one(
     announce: Callable[[str, Path], None] | None = None,
 ) -> QuantizeReport:
     """Carry out the prepared plan of one checkpoint; `announce` is told each finished shard, by name and path."""
-    figures = finished_earlier(plan, out, run, progress)
-    if figures is None:
+
+    def write() -> dict[str, Any]:
         engine = packing_engine(plan.output, run)
-        try:
-            figures = write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
-        except NonFiniteError as error:
-            raise _describe_non_finite(error.job, plan, run) from error
+        return write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
+
+    try:
+        figures = written(plan, out, run, progress, write)
+    except NonFiniteError as error:
+        raise _describe_non_finite(error.job, plan, run) from error
     totals, loading = plan.totals(), plan.loading
     return QuantizeReport(
         **figures,
