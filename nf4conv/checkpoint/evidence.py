@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from nf4conv.checkpoint.config import levels
 from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
@@ -40,11 +40,15 @@ _NAMES: Final[Mapping[str, str]] = {
 _EMBEDDING: Final = re.compile(rf"^({_NAMES['embedding']})$")
 _HEAD: Final = re.compile(rf"(^|\.)({_NAMES['head']})(\.|$)")
 _ROUTER: Final = re.compile(rf"(^|\.)({_NAMES['router']})$")
-_EXPERT: Final = re.compile(r"(^|\.)experts\.\d+\.")
 _TOWER: Final = re.compile(rf"^({_NAMES['tower']})")
-_LAYER: Final = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
-_NUMBERED: Final = re.compile(r"\.\d+\.")
-_EXTRA_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
+_ABOVE: Final = {
+    "a layer of the language model": re.compile(
+        r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\."
+    ),
+    "a number": re.compile(r"\.\d+\."),
+    "a layer that predicts more tokens": re.compile(r"(^|\.)(mtp\w*|nextn\w*)\."),
+    "a single expert": re.compile(r"(^|\.)experts\.\d+\."),
+}
 _FLOAT32: Final = re.compile(_NAMES["float32"])
 
 
@@ -67,14 +71,17 @@ class Evidence:
         float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
         families = families_of(config)
         only_blocks = any(family.only_blocks for family in families)
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        modules = (module_of(name) for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
+        blocks = (module for module in (modules if only_blocks else ()) if _in_layer(module))
         return cls(
-            shapes={tensor.name: tensor.shape for tensor in tensors},
+            shapes=shapes,
             families=families,
             vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
             layers=max((number for key, number in numbers if key == "num_hidden_layers"), default=0),
             multimodal=is_multimodal(config),
             mostly_half=2 * float32 < sum(tensor.nbytes for tensor in tensors),
-            names_in_blocks=frozenset(_names_in_blocks(tensors)) if only_blocks else frozenset(),
+            names_in_blocks=frozenset(part for module in blocks for part in module.split(".")),
         )
 
     def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
@@ -119,10 +126,10 @@ class Evidence:
         parent, _, leaf = module.rpartition(".")
         if is_embedding(leaf):
             return "an input embedding"
-        place = _place(parent)
-        if not place.in_layer and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
+        if not _above("a number", parent) and (_HEAD.search(module) or shape[0] in self.vocab_sizes):
             return Why.HEAD
-        if place.is_extra or 0 < self.layers <= place.layer:
+        layer = _above("a layer of the language model", parent)
+        if _above("a layer that predicts more tokens", parent) or (layer and 0 < self.layers <= int(layer[1])):
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
@@ -130,7 +137,7 @@ class Evidence:
         if _ROUTER.search(module):
             return Why.ROUTER
         parent, _, leaf = module.rpartition(".")
-        if not experts and _place(parent).in_expert:
+        if not experts and _above("a single expert", parent):
             return Why.EXPERT
         if leaf == "weights_proj":
             return READ  # of sparse attention's indexer
@@ -175,26 +182,10 @@ class Evidence:
         return any(family.linear and re.search(family.linear, module) for family in self.families)
 
 
-class _Place(NamedTuple):
-    """What the path above a module tells."""
-
-    in_layer: bool  # whether it is below something numbered
-    layer: int  # the number of the language model's layer; -1 outside of them
-    is_extra: bool  # whether it predicts tokens beyond the next
-    in_expert: bool  # whether it belongs to a single expert
-
-
-@lru_cache(maxsize=1024)
-def _place(parent: str) -> _Place:
-    """Kept for the next module: a checkpoint may have 100 000, and those below one parent come in groups."""
-    above = f"{parent}." if parent else ""
-    layer = _LAYER.match(above)
-    return _Place(
-        _NUMBERED.search(above) is not None,
-        int(layer[1]) if layer else -1,
-        _EXTRA_LAYER.search(above) is not None,
-        _EXPERT.search(above) is not None,
-    )
+@lru_cache(maxsize=4096)
+def _above(what: str, parent: str) -> re.Match[str] | None:
+    """What of _ABOVE is above a module; kept, as a checkpoint may have 100 000 in groups below one parent."""
+    return _ABOVE[what].search(f"{parent}." if parent else "")
 
 
 @lru_cache(maxsize=1024)
@@ -204,18 +195,11 @@ def is_embedding(leaf: str) -> bool:
 
 
 def _in_layer(module: str) -> bool:
-    return _place(module.rpartition(".")[0]).in_layer
-
-
-def _names_in_blocks(tensors: Sequence[TensorInfo]) -> Iterator[str]:
-    for tensor in tensors:
-        module = module_of(tensor.name)
-        if len(tensor.shape) == 2 and module != tensor.name and _in_layer(module):
-            yield from module.split(".")
+    return _above("a number", module.rpartition(".")[0]) is not None
 
 
 def _in_tower(module: str) -> bool:
-    outside = _NUMBERED.split(module)[0].split(".")
+    outside = _ABOVE["a number"].split(module)[0].split(".")
     return any(_TOWER.match(part) for part in outside)
 
 
