@@ -3,7 +3,7 @@
 import torch
 
 from nf4conv.codec.ops import dequantize_4bit
-from nf4conv.codec.quant_state import NestedState, QuantState, code_table, dynamic_table
+from nf4conv.codec.quant_state import NestedState, QuantState, code_table
 
 PRECISION = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 """Of a dtype the unit roundoff; float32's is what sums of thousands leave of it."""
@@ -20,7 +20,7 @@ def packed_weight(
     if nested:
         absmax = torch.randint(256, (blocks,), device=device, generator=generator, dtype=torch.uint8)
         nested_absmax = torch.rand(-(-blocks // 256), device=device, generator=generator) * 0.05
-        state2 = NestedState(nested_absmax, dynamic_table(torch.device(nested_absmax.device)))
+        state2 = NestedState(nested_absmax, code_table("dynamic", torch.device(nested_absmax.device)))
         offset = torch.tensor(0.03, device=device)
     code = code_table(quant_type, packed.device)
     return packed, QuantState(absmax, torch.Size((n, k)), torch.bfloat16, blocksize, quant_type, code, offset, state2)

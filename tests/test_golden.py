@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from weights import DTYPES, spread_values
 
 from nf4conv.codec import cpu, ops, reference
-from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
@@ -70,7 +70,7 @@ def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> 
     absmax, state2, offset = vectors[f"{case}/absmax"].to(device), None, None
     if f"{case}/codes" in vectors:
         absmax, offset = vectors[f"{case}/codes"].to(device), vectors[f"{case}/offset"].to(device)
-        state2 = NestedState(vectors[f"{case}/nested_absmax"].to(device), dynamic_table(device))
+        state2 = NestedState(vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device))
     out = torch.empty_like(expected, device=device)
     decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
     backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)

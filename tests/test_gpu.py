@@ -12,7 +12,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, sprea
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import launch, mean, pack
-from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, code_table
 from nf4conv.format.codebook import BLOCKSIZES
 
 pytestmark = pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_dequantize_any_bytes(quant_type: str, dtype: str, nested_kind: str) -> 
     if nested_kind == "random-bytes":
         nested = torch.rand(-(-blocks // 256), device=CUDA, generator=generator)
         state.state2 = functional.QuantState(
-            absmax=nested, blocksize=256, code=dynamic_table(CUDA), dtype=torch.float32
+            absmax=nested, blocksize=256, code=code_table("dynamic", CUDA), dtype=torch.float32
         )
         state.absmax = torch.randint(256, (blocks,), device=CUDA, generator=generator, dtype=torch.uint8)
         state.offset = torch.tensor(0.0871, device=CUDA)
@@ -189,7 +189,7 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
     outs = []
     for nested in (False, True):
         out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
-        scales = (codes, dynamic_table(CUDA), nested_absmax, offset) if nested else (absmax,) * 4
+        scales = (codes, code_table("dynamic", CUDA), nested_absmax, offset) if nested else (absmax,) * 4
         kernels.dequantize._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),

@@ -11,7 +11,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, sprea
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import mean, pack, tables
-from nf4conv.codec.quant_state import Decoding, NestedState, decoding_of, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
@@ -77,7 +77,7 @@ def test_dequantize(quant_type: str, dtype: str, nested: bool) -> None:
         if nested:
             absmax = torch.randint(256, (blocks,), generator=generator, dtype=torch.uint8)
             nested_absmax = torch.rand(-(-blocks // 256), generator=generator)
-            state2 = NestedState(nested_absmax, dynamic_table(torch.device("cpu")))
+            state2 = NestedState(nested_absmax, code_table("dynamic", torch.device("cpu")))
             offset = torch.tensor(0.0871)
         expected = torch.empty(elements, dtype=DTYPES[dtype])
         reference.dequantize_blocks(packed, Decoding(absmax, state2, offset, quant_type, blocksize), expected)

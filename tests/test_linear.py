@@ -68,7 +68,6 @@ def test_the_gradient_is_that_of_the_decoded_weight() -> None:
 
 
 def test_inference_before_training_leaves_nothing_that_cannot_be_trained_with() -> None:
-    quant_state.dynamic_table.cache_clear()
     quant_state.code_table.cache_clear()
     with torch.inference_mode():
         packed_weight(24, 128)

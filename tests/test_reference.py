@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weights import SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.quant_state import Decoding, NestedState, dynamic_table
+from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
@@ -358,7 +358,7 @@ def test_decoding_a_nested_state_rounds_three_times(backend, dtype):
     codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator)
     nested, offset = torch.rand(3, generator=generator), torch.tensor(0.731)
     decoded = dequantize(
-        backend, packed, codes, count, "nf4", dtype, nested=(NestedState(nested, dynamic_table(CPU)), offset)
+        backend, packed, codes, count, "nf4", dtype, nested=(NestedState(nested, code_table("dynamic", CPU)), offset)
     )
     table, values = np.array(DYNAMIC_MAP, np.float32), np.array(CODEBOOKS["nf4"].values, np.float32)
     scales = table[codes.numpy()] * nested.numpy()[np.arange(blocks) // 256] + np.float32(0.731)

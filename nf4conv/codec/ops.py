@@ -10,15 +10,7 @@ from typing import Final
 import torch
 
 from nf4conv.codec import cpu, cpu_search, reference
-from nf4conv.codec.quant_state import (
-    DTYPE_NAMES,
-    Decoding,
-    NestedState,
-    QuantState,
-    code_table,
-    decoding_of,
-    dynamic_table,
-)
+from nf4conv.codec.quant_state import DTYPE_NAMES, Decoding, NestedState, QuantState, code_table, decoding_of
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE, SCALES
 from nf4conv.format.layout import block_count
@@ -82,11 +74,9 @@ def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, N
     Given back are the codes, [blocks] uint8, the mean that was subtracted, 0-d float32, and how the codes are decoded.
     """
     codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=absmax.device)
-    nested_absmax = torch.empty(
-        block_count(absmax.numel(), NESTED_BLOCKSIZE), dtype=torch.float32, device=absmax.device
-    )
+    nested_absmax = absmax.new_empty(block_count(absmax.numel(), NESTED_BLOCKSIZE))
     offset = backend(absmax.device).compress_absmax(absmax, codes, nested_absmax)
-    return codes, offset, NestedState(nested_absmax, dynamic_table(absmax.device))
+    return codes, offset, NestedState(nested_absmax, code_table("dynamic", absmax.device))
 
 
 def dequantize_4bit(

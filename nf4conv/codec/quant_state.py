@@ -4,7 +4,7 @@ The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_typ
 that `dequantize_4bit` takes either library's state without a conversion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -21,18 +21,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @cache
-def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[16] float32: the values of the codes (`quant_map` on disk); never to be written to."""
-    return _kept(CODEBOOKS[quant_type].values, device)
-
-
-@cache
-def dynamic_table(device: torch.device) -> torch.Tensor:
-    """[256] float32: the values of the nested codes (`nested_quant_map` on disk); never to be written to."""
-    return _kept(DYNAMIC_MAP, device)
-
-
-def _kept(values: Sequence[float], device: torch.device) -> torch.Tensor:
+def code_table(data_type: str, device: torch.device) -> torch.Tensor:
+    """The values of codes, never to be written to: [16] float32 of "nf4" and "fp4" (`quant_map` on disk), [256] of
+    "dynamic" (`nested_quant_map`).
+    """
+    values = DYNAMIC_MAP if data_type == "dynamic" else CODEBOOKS[data_type].values
     with torch.inference_mode(mode=False):  # a tensor made in that mode, and kept, could not be trained with later
         return torch.tensor(values, dtype=torch.float32, device=device)
 

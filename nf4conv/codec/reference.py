@@ -114,15 +114,10 @@ def _store(codes: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
-    """Quantize absmax to 8-bit codes of the dynamic map, in blocks of 256, after subtracting its mean.
+    """Quantize absmax to 8-bit codes of the dynamic map, in blocks of 256, after subtracting its mean, 0-d float32.
 
-    Args:
-        absmax: [blocks] float32.
-        codes: [blocks] uint8, written.
-        nested_absmax: [ceil(blocks / 256)] float32, written.
-
-    Returns:
-        The mean, 0-d float32.
+    `absmax` is [blocks] float32. `codes`, [blocks] uint8, and `nested_absmax`, [ceil(blocks / 256)] float32, are
+    written.
     """
     offset = cuda_mean(absmax)
     scaled, maxima = scale_blocks(padded_blocks(absmax - offset, NESTED_BLOCKSIZE))

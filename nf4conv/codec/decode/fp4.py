@@ -61,12 +61,10 @@ def decode_fp4(
 
 
 def decode_stacked_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode the experts of gpt-oss, which are stored [expert, out, in] and loaded [expert, in, out].
+    """Decode the experts of gpt-oss, which are stored [expert, out, in] and loaded [expert, in, out] of a dtype.
 
-    Args:
-        blocks: [experts, out, groups, 16] uint8, two values each.
-        scales: [experts, out, groups] uint8; a CodecError if they do not fit the values.
-        dtype: of the result, [experts, 32 × groups, out].
+    Blocks are [experts, out, groups, 16] uint8, two values each, and scales [experts, out, groups] uint8; a CodecError
+    if they do not fit each other. The result is [experts, 32 × groups, out].
     """
     if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
         raise CodecError(f"scales of shape {list(scales.shape)} for MXFP4 blocks of shape {list(blocks.shape)}")

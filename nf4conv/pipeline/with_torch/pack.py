@@ -14,7 +14,7 @@ from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, packed_piec
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
 from nf4conv.codec.ops import backend, compress_absmax, encoder
-from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of, dynamic_table
+from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline import shards
@@ -179,7 +179,7 @@ def _complete(
                 torch.cat([codes for codes, _, _ in nested]),
                 quant_map,
                 torch.cat([state2.absmax for _, _, state2 in nested]),
-                dynamic_table(worker.device).repeat(len(jobs)),
+                code_table("dynamic", worker.device).repeat(len(jobs)),
             ]
             offsets = list(torch.stack([offset for _, offset, _ in nested]).tolist())
         else:
