@@ -10,7 +10,7 @@ with spaces (https://github.com/huggingface/safetensors#format).
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,13 +18,7 @@ from typing import Any, Final, NamedTuple
 from nf4conv.errors import SourceError, named
 from nf4conv.format.encodings import Method
 
-DTYPE_BITS: Final = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
+DTYPE_BITS: Final[Mapping[str, int]] = json.loads(Path(__file__).with_name("dtype_bits.json").read_bytes())
 """Bits of one element, by dtype tag: all that safetensors 0.8 knows."""
 
 LENGTH_BYTES: Final = 8

@@ -166,13 +166,9 @@ class _Merging:
     def _is_product_transposed(self, adapter: Adapter, up: TensorInfo, down: TensorInfo, found: TensorInfo) -> bool:
         """Whether a matrix on disk is the product of its factors transposed."""
         if len(up.shape) == len(down.shape) == len(found.shape) == 2:
-            made = (up.shape[0], down.shape[1])
-            if up.name.endswith("lora_embedding_B"):
-                allowed: tuple[bool, ...] = (True,)
-            else:
-                prefers = is_transposed(module_of(found.name), self._names.families)
-                allowed = (prefers, not prefers)
-            for transposed in allowed:
+            made, must = (up.shape[0], down.shape[1]), up.name.endswith("lora_embedding_B")
+            prefers = must or is_transposed(module_of(found.name), self._names.families)
+            for transposed in (True,) if must else (prefers, not prefers):
                 if found.shape == (made[::-1] if transposed else made):
                     return transposed
         raise _misfit(adapter, up, found, f" by way of {list(down.shape)}")

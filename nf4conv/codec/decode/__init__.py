@@ -21,11 +21,9 @@ def decode(
 ) -> torch.Tensor:
     """Decode one tensor, which is contiguous then; a CodecError if its parts contradict each other.
 
-    Args:
-        method: how, which checkpoint/encoded.py has found out.
-        parts: the tensors that it takes, by role, in the shapes and dtypes in which they are stored.
-        block: values that share a scale, [rows, columns]; empty where the shape of the scales tells.
-        dtype: of the result: float32, float16 or bfloat16.
+    The parts are the tensors that a method takes, by role, in the shapes and dtypes in which they are stored, and
+    `block` the values that share a scale, [rows, columns], or empty where the shape of the scales tells: all as
+    checkpoint/encoded.py has found out. The result is float32, float16 or bfloat16.
     """
     match method:
         case Method.SCALED:
