@@ -62,9 +62,8 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
 
 def is_stack_of_matrices(tensor: TensorInfo) -> bool:
     """Whether `matrix_of` can be asked."""
-    if tensor.encoding is not None and tensor.encoding.method is Method.MERGED:
-        return is_stack_of_matrices(tensor.encoding.parts[0][1])
-    return len(tensor.shape) == 3 and (tensor.encoding is None or tensor.encoding.method in _BY_MATRICES)
+    encoding = tensor.unmerged.encoding
+    return len(tensor.shape) == 3 and (encoding is None or encoding.method in _BY_MATRICES)
 
 
 def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
@@ -116,10 +115,9 @@ def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, 
 
 def _height(tensor: TensorInfo) -> int:
     """Rows that share a scale."""
-    encoding = _encoding(tensor)
-    if encoding.method is Method.MERGED:
-        base = encoding.parts[0][1]
-        return 1 if base.encoding is None else _height(base)
+    encoding = tensor.unmerged.encoding
+    if encoding is None:
+        return 1
     if encoding.method is Method.BITSANDBYTES_4BIT:
         unit = encoding.block[0] * NESTED_BLOCKSIZE
         return unit // math.gcd(unit, max(tensor.shape[1], 1))
