@@ -114,13 +114,6 @@ def read_structure(path: Path) -> Structure:
     return look_at(structure)
 
 
-def look_at(structure: Structure) -> Structure:
-    """Sort a checkpoint's tensors into packed weights and others, and note what is wrong with them."""
-    _group(structure)
-    _check_uniform(structure)
-    return structure
-
-
 def _find_files(structure: Structure) -> tuple[tuple[Path, ...], Mapping[str, Any] | None]:
     folder = structure.folder
     present = {file.name for file in folder.iterdir() if file.is_file()}
@@ -188,8 +181,8 @@ def _check_index(structure: Structure, weight_map: Mapping[str, Any], readable: 
             structure.note("index", found.file, tensor, "is not in the index, so loaders do not see it")
 
 
-def _group(structure: Structure) -> None:
-    """Sort the tensors into packed weights and others, and check each packed weight."""
+def look_at(structure: Structure) -> Structure:
+    """Sort a checkpoint's tensors into packed weights and others, and note what is wrong with them."""
     owners: dict[str, dict[str, TensorInfo]] = {}
     for name, tensor in structure.tensors.items():
         owner, suffix = split_component(name)
@@ -204,6 +197,8 @@ def _group(structure: Structure) -> None:
         weight = check_weight(structure, owner, components)
         if weight is not None:
             structure.weights[owner] = weight
+    _check_uniform(structure)
+    return structure
 
 
 def split_component(name: str) -> tuple[str, str]:
