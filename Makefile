@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser clean
+.PHONY: help demo docs test test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser test-ray test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -61,6 +61,26 @@ test-architectures: $(VENV)/transformers-4/.installed ## every architecture that
 
 test-browser: $(VENV)/.installed ## the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser
+
+$(VENV)/.ray: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable ".[ray]"
+	touch $@
+
+test-ray: $(VENV)/.ray ## --ray on a cluster of three nodes of this machine, one of which is lost
+	$(BIN)/python -m pytest tests/test_ray.py
+
+test-slurm: $(VENV)/.installed ## the job files of docs/cluster.md on a SLURM of this machine (as root; apt install slurm-wlm munge)
+	command -v slurmctld slurmd munged
+	TEST_SLURM=1 $(BIN)/python -m pytest tests/test_cluster.py -k slurm
+
+$(VENV)/kubernetes-validate/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/kubernetes-validate
+	$(VENV)/kubernetes-validate/bin/pip install --quiet kubernetes-validate==1.37.0
+	touch $@
+
+test-kubernetes: $(VENV)/kubernetes-validate/.installed ## those for Kubernetes against its schema, and what they run
+	KUBERNETES_VALIDATE=$(abspath $(VENV))/kubernetes-validate/bin/kubernetes-validate \
+	  $(BIN)/python -m pytest tests/test_cluster.py -k kubernetes
 
 $(VENV)/.diffusers: $(VENV)/.installed
 	$(BIN)/pip install --quiet diffusers accelerate

@@ -35,6 +35,7 @@ class RunOptions:
     # "I/N" makes only the I-th of N parts of the output, I counting from 1, for `finish` to put together; "auto" takes
     # I and N from the environment that SLURM, Kubernetes or torchrun sets. None makes all.
     part: str | None = None
+    ray: bool = False  # spread over the Ray cluster of RAY_ADDRESS, or a local one; `workers` is then of each task
 
 
 @dataclass(frozen=True)

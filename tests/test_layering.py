@@ -28,7 +28,11 @@ ROOMS = {
 }
 """What each room may import besides itself; imports for types alone, and those that are delayed, count too."""
 
-ORACLES = {"bitsandbytes": ("commands.evaluate",), "transformers": ("commands.evaluate", "commands.skeleton")}
+ORACLES = {
+    "bitsandbytes": ("commands.evaluate",),
+    "transformers": ("commands.evaluate", "commands.skeleton"),
+    "ray": ("commands.spread",),
+}
 """Libraries that only the named modules may import."""
 
 HEAVY = ("torch", "triton", "numpy", "transformers", "bitsandbytes")

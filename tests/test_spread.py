@@ -1,4 +1,4 @@
-"""A run spread over processes, here two on the CPU: the bytes and the report of a single run."""
+"""A run spread over processes, here two on the CPU, and over tasks of Ray: the bytes and the report of a single run."""
 
 import json
 import os
@@ -202,3 +202,9 @@ def test_all_gpus(tmp_path: Path, source: Path):
     for name, cores in find_places("cuda:all"):
         assert name.startswith("cuda:")
         assert cores <= os.sched_getaffinity(0)
+
+
+def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))

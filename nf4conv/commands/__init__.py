@@ -4,7 +4,7 @@ quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint
 single/        quantizing one checkpoint: the plan and its execution
 diffusers.py   the submodels of a diffusers pipeline, one after the other, and one result of all
 parts.py       --part: which shards a process makes; finish.py makes one checkpoint of what parts have left
-spread.py      --device cuda:all: parts by processes of this host
+spread.py      --device cuda:all, --ray: parts by processes of this host, or by tasks of Ray
 output.py      from a plan to a finished output folder
 complete.py    a result that is there already
 describe.py    --dry-run
