@@ -1,6 +1,7 @@
 """Kills a run before and after every operation that changes its folder, and repeats the command each time.
 
     python tests/interruptions.py SCENARIO FOLDER [POINTS]      prints a JSON line for each kill point, or for so many
+    python tests/interruptions.py --at-once FOLDER              and for each number of parts that run at once
 
 A program, so that forks start from a warm interpreter. A kill point is an open for writing, write, fsync, truncation,
 rename, removal or new folder; of some there is a second kill in the run that resumes. Which operations there are
@@ -15,8 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +200,78 @@ def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) 
     return in_fork(work)
 
 
+def begun(work: Callable[[], object]) -> int:
+    """A child process that does something; its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
+            os._exit(3)
+        os._exit(0)
+    return child
+
+
+def kill_at_random(
+    make: Callable[[str], object], names: list[str], most: int, chosen: random.Random
+) -> tuple[int, int]:
+    """Make all at once; what is killed, so many times at most, or refused is begun again; how often it was each."""
+    running: dict[int, str] = {}
+    killed = refused = 0
+    while names or running:
+        for name in chosen.sample(names, len(names)):
+            if name != "finish" or chosen.random() < 0.2:
+                names.remove(name)
+                running[begun(partial(make, name))] = name
+        time.sleep(chosen.uniform(0, 0.1))
+        if killed < most and running:
+            os.kill(chosen.choice(list(running)), signal.SIGKILL)
+        for child in list(running):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                killed, refused = killed + os.WIFSIGNALED(status), refused + os.WIFEXITED(status) * (status != 0)
+                name = running.pop(child)
+                names += [name] if status else []
+    return killed, refused
+
+
+def kill_parts_at_once(folder: Path) -> None:
+    """1, 2, 3 and 7 parts at once, one of them twice, and finish; also of a source that is streamed."""
+    source = write_source(folder / "source", layers=8)
+    server = start_server(source)
+    from nf4conv.commands.finish import finish_checkpoint
+    from nf4conv.commands.quantize import quantize_checkpoint
+    from nf4conv.options import QuantizeOptions, RunOptions, SourceOptions
+
+    options = QuantizeOptions(max_shard_size=60_000)
+    run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+    chosen = random.Random(18)
+
+    def make(place: str | Path, where: SourceOptions | None, out: Path, name: str) -> None:
+        if name == "finish":
+            finish_checkpoint(out)
+        else:
+            quantize_checkpoint(place, out, options, replace(run, part=name or None), where=where)
+
+    for place, where in ((source, None), ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))):
+        single = folder / f"single {where is None}"
+        os.waitpid(begun(partial(make, place, where, single, "")), 0)
+        for count in (1, 2, 3, 7):
+            out = folder / f"{count} {where is None}"
+            names = [*(f"{number}/{count}" for number in range(1, count + 1)), f"{count}/{count}", "finish"]
+            killed, refused = kill_at_random(partial(make, place, where, out), names, 3 + count, chosen)
+            found, expected = contents(out), contents(single)
+            differing = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
+            result = {"parts": count, "streamed": where is not None, "killed": killed, "finish too early": refused}
+            print(json.dumps(result | {"differing": differing}), flush=True)
+    server.kill()
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
+    if name == "--at-once":
+        kill_parts_at_once(folder)
+        return
     made = scenario(name, folder)
     total = count_calls(made, folder / "whole")
     expected = contents(folder / "whole")

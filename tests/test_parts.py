@@ -35,12 +35,12 @@ from nf4conv import (
 from nf4conv.checkpoint.workspace import finished_shards
 from nf4conv.cli import main
 from nf4conv.commands.parts import number_of
-from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
 REPO = "some-org/source"
-POINTS = 5
+POINTS = 4
 
 
 @pytest.fixture
@@ -133,6 +133,21 @@ def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
     assert len(results) == POINTS
     for result in results:
         assert (result["status"], result["differing"], result["looks finished and is not"]) == (0, [], False), result
+
+
+def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path):
+    """1, 2, 3 and 7 of them, one twice, and finish, each in a process of its own; with and without --stream."""
+    program = str(Path(__file__).with_name("interruptions.py"))
+    command = [sys.executable, program, "--at-once", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    print(results)
+    assert [(result["parts"], result["streamed"]) for result in results] == [
+        (count, streamed) for streamed in (False, True) for count in (1, 2, 3, 7)
+    ]
+    assert [result["differing"] for result in results] == [[]] * len(results)
+    assert all(result["killed"] for result in results)
 
 
 # --- from the Hub ----------------------------------------------------------------------------------------------------
@@ -362,6 +377,12 @@ def test_there_must_be_something_to_finish(tmp_path: Path, place: str):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=rf"{place}: holds nothing that was made in parts"):
         finish_checkpoint(tmp_path / place)
+
+
+def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
+    with pytest.raises(VerificationError, match=r"out: verification failed: model\.layers"):
+        part(source, tmp_path / "out", "1/2", verify=True, tolerance=0.01)
+    assert not any(shard.verified["packed"] for shard in finished_shards(tmp_path / "out").values() if shard.verified)
 
 
 def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Path):
