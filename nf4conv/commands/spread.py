@@ -138,7 +138,7 @@ def _processes(places: list[Place], run: RunOptions) -> Iterator[Crew]:
     def call(*work: Any) -> Any:
         (device, cores), (answer, theirs) = next(places_in_turn), context.Pipe()
         arguments = (theirs, cores, *work[:-1], replace(work[-1], device=device))
-        crew.append(context.Process(target=_serve, args=arguments, daemon=True))
+        crew.append(context.Process(target=_serve, args=arguments))  # a daemon could start none that compile kernels
         crew[-1].start()
         theirs.close()
         try:
