@@ -40,7 +40,7 @@ from nf4conv.options import SourceOptions as SourceOptions
 from nf4conv.options import VerifyOptions as VerifyOptions
 from nf4conv.report.as_json import to_json as to_json
 from nf4conv.report.as_json import write_json as write_json
-from nf4conv.report.page import write_page as write_page
+from nf4conv.report.as_json import write_page as write_page
 from nf4conv.report.results import ComparisonReport as ComparisonReport
 from nf4conv.report.results import DequantizeReport as DequantizeReport
 from nf4conv.report.results import Environment as Environment

@@ -56,11 +56,6 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 }
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-_COMMANDS: Final = (
-    *("inspect", "quantize", "verify", "compare", "evaluate", "dequantize", "finish", "env", "completion"),
-)
-"""In the order of their use."""
-
 _TABLES: Final = json.loads(Path(__file__).with_name("cli.json").read_bytes())
 """Options by the fields that they fill: groups in the order of --help, spellings, and what commands say of those they
 take; then examples. Sections of options that are not called as a command are shared."""
@@ -143,9 +138,9 @@ class Commands(click.Group):
 
     command_class = Command
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of use; a command that is not in the list comes last."""
-        return sorted(super().list_commands(ctx), key=[*_COMMANDS, *self.commands].index)
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """In the order of use, in which they are defined."""
+        return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -227,8 +222,6 @@ class _Shown:
             click.echo(text)
 
 
-_Lines = Callable[[Any], Iterable[str]]
-
 _KINDS: Final[dict[str, Any]] = {
     **{name: click.Choice(allowed) for name, allowed in CHOICES.items()},
     **dict.fromkeys(("dtype", "compute_dtype"), Dtype()),
@@ -278,6 +271,21 @@ def _option(name: str, help: str) -> Callable[..., Any]:
 
 
 @main.command()
+@click.argument("path", metavar="PATH|REPO", type=Place("file"))
+@_takes("repository", "json", "inspect")
+def inspect(path: str, **chosen: Any) -> None:
+    """Show what is in a checkpoint, by its headers.
+
+    Formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight file; REPO a model on the
+    Hugging Face Hub, of which no weight is fetched.
+    """
+    shown, where = _read(chosen, [path], SourceOptions)
+    _quieten(True)
+    found = nf4conv.inspect_checkpoint(path, where)
+    shown.show(found, inspection_lines(found, _width(), every=shown.every))
+
+
+@main.command()
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @_takes("repository", "machine", "json", "writing", "quantize")
@@ -298,34 +306,6 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
     execute = partial(nf4conv.execute_quantization, plan, out, run, push=push)
     verb = "quantizing and verifying" if run.verify else "quantizing"
     _carry_out(plan, run, execute, shown, quantization_lines, verb, last)
-
-
-@main.command()
-@click.argument("source", metavar="SRC", type=Place("file"))
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@_takes("repository", "machine", "json", "writing", "dequantize")
-def dequantize(source: str, out: str, **chosen: Any) -> None:
-    """Decode the 4-bit checkpoint SRC into the folder OUT.
-
-    SRC is any bitsandbytes 4-bit checkpoint, a folder, a .safetensors file, or a model on the Hugging Face Hub. The
-    result loads without bitsandbytes, and llama.cpp converts it to GGUF.
-    """
-    shown, run, options, where = _read(chosen, [source], RunOptions, DequantizeOptions, SourceOptions)
-    plan = nf4conv.plan_dequantization(source, options, where)
-    execute = partial(nf4conv.execute_dequantization, plan, out, run)
-    _carry_out(plan, run, execute, shown, dequantization_lines, "decoding", "finishing")
-
-
-@main.command()
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@_takes("json")
-def finish(out: str, **chosen: Any) -> None:
-    """Make a checkpoint of the folder OUT, which runs with --part have filled.
-
-    What is missing or damaged is said, and by which parts it is made. The source is not needed, and it may be repeated.
-    """
-    found = nf4conv.finish_checkpoint(out)
-    _Shown(**chosen).show(found, finish_lines(found))
 
 
 @main.command()
@@ -393,18 +373,31 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 
 
 @main.command()
-@click.argument("path", metavar="PATH|REPO", type=Place("file"))
-@_takes("repository", "json", "inspect")
-def inspect(path: str, **chosen: Any) -> None:
-    """Show what is in a checkpoint, by its headers.
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_takes("repository", "machine", "json", "writing", "dequantize")
+def dequantize(source: str, out: str, **chosen: Any) -> None:
+    """Decode the 4-bit checkpoint SRC into the folder OUT.
 
-    Formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight file; REPO a model on the
-    Hugging Face Hub, of which no weight is fetched.
+    SRC is any bitsandbytes 4-bit checkpoint, a folder, a .safetensors file, or a model on the Hugging Face Hub. The
+    result loads without bitsandbytes, and llama.cpp converts it to GGUF.
     """
-    shown, where = _read(chosen, [path], SourceOptions)
-    _quieten(True)
-    found = nf4conv.inspect_checkpoint(path, where)
-    shown.show(found, inspection_lines(found, _width(), every=shown.every))
+    shown, run, options, where = _read(chosen, [source], RunOptions, DequantizeOptions, SourceOptions)
+    plan = nf4conv.plan_dequantization(source, options, where)
+    execute = partial(nf4conv.execute_dequantization, plan, out, run)
+    _carry_out(plan, run, execute, shown, dequantization_lines, "decoding", "finishing")
+
+
+@main.command()
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@_takes("json")
+def finish(out: str, **chosen: Any) -> None:
+    """Make a checkpoint of the folder OUT, which runs with --part have filled.
+
+    What is missing or damaged is said, and by which parts it is made. The source is not needed, and it may be repeated.
+    """
+    found = nf4conv.finish_checkpoint(out)
+    _Shown(**chosen).show(found, finish_lines(found))
 
 
 @main.command()
@@ -449,7 +442,13 @@ def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
 
 
 def _carry_out(
-    plan: Any, run: RunOptions, execute: Callable[..., Any], shown: _Shown, lines: _Lines, verb: str, last: str
+    plan: Any,
+    run: RunOptions,
+    execute: Callable[..., Any],
+    shown: _Shown,
+    lines: Callable[[Any], Iterable[str]],
+    verb: str,
+    last: str,
 ) -> None:
     """Show what a plan would do, or do it and show that."""
     plan = nf4conv.plan_part(plan, run)

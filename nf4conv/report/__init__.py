@@ -7,7 +7,6 @@ measured.py    what verification and comparison gather of a tensor, piece by pie
 tolerance.py   how large the error of a weight may be
 loading.py     how a result is loaded, and what that takes
 text.py        what a terminal shows: results as lines, notes, progress
-as_json.py     results as JSON
-page.py        a verification as an HTML page
+as_json.py     results as JSON, and a verification as an HTML page
 card.py        the model card of a quantized checkpoint
 """
