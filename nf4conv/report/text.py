@@ -221,12 +221,10 @@ def environment_lines(found: Environment) -> Iterator[str]:
 
 
 def table(rows: Sequence[Any], width: int | None, columns: Mapping[str, str]) -> Iterator[str]:
-    """An empty line, and rows under titles: names and sentences to the left, figures to the right.
+    """An empty line, and rows under titles: names and sentences to the left, figures to the right; nothing of no rows.
 
-    Args:
-        rows: if there are none, nothing is printed.
-        width: that no line exceeds: the first column is shortened in its middle, lines at their end; None for any.
-        columns: attributes of the rows, and their titles; empty for the usual one.
+    No line exceeds a width, if there is one: the first column is shortened in its middle, lines at their end. `columns`
+    are attributes of the rows and their titles, empty for the usual one.
     """
     if not rows:
         return

@@ -28,12 +28,9 @@ def multiply(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
-    """1 / a as the hardware approximates it, operand and result flushed; codec/reciprocal.py has the rule.
+    """1 / a, float32, as the hardware approximates it, operand and result flushed; codec/reciprocal.py has the rule.
 
-    Args:
-        a: float32.
-        coefficient_ptr: [3, 128] int32, reciprocal.coefficients; not read with PTX.
-        PTX: whether the hardware is asked.
+    With PTX the hardware is asked; otherwise coefficient_ptr is read: [3, 128] int32, reciprocal.coefficients.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -72,11 +69,9 @@ def magnitude(x):
 
 @triton.jit
 def lane_entry(address, PTX: tl.constexpr):
-    """One entry per lane of a table of 32 words, for shuffles to look up; int32.
+    """One entry per lane, int32, of a table of 32 words, for shuffles to look up.
 
-    Args:
-        address: int64, any shape: the table's address in every element.
-        PTX: must be true; the interpreter has no lanes.
+    Every element of `address`, int64, is the table's. PTX must be true; the interpreter has no lanes.
     """
     tl.static_assert(PTX)
     return tl.inline_asm_elementwise(

@@ -44,11 +44,7 @@ def kernel(function: Any) -> Any:
 
 
 class Launcher:
-    """One `@kernel` and what it was compiled to.
-
-    Args:
-        kernel: the function; its parameters are run-time arguments first, then constexprs.
-    """
+    """One `@kernel`, whose parameters are run-time arguments first, then constexprs, and what it was compiled to."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

@@ -25,12 +25,9 @@ _LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
 
 
 def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> torch.Tensor:
-    """The means of many vectors in torch's order of summation.
+    """[vectors] float32: the means of vectors in torch's order of summation, NaN of those longer than TORCH_BLOCK.
 
-    Args:
-        values: one flat float32 buffer.
-        offsets: [vectors] where each begins: multiples of 4.
-        counts: [vectors] lengths; of more than TORCH_BLOCK the mean, [vectors] float32, is NaN.
+    `values` is a flat float32 buffer; `offsets` say where each vector begins, multiples of 4, `counts` how long it is.
     """
     means = torch.full((len(counts),), torch.nan, device=values.device)
     lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
@@ -40,12 +37,9 @@ def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: np
 
 
 def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor) -> None:
-    """The mean of a vector of more than TORCH_BLOCK values.
+    """Write the `mean`, [1] float32, of more than TORCH_BLOCK values, [n] float32 and 16-byte aligned.
 
-    Args:
-        values: [n] float32, 16-byte aligned.
-        partial: [blocks] float32, scratch; as many blocks as torch would use.
-        mean: [1] float32, written.
+    `partial` is scratch: [blocks] float32, as many blocks as torch would use.
     """
     blocks = partial.numel()
     _launch_partial(blocks, (values, partial, values.numel(), blocks), (), None, NUM_WARPS)

@@ -25,13 +25,9 @@ class Factors(NamedTuple):
 
 
 def merge_deltas(base: torch.Tensor, factors: Sequence[Factors], first: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with everything added to it, in order.
+    """A vector, rows of a matrix behind `first` others, or a stack of matrices, with everything added to it, in order.
 
-    Args:
-        base: a vector, rows of a matrix, or a stack of matrices; in any float dtype.
-        factors: of each delta.
-        first: how many rows of the whole tensor are before the base's.
-        dtype: of the result.
+    The base is of any float dtype, the result of the one that is asked for.
     """
     if base.dim() == 3:
         merged = torch.empty(base.shape, dtype=dtype, device=base.device)

@@ -97,15 +97,9 @@ def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
 
 
 def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:
-    """Raise if a cast made finite values infinite; what is infinite or NaN in the source stays so.
+    """Refuse by a CastError a cast that made finite values infinite; what is infinite or NaN in the source stays so.
 
-    Args:
-        cast: values of a kept tensor as they will be stored.
-        job: of that tensor.
-        exact: gives the same values in a dtype that holds them; asked only if there is something to look for.
-
-    Raises:
-        CastError: names the tensor.
+    `exact` gives the same values in a dtype that holds them, and is asked only if there is something to look for.
     """
     # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
     if math.isfinite(cast.sum(dtype=torch.float32).item()):

@@ -129,14 +129,7 @@ class PinnedMemory:
 
 
 class Function:
-    """A kernel on a device, ready to be launched.
-
-    Args:
-        cubin: its machine code.
-        entry: its name in there.
-        shared: bytes of shared memory for each program.
-        threads: of each program.
-    """
+    """A kernel on a device, ready to be launched: `entry` of machine code, with bytes of shared memory a program."""
 
     def __init__(self, cubin: bytes, entry: str, shared: int, threads: int) -> None:
         module = ctypes.c_void_p()

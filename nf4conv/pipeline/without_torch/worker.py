@@ -30,13 +30,7 @@ Launch = tuple[Function, int, tuple[int, ...]]
 
 
 class CudaEngine:
-    """One GPU, with kernels for some purposes.
-
-    Args:
-        device: of this process.
-        kernels: by purpose.
-        returned: how many bytes come back from the device for each that goes there.
-    """
+    """One GPU, with kernels by purpose; `returned` bytes come back from it for each that goes there."""
 
     def __init__(self, device: Device, kernels: Mapping[Purpose, Kernels[bytes]], returned: float) -> None:
         self._device = device
@@ -159,10 +153,7 @@ class CudaWorker(Worker):
 def bare_engine(device: str, purposes: Callable[[], Collection[Purpose] | None], returned: float) -> CudaEngine | None:
     """An engine without torch; None where torch must do it: no such GPU, or no kernels, or none that can be compiled.
 
-    Args:
-        device: "auto", "cuda" or "cuda:N"; auto takes the first GPU.
-        purposes: tells what it is to do; None if there are no kernels for it. Asked only where there is a GPU.
-        returned: as of CudaEngine.
+    `purposes`, asked only where there is a GPU, tells what is to be done; None if there are no kernels for it.
     """
     name, _, index = device.partition(":")
     index = index or "0"
