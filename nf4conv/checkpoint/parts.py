@@ -22,15 +22,7 @@ from typing import Any, Final
 from nf4conv.checkpoint.making import MAKING
 from nf4conv.checkpoint.plan import Plan
 from nf4conv.checkpoint.reader import digest_of, read_chunks
-from nf4conv.checkpoint.workspace import (
-    PARTS,
-    RECORD,
-    SHARDS,
-    WORK_FOLDER,
-    OutputFolder,
-    compare,
-    short,
-)
+from nf4conv.checkpoint.workspace import PARTS, RECORD, SHARDS, WORK_FOLDER, OutputFolder, compare, short
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import OutputError, named
 

@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.checkpoint.config import checkpoint_dtype
 from nf4conv.checkpoint.encoded import decoded_tensors
-from nf4conv.checkpoint.header import (
-    LENGTH_BYTES,
-    LONGEST_HEADER,
-    MOST_TENSORS,
-    TensorInfo,
-    header_stop,
-    parse_header,
-)
+from nf4conv.checkpoint.header import LENGTH_BYTES, LONGEST_HEADER, MOST_TENSORS, TensorInfo, header_stop, parse_header
 from nf4conv.checkpoint.own_files import is_file, require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.checkpoint.reader import read_bytes

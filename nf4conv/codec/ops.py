@@ -80,10 +80,7 @@ def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, N
 
 
 def dequantize_4bit(
-    packed: torch.Tensor,
-    quant_state: QuantState,
-    out: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    packed: torch.Tensor, quant_state: QuantState, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does. Works under `torch.compile`.
 

@@ -13,11 +13,7 @@ from nf4conv.options import RunOptions
 from nf4conv.report.rows import VerificationSummary
 
 _ZEROS = (
-    "seconds",
-    "pipeline_seconds",
-    "host_baseline_bytes",
-    "host_peak_bytes",
-    "device_peak_bytes",
+    *("seconds", "pipeline_seconds", "host_baseline_bytes", "host_peak_bytes", "device_peak_bytes"),
     "shards_resumed",
 )
 

@@ -26,12 +26,8 @@ from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_B
 QUANT_STATE_PREFIX: Final = "quant_state.bitsandbytes__"
 
 COMPONENT_SUFFIXES: Final = (
-    "absmax",
-    "quant_map",
-    "nested_absmax",
-    "nested_quant_map",
-    f"{QUANT_STATE_PREFIX}nf4",
-    f"{QUANT_STATE_PREFIX}fp4",
+    *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),
+    *(f"{QUANT_STATE_PREFIX}{quant_type}" for quant_type in CODEBOOKS),
 )
 """Every suffix a component of a 4-bit weight can have after `W.`."""
 

@@ -24,13 +24,7 @@ from nf4conv.checkpoint.selection import Keep, Pack, Selection, demote, select
 from nf4conv.checkpoint.source import Source, open_stored, read_together
 from nf4conv.checkpoint.unchanged import Stored, common_format, copied_from, small_parts, stored_format
 from nf4conv.commands.complete import written
-from nf4conv.commands.output import (
-    WritingPlan,
-    kept_as_stored,
-    notes_on_links,
-    read_front,
-    write_checkpoint,
-)
+from nf4conv.commands.output import WritingPlan, kept_as_stored, notes_on_links, read_front, write_checkpoint
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
