@@ -29,12 +29,8 @@ def decode_fp4(
 ) -> torch.Tensor:
     """Decode a matrix to [rows, columns] `dtype`; a CodecError if the scales do not fit the values.
 
-    Args:
-        values: [rows, columns / 2] uint8 or int8, two values each.
-        scale: [rows, groups]: E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn.
-        divisor: one float32 that the scales are divided by, or None.
-        multiplier: one float32 that the scales are multiplied with, or None.
-        dtype: of the result.
+    The values are [rows, columns / 2] uint8 or int8, two each, the scales [rows, groups]: E8M0 as float8_e8m0fnu or
+    uint8, or float8_e4m3fn. They are divided by the divisor, and multiplied with the multiplier: one float32, or None.
     """
     rows, pairs = values.shape
     groups = scale.shape[-1]

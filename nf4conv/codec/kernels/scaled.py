@@ -71,15 +71,9 @@ def signed(value, negative):
 def decode_scaled(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor, *, by_127: bool = False
 ) -> None:
-    """Decode a matrix.
+    """Decode a matrix to `out`, [rows, columns] float32, float16 or bfloat16; all are contiguous.
 
-    Args:
-        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8, contiguous.
-        scale: [ceil(rows / height) or 1, ceil(columns / width) or 1], one for each block; float32, float16, bfloat16,
-            or E8M0 as float8_e8m0fnu or uint8; contiguous.
-        block: (height, width) of what shares a scale.
-        out: [rows, columns] float32, float16 or bfloat16, contiguous, written.
-        by_127: whether the product is multiplied with 1/127 too.
+    Other arguments as of decode.scaled.decode_scaled; of an axis along which all share a scale there may be only one.
     """
     rows, columns = values.shape
     if values.numel() == 0:
