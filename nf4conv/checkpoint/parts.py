@@ -101,7 +101,7 @@ class SharedFolder(OutputFolder):
 
     def collect(self, plan: Mapping[str, Any], reread: bool) -> None:
         """Take all shards of a plan, and copy what belongs beside them; an OutputError says what is missing."""
-        known = self.known()
+        known = self.known(plan[SHARDS])
         self._require(plan, known, "missing")
         self.finished = self.intact(known) if reread else known
         self._require(plan, self.finished, "not what was written")
