@@ -100,9 +100,6 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     """A dtype, by its name or the short form of it."""
 
-    def __init__(self) -> None:
-        super().__init__(DTYPES)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(_SHORT.get(value, value), param, ctx)
 
@@ -224,7 +221,7 @@ class _Shown:
 
 _KINDS: Final[dict[str, Any]] = {
     **{name: click.Choice(allowed) for name, allowed in CHOICES.items()},
-    **dict.fromkeys(("dtype", "compute_dtype"), Dtype()),
+    **dict.fromkeys(("dtype", "compute_dtype"), Dtype(DTYPES)),
     **dict.fromkeys(("max_shard_size", "buffer_size"), Size()),
     **dict.fromkeys(("json_file", "report", "text"), click.Path(dir_okay=False, path_type=Path)),
     "cache_dir": click.Path(file_okay=False, path_type=Path),

@@ -15,14 +15,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import (
-    Piece,
-    cut_elements,
-    cut_parts,
-    encoded_pieces,
-    packed_spans,
-    plain_pieces,
-)
+from nf4conv.checkpoint.encoded_pieces import Piece, cut_elements, cut_parts, encoded_pieces, packed_spans, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
