@@ -71,16 +71,8 @@ class DequantizationPlan(WritingPlan):
         return merged_card(self.source, self.whole, self.loading, self.front)
 
     def totals(self) -> DequantizationTotals:
-        jobs = list(self.output.jobs)
-        decoded = sum(job.source.encoding is not None for job in jobs)
-        return DequantizationTotals(
-            decoded=decoded,
-            copied=len(jobs) - decoded,
-            shards=len(self.output.shards),
-            parameters=sum(job.elements for job in jobs),
-            bytes_before=sum(job.source_bytes for job in jobs),
-            bytes_after=self.output.largest_size,
-        )
+        decoded = [job.source.encoding is not None for job in self.output.jobs]
+        return DequantizationTotals(sum(decoded), decoded.count(False), *self.sizes)
 
 
 AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]

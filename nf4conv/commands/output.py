@@ -98,6 +98,13 @@ class WritingPlan:
         """How the result is loaded; None if nothing says how."""
         return loading_of(self.config, [str(name) for name in self.auxiliary], self.output.format.dtype)
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Shards, parameters, bytes before and at most after: what totals end with."""
+        jobs = list(self.output.jobs)
+        elements, before = sum(job.elements for job in jobs), sum(job.source_bytes for job in jobs)
+        return len(self.output.shards), elements, before, self.output.largest_size
+
     def changes_weights(self) -> bool:
         """Whether any weight is packed, or decoded."""
         return any(isinstance(job, PackJob) or job.source.encoding is not None for job in self.output.jobs)

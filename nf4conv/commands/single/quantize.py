@@ -70,16 +70,8 @@ class QuantizationPlan(WritingPlan):
         return PlanRow(job.name, _action(job), job.reason, job.source.dtype, shape, *sizes, file)
 
     def totals(self) -> QuantizationTotals:
-        jobs = list(self.output.jobs)
-        packed = sum(isinstance(job, PackJob) for job in jobs)
-        return QuantizationTotals(
-            packed=packed,
-            copied=len(jobs) - packed,
-            shards=len(self.output.shards),
-            parameters=sum(job.elements for job in jobs),
-            bytes_before=sum(job.source_bytes for job in jobs),
-            bytes_after=self.output.largest_size,
-        )
+        packed = [isinstance(job, PackJob) for job in self.output.jobs]
+        return QuantizationTotals(sum(packed), packed.count(False), *self.sizes)
 
 
 def _action(job: Job) -> str:
