@@ -161,11 +161,11 @@ def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()},
         **plan.decided(),
-        "plan": _plan_fingerprint(plan.whole),
+        "plan": plan_fingerprint(plan.whole),
     }
 
 
-def _plan_fingerprint(output: Plan) -> str:
+def plan_fingerprint(output: Plan) -> str:
     """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
     digest = hashlib.sha256()
     for shard in output.shards:
