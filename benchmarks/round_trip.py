@@ -1,4 +1,4 @@
-"""The way back, side by side: `nf4conv dequantize` against what users do today and a raw byte mover; `nf4conv verify`.
+"""The way back, side by side: `nf4conv dequantize` against what users do today and a raw byte mover.
 
 Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are
 reported.
@@ -10,10 +10,8 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -56,19 +54,6 @@ def measure_dequantize(packed: Path, scratch: Path, runs: int, peers: tuple[str,
     return {name: entries[-runs:] for name, entries in results.items()}
 
 
-def measure_verify(packed: Path, source: Path, scratch: Path, runs: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "nf4conv", "verify", str(packed), "--source", str(source), "--exact", "--quiet"]
-    results = []
-    for turn in range(runs + 1):
-        started = time.perf_counter()
-        subprocess.run([*command, "--json-file", str(scratch / "report.json")], check=True)
-        wall = time.perf_counter() - started
-        report = json.loads((scratch / "report.json").read_text())
-        results.append({"wall_seconds": wall, "seconds": report["seconds"], "identical": report["identical"]})
-        print(f"{turn}: verify: {wall:.2f} s", file=sys.stderr)
-    return results[1:]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
@@ -81,7 +66,6 @@ def main() -> None:
         scratch = Path(folder)
         size = write_checkpoint(SHAPES[chosen.shape], scratch / "source")
         run([sys.executable, "-m", "nf4conv", "quantize", str(scratch / "source"), str(scratch / "packed"), "--json"])
-        verified = measure_verify(scratch / "packed", scratch / "source", scratch, chosen.runs)
         shutil.rmtree(scratch / "source")
         results = measure_dequantize(scratch / "packed", scratch, chosen.runs, tuple(chosen.peers))
     ours = results["nf4conv"]
@@ -95,8 +79,6 @@ def main() -> None:
         "host_peak_bytes": median(ours, "host_peak_bytes"),
         "host_growth_bytes": median(ours, "host_peak_bytes") - median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
-        "verify_wall_seconds": median(verified, "wall_seconds"),
-        "verify_seconds": median(verified, "seconds"),
     }
     if chosen.peers:
         summary["speedup"] = {
@@ -107,7 +89,7 @@ def main() -> None:
     print(json.dumps(summary, indent=2))
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "summary": summary, "dequantize": results, "verify": verified}
+        content = {"machine": machine(), "summary": summary, "dequantize": results}
         chosen.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

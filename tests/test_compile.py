@@ -54,7 +54,7 @@ types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
     outside_ptr="*i64", n="i64", programs="i64",
 ) | STATE
-found["error"] = build(error._error_kernel, types, dict(TILE=2048, ACCESS=0) | OPEN, 4)
+found["error"] = build(error.error_kernel, types, dict(TILE=2048, ACCESS=0) | OPEN, 4)
 json.dump(found, sys.stdout)
 """
 

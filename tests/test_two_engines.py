@@ -5,6 +5,7 @@ Without a GPU the driver and the compiler are played (host_driver.py), and torch
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,22 @@ import pytest
 import torch
 from checkpoints import contents
 from safetensors.torch import load_file, save_file
+from test_quantize_verify import Faulty
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
+from nf4conv import (
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    dequantize_checkpoint,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
+from nf4conv.checkpoint.plan import CopyJob
+from nf4conv.errors import VerificationError
 from nf4conv.pipeline.without_torch import worker
 from nf4conv.pipeline.without_torch.worker import CudaEngine
+from nf4conv.report.as_json import content_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -197,3 +210,92 @@ def test_what_takes_torch_takes_it(tmp_path: Path, gpu: list[CudaEngine], why: s
     report = quantize_checkpoint(source, tmp_path / "out", options, RunOptions("auto", 2, 2 * PIECE))
     assert report.packed
     assert not gpu
+
+
+CLOSE = 1e-12 if ON_GPU else 1e-6  # torch adds up in float64 there, here in float32
+
+
+def same_figures(one: Any, other: Any) -> None:
+    """Two reports but for how long they took, and on which device."""
+    a, b = content_of(one), content_of(other)
+    for key in a.keys() - {"seconds", "settings", "weights", "kinds"}:
+        assert a[key] == b[key], key
+    for mine, theirs in zip([*one.weights, *one.kinds], [*other.weights, *other.kinds], strict=True):
+        same_row(mine, theirs)
+
+
+def same_row(one: Any, other: Any) -> None:
+    a, b = asdict(one), asdict(other)
+    for key, expected in b.items():
+        assert a[key] == (pytest.approx(expected, rel=CLOSE) if isinstance(expected, float) else expected), key
+
+
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it be an error if torch is to compare."""
+    monkeypatch.setattr("nf4conv.commands.verify.comparing_engine", None)
+    monkeypatch.setattr("nf4conv.pipeline.audit._torch_worker", None)
+
+
+@pytest.mark.parametrize(("options", "kind"), [
+    (QuantizeOptions(), None), (QuantizeOptions("fp4", 128, double_quant=False), None),
+    (QuantizeOptions(), "fp8 channels"),
+    pytest.param(QuantizeOptions(blocksize=512, scales="search"), None, marks=pytest.mark.gpu),
+], ids=["nested", "plain", "encoded", "search"])  # fmt: skip
+def test_what_is_right_is_proved(
+    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, options: QuantizeOptions, kind: str | None
+):
+    description, parts = KINDS[kind or "fp8 channels"]
+    encoded = {f"model.layers.0.mlp.up_proj.{role}": part for role, part in parts(136, 160).items()}
+    source = write(tmp_path / "source", encoded if kind else weights(torch.float16), description if kind else None)
+    audited = replace(BARE, verify=True)
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    with monkeypatch.context() as patch:
+        without_torch(patch)
+        written = quantize_checkpoint(source, tmp_path / "out", options, audited)
+        found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), BARE)
+    assert len(gpu) == 2
+    assert found.passed
+    assert found.identical
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "torch/model.safetensors").read_bytes()
+    other = by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
+    same_figures(found, other)
+    assert written.verification is not None
+    for row, expected in zip(
+        written.verification.weights, sorted(other.weights, key=lambda row: row.name), strict=True
+    ):
+        same_row(row, replace(expected, bytes=row.bytes, file=row.file))
+
+
+DOWN, GATE = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gate"))
+
+
+@pytest.mark.parametrize("name", [
+    DOWN, f"{GATE}.nested_absmax", f"{DOWN}.quant_state.bitsandbytes__nf4", "model.embed_tokens.weight",
+])  # fmt: skip
+def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[CudaEngine], name: str):
+    source = write(tmp_path / "source", weights(torch.float16))
+    quantize_checkpoint(source, tmp_path / "out", None, BARE)
+    file = tmp_path / "out/model.safetensors"
+    tensors = load_file(file)
+    damaged = tensors[name].view(-1).view(torch.uint8)
+    damaged[damaged.numel() // 2] ^= 1
+    save_file(tensors, file)
+    run = RunOptions("auto", 2, 2 * PIECE)
+    found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), run)
+    assert len(gpu) == 2
+    assert not found.passed
+    same_figures(found, by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True)))
+
+
+@pytest.mark.parametrize("suffix", ["", ".absmax"], ids=["codes", "absmax"])
+@pytest.mark.parametrize("name", [DOWN, GATE, "model.norm.weight"], ids=["batch", "piece", "kept"])
+def test_a_bit_that_flips_on_the_way_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
+):
+    source = write(tmp_path / "source", weights(torch.float16))
+    job = next(job for job in plan_quantization(source).output.jobs if job.name == name)
+    Faulty(monkeypatch, 3 + (job.offset if isinstance(job, CopyJob) else job.offsets[bool(suffix)]))
+    if not ON_GPU:
+        monkeypatch.setattr(CudaEngine, "device", "cpu")
+    with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
+        quantize_checkpoint(source, tmp_path / "out", None, replace(BARE, verify=True))

@@ -112,4 +112,5 @@ def _matrix(
         return None
     if len(shape) != 2 and source.encoding is None:  # blocks run over the flat order, whatever the shape
         source = source._replace(shape=(1, source.elements))
-    return source, PackedMatrix(weight.name, (1, source.elements))
+    height, width = shape if len(shape) == 2 else (1, source.elements)
+    return source, PackedMatrix(weight.name, (height, width))

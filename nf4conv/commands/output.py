@@ -26,9 +26,10 @@ from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
-from nf4conv.pipeline.engines import ShardTasks, make_audit
+from nf4conv.pipeline.audit import AuditOfWritten
+from nf4conv.pipeline.engines import ShardTasks
 from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
-from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask, streamed
+from nf4conv.pipeline.shards import ShardProgress, ShardTask, streamed
 from nf4conv.report.loading import Loading, loading_of
 from nf4conv.report.rows import PlanRow, VerificationSummary
 
@@ -240,7 +241,7 @@ def write_checkpoint(
     engine, shard_tasks = computed_by
     pipeline = make_pipeline(engine, run, progress)
     before = pipeline.memory()
-    make = partial(make_audit, pipeline.piece, run.tolerance) if is_audited else None
+    make = partial(AuditOfWritten, pipeline.piece, run.tolerance) if is_audited else None
     opened: Workspace | SharedFolder
     if plan.part is None:
         _require_unchanged(plan.source, "since it was planned; run again")
@@ -304,7 +305,7 @@ class _Run:
     pipeline: Pipeline[Any]
     shard_tasks: ShardTasks
     announce: Callable[[str, Path], None]
-    make_audit: Callable[[], Audit] | None  # of a shard
+    make_audit: Callable[[], AuditOfWritten] | None  # of a shard
 
     def write(self) -> VerificationSummary | None:
         """Fill the folder, which then is a finished checkpoint if it is not filled in parts; an audit's summary."""
@@ -343,7 +344,7 @@ class _Run:
         progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
         return self.shard_tasks(progress, self.pipeline.piece)
 
-    def _finish(self, shard: Shard, writer: ShardWriter, audit: Audit | None, size: int) -> None:
+    def _finish(self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int) -> None:
         if faults := [] if audit is None else list(audit.faults()):
             more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
             raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")

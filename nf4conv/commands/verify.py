@@ -26,8 +26,8 @@ from nf4conv.checkpoint.structure import CHECKS, Finding, Structure, read_struct
 from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
-from nf4conv.pipeline.engines import comparing_engine
-from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.pipeline.engines import comparing_engine, prove
+from nf4conv.pipeline.loop import cores, make_pipeline
 from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_kinds, weight_row
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.rows import CheckResult, inside
@@ -202,24 +202,29 @@ def _plan_one(
 
 def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]) -> VerifyReport:
     """Carry out the plan of one checkpoint."""
-    from nf4conv.pipeline.with_torch.check import (  # importing torch takes seconds
-        copy_tasks,
-        scale_tasks,
-        tasks_of_weight,
-    )
-
     started = time.perf_counter()
-    pipeline = make_pipeline(comparing_engine(run), run, progress)
-    results = {name: WeightResult(weight) for name, weight in plan.structure.weights.items()}
+    device, proved, same = prove(plan.pairs, run, progress)
+    results = {name: proved.get(name) or WeightResult(weight) for name, weight in plan.structure.weights.items()}
     copies = {stored.name: CopyResult(stored) for stored, _ in plan.pairs.copies}
-    with_checksums = check_checksums(plan.structure, pipeline.workers)
-    pipeline.run(
-        chain(
-            scale_tasks(results, pipeline.piece),
-            *(tasks_of_weight(results[weight.name], job, pipeline.piece) for weight, job in plan.pairs.weights),
-            copy_tasks(plan.pairs, copies, pipeline.piece),
+    left = {name: result for name, result in results.items() if name not in proved}
+    if left or not copies.keys() <= same or not device:
+        from nf4conv.pipeline.with_torch.check import (  # importing torch takes seconds
+            copy_tasks,
+            scale_tasks,
+            tasks_of_weight,
         )
-    )
+
+        pipeline = make_pipeline(comparing_engine(run), run, progress)
+        device, weights = pipeline.engine.device, [pair for pair in plan.pairs.weights if pair[0].name in left]
+        unlike = Pairs(copies=[pair for pair in plan.pairs.copies if pair[0].name not in same])
+        pipeline.run(
+            chain(
+                scale_tasks(left, pipeline.piece),
+                *(tasks_of_weight(left[weight.name], job, pipeline.piece) for weight, job in weights),
+                copy_tasks(unlike, copies, pipeline.piece),
+            )
+        )
+    with_checksums = check_checksums(plan.structure, run.workers or cores())
     for result in results.values():
         for check, text in weight_faults(result, plan.options):
             plan.structure.note(check, result.weight.values.file, result.weight.name, text)
@@ -251,7 +256,7 @@ def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int
             "tolerance": plan.options.tolerance if plan.options.tolerance is not None else "default",
             "exact": plan.options.exact,
             "scales": structure.scales,
-            "device": pipeline.engine.device,
+            "device": device,
             "nf4conv": __version__,
             "torch": version("torch"),
         },

@@ -3,15 +3,18 @@
 For that reason each engine is imported only when it is chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import Plan
+from nf4conv.checkpoint.reader import Reader
 from nf4conv.options import RunOptions
-from nf4conv.pipeline.loop import Engine
-from nf4conv.pipeline.shards import Audit, ShardProgress, ShardTask
+from nf4conv.pipeline.loop import Engine, make_pipeline
+from nf4conv.pipeline.shards import ShardProgress, ShardTask
+from nf4conv.report.measured import WeightResult
 
 ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
 """How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
@@ -21,14 +24,14 @@ def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTas
     """The engine that quantizes, and its tasks."""
     from nf4conv.pipeline.without_torch import pack
 
-    return _with_torch(run) if run.verify else _engine(output, run, pack)  # bundles hold no kernels that compare
+    return _engine(partial(pack.purposes_of, output, is_compared=run.verify), run, pack)
 
 
 def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
     """The engine that dequantizes, and its tasks; `is_cast` says whether to another dtype than before."""
     from nf4conv.pipeline.without_torch import unpack
 
-    return _with_torch(run) if is_cast else _engine(output, run, unpack)
+    return _with_torch(run) if is_cast else _engine(partial(unpack.purposes_of, output), run, unpack)
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:
@@ -38,18 +41,34 @@ def comparing_engine(run: RunOptions) -> Engine[Any]:
     return TorchEngine(run.device)
 
 
-def make_audit(piece: int, tolerance: float | None) -> Audit:
-    """What compares everything that `packing_engine` writes, in pieces of so many bytes."""
-    from nf4conv.pipeline.with_torch.audit import TorchAudit
+def prove(
+    pairs: Pairs, run: RunOptions, progress: Callable[[int], None]
+) -> tuple[str, Mapping[str, WeightResult], frozenset[str]]:
+    """What the engine without torch can say of the comparison of a checkpoint with its source.
 
-    return TorchAudit(piece, tolerance)
+    Returns:
+        The device, empty where there is no such engine; of the weights that are right what was measured; the names of
+        tensors that are right. Of all others nothing is known.
+    """
+    from nf4conv.pipeline.without_torch import pack, proof
+    from nf4conv.pipeline.without_torch.worker import bare_engine
+
+    plan = proof.plan_of_proof(pairs)
+    needed = None if plan is None else partial(pack.purposes_of, plan, is_compared=True)
+    engine = None if needed is None else bare_engine(run.device, needed, pack.RETURNED)
+    if plan is None or engine is None:
+        return "", {}, frozenset()
+    with Reader() as reader:
+        return engine.device, *proof.prove(make_pipeline(engine, run, progress), plan, pairs, reader)
 
 
-def _engine(output: Plan, run: RunOptions, way: ModuleType) -> tuple[Engine[Any], ShardTasks]:
+def _engine(
+    purposes: Callable[[], Collection[Any] | None], run: RunOptions, way: ModuleType
+) -> tuple[Engine[Any], ShardTasks]:
     """The engine without torch and its tasks, if there are kernels and a GPU for it; or else that with torch."""
     from nf4conv.pipeline.without_torch.worker import bare_engine
 
-    engine = bare_engine(run.device, partial(way.purposes_of, output), way.RETURNED)
+    engine = bare_engine(run.device, purposes, way.RETURNED)
     return (engine, way.shard_tasks) if engine is not None else _with_torch(run)
 
 

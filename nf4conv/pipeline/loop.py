@@ -53,9 +53,9 @@ class Worker:
 
     def __init__(self, reader: Reader, buffer: memoryview, advance: Callable[[int], None]) -> None:
         self.seconds: defaultdict[Activity, float] = defaultdict(float)
-        self._reader = reader
+        self.reader = reader
         self._buffer = buffer
-        self._advance = advance
+        self.advance = advance
 
     @contextmanager
     def timed(self, activity: Activity) -> Iterator[None]:
@@ -74,8 +74,8 @@ class Worker:
         """Read file ranges to their positions in host memory."""
         with self.timed(Activity.READ):
             for (file, start, stop), position in zip(ranges, positions, strict=False):
-                self._reader.read_into(file, start, host[position : position + stop - start])
-        self._advance(sum(stop - start for _, start, stop in ranges))
+                self.reader.read_into(file, start, host[position : position + stop - start])
+        self.advance(sum(stop - start for _, start, stop in ranges))
 
 
 W_co = TypeVar("W_co", bound=Worker, covariant=True)

@@ -10,39 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nf4conv.checkpoint.encoded_pieces import Piece, matrix_pieces, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
 from nf4conv.pipeline.loop import Task, W, Worker, batches, interleave
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.measured import WeightResult
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while
     from nf4conv.checkpoint.stream import ShardStream
 
 LARGEST_BATCH = 4096
-
-
-class Audit(Protocol):
-    """What looks at everything that is written, as soon as it is written."""
-
-    def check_weights(
-        self, worker: Any, progress: "ShardProgress", jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
-    ) -> None:
-        """Compare weights of which all is written but the JSON blobs."""
-
-    def check_copy(self, worker: Any, progress: "ShardProgress", job: CopyJob, piece: Piece) -> None:
-        """Compare a piece of a tensor's source with what has become of it."""
-
-    def faults(self) -> Iterator[str]:
-        """A line for everything that is wrong."""
-
-    def summary(self) -> VerificationSummary:
-        """What has been looked at."""
 
 
 class NonFiniteError(SourceError):
@@ -71,7 +54,8 @@ class ShardProgress:
     format: Format  # how weights are packed
     writer: ShardWriter  # its file
     finished: Callable[[int], None]  # called with the size of the file once it is complete
-    audit: Audit | None = None  # what is to look at everything that has been written; None for nothing
+    audit: Any = None  # what is to look at everything that has been written, see audit.py; None for nothing
+    results: Mapping[str, WeightResult] | None = None  # by weight, where errors are kept if they are to be measured
     _blobs: dict[str, bytes] = field(default_factory=dict)
     _left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,6 +63,12 @@ class ShardProgress:
     def expect(self, tasks: int) -> None:
         """Set how many tasks fill this shard."""
         self._left = tasks
+
+    def packed(self, worker: Any, jobs: Sequence[PackJob], blobs: dict[str, bytes]) -> None:
+        """Count a task as done whose weights are complete, but for the JSON blobs; an audit looks at them first."""
+        if self.audit is not None:
+            self.audit.check_weights(worker, self, jobs, blobs)
+        self.done(blobs)
 
     def done(self, blobs: dict[str, bytes] | None = None) -> None:
         """Count a task as done; the last one completes the file."""
@@ -203,8 +193,9 @@ def weight_tasks(
     tasks: list[ShardTask[Any]] = []
     weights = (job for job in progress.shard.jobs if isinstance(job, PackJob) and not job.stored)
     blocksize = progress.format.blocksize
+    unit = blocksize if progress.results is None else blocksize * NESTED_BLOCKSIZE  # errors are those of stored scales
     for jobs in batches(weights, room, piece, lambda job: (job.source.file, kind(job)), LARGEST_BATCH):
-        job, parts = jobs[0], weight_pieces(jobs[0], piece, most, blocksize)
+        job, parts = jobs[0], weight_pieces(jobs[0], piece, most, unit)
         if len(parts) > 1:
             absmax: Gathered[Any] = Gathered(block_count(job.elements, blocksize), len(parts))
             tasks += [ShardTask(job.source.file, partial(of_piece, progress, job, part, absmax)) for part in parts]
@@ -213,17 +204,18 @@ def weight_tasks(
     return tasks
 
 
-def weight_pieces(job: PackJob, piece: int, most: int, blocksize: int) -> list[Piece]:
-    """A weight in pieces of so many bytes, or elements once decoded, that begin at a block.
+def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Piece]:
+    """A weight in pieces of so many bytes, or elements once decoded, that begin at multiples of a unit of elements.
 
     A single one, or none, if it is taken whole: a weight that is cut out of its source can be taken piece by piece only
     if it is encoded by rows.
     """
     if job.is_cut_out:
-        return matrix_pieces(job, most, blocksize)
+        return matrix_pieces(job, most, unit)
     begin, end = job.source_range
     run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
-    return plain_pieces(run, piece * 8 // DTYPE_BITS[run.dtype])  # a multiple of every blocksize, see piece_size
+    elements = piece * 8 // DTYPE_BITS[run.dtype]
+    return plain_pieces(run, max(elements - elements % unit, unit))
 
 
 CopyPart = tuple[CopyJob, Piece]
@@ -249,10 +241,7 @@ def _copy_stored(progress: ShardProgress, job: PackJob, piece: int, worker: Work
         for start in range(part.start, part.stop, piece):
             stop = min(start + piece, part.stop)
             worker.copy(part.file, start, stop, writer, offset + start - part.start)
-    blobs = {job.name: stored.blob}
-    if progress.audit is not None:
-        progress.audit.check_weights(worker, progress, [job], blobs)
-    progress.done(blobs)
+    progress.packed(worker, [job], {job.name: stored.blob})
 
 
 def _run_streamed(task: ShardTask[Any], stream: "ShardStream", worker: Worker) -> None:

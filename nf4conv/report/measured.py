@@ -62,7 +62,10 @@ class WeightResult:
     @property
     def errors(self) -> PieceErrors | None:
         """Of the whole weight; None if it was not compared. Independent of the order in which pieces came."""
-        return _whole(PieceErrors, self._pieces)
+        found = _whole(PieceErrors, self._pieces)
+        # the last of sixteen digits depend on how a device adds, so ten are kept
+        squares = [float(f"{square:.10g}") for square in (found or ())[:2]]
+        return found and found._replace(squared_error=squares[0], squared_weight=squares[1])
 
     @property
     def relative_error(self) -> float | None:

@@ -13,10 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import dequantize, fp4, mean, nested, pack, scaled
+from nf4conv.codec.kernels import dequantize, error, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.scaled import kind_of, stored
-from nf4conv.codec.kernels.tables import middle_table, value_table
+from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
+from nf4conv.codec.quant_state import code_table
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
@@ -102,6 +103,27 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
             constants = (blocksize, tile, access, True, on_gpu)
             kernels[f"{name}_{kind}"] = Variant(dequantize.dequantize_kernel, (*arguments, *constants), num_warps)
     return Codec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
+
+
+def comparer(
+    device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str, double_quant: bool
+) -> Codec:
+    """What measures the error of weights that `encoder` has packed.
+
+    Returns:
+        kernels: "compare".
+        tables: "values", "bounds"; "nested", what 8-bit scales stand for.
+        numbers: "tile", elements that a program looks at.
+    """
+    tile, num_warps = configuration(dtype, blocksize, error.CONFIGURATIONS)
+    values, bounds = value_table(quant_type, device), bound_table(quant_type, scales, device)
+    packed, floats = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
+    decoding = (packed if double_quant else floats, floats, floats, floats, values, bounds)
+    sums = (floats, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64), 1, 1)
+    constants = (blocksize, tile, ELEMENTWISE, device.type == "cuda")
+    kernel = Variant(error.error_kernel, (torch.empty(0, dtype=dtype), packed, *decoding, *sums, *constants), num_warps)
+    tables = {"values": _bytes(values), "bounds": _bytes(bounds), "nested": _bytes(code_table("dynamic", device))}
+    return Codec({"compare": kernel}, tables, {"tile": tile * error.TILES.value})
 
 
 def scaled_decoder(
@@ -197,7 +219,7 @@ def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
 
 
 _POINTERS: Final = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 
 @kernel
-def _error_kernel(
+def error_kernel(
     weight_ptr,
     packed_ptr,
     absmax_ptr,
@@ -127,4 +127,4 @@ def _error_kernel(
     tl.store(outside_ptr + program, tl.sum(outside.to(tl.int64), axis=0))
 
 
-_launch = Launcher(_error_kernel)
+_launch = Launcher(error_kernel)

@@ -4,7 +4,6 @@ worker.py       a thread's buffers, and a stream on a GPU
 reading.py      tensors and weights from a source, decoded and cut out
 pack.py         weights → 4 bits, 4 bits → weights, and what is kept
 check.py        what is stored against what it was made from
-audit.py        check.py for what has just been written
 difference.py   a tensor against another
 scan.py         which weights hold NaN or infinity
 """

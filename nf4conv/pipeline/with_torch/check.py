@@ -71,7 +71,7 @@ def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[T
     blocksize = weight.format.blocksize
     unit, itemsize = blocksize * NESTED_BLOCKSIZE, DTYPE_BITS[job.source.dtype] // 8
     most = piece // (itemsize + 1)  # a code and its share of the scales take less than a byte
-    pieces = weight_pieces(job, max(most - most % unit, unit) * itemsize, piece // 4, unit)
+    pieces = weight_pieces(job, most * itemsize, piece // 4, unit)
     whole = job.is_cut_out and len(pieces) <= 1
     absmax: Gathered[torch.Tensor] = Gathered(block_count(weight.elements, blocksize), 1 if whole else len(pieces))
     yield from (partial(_compare_weight, result, job, absmax, part) for part in ([None] if whole else pieces))

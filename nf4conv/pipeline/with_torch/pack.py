@@ -81,7 +81,10 @@ def _pack_piece(
     worker.write([(progress.writer, job.offsets[0] + start // 2, packed)])
     _check_finite([job], [weight])
     whole = gathered.done()
-    progress.done(None if whole is None else _complete(worker, progress, [job], [whole]))
+    if whole is None:
+        progress.done()
+    else:
+        _complete(worker, progress, [job], [whole])
 
 
 def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: TorchWorker) -> None:
@@ -103,7 +106,7 @@ def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: Torc
         together = torch.cat(packed)
     worker.write([(progress.writer, jobs[0].offsets[0], together)])
     _check_finite(jobs, weights)
-    progress.done(_complete(worker, progress, jobs, absmaxes))
+    _complete(worker, progress, jobs, absmaxes)
 
 
 def _convert(progress: ShardProgress, parts: tuple[CopyPart, ...], worker: TorchWorker) -> None:
@@ -164,11 +167,8 @@ def _pack(format: Format, weight: torch.Tensor, absmax: torch.Tensor) -> torch.T
 
 def _complete(
     worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], absmaxes: Sequence[torch.Tensor]
-) -> dict[str, bytes]:
-    """Write all components of neighbouring weights but the codes and the JSON blobs; the latter, by the weights' names.
-
-    What is written is looked at, if there is an audit.
-    """
+) -> None:
+    """Write all components of neighbouring weights but the codes; they are complete then."""
     format = progress.format
     quant_map = code_table(format.quant_type, worker.device).repeat(len(jobs))
     offsets: list[float | None] = [None] * len(jobs)
@@ -186,10 +186,7 @@ def _complete(
             parts = [torch.cat(list(absmaxes)), quant_map]
     # parts stand in the order of layout.components, of which the packed codes are the first
     worker.write([(progress.writer, offset, part) for offset, part in zip(jobs[0].offsets[1:], parts, strict=True)])
-    blobs = shards.json_blobs(format, jobs, offsets)
-    if progress.audit is not None:
-        progress.audit.check_weights(worker, progress, jobs, blobs)
-    return blobs
+    progress.packed(worker, jobs, shards.json_blobs(format, jobs, offsets))
 
 
 def _check_finite(jobs: Sequence[PackJob], weights: Sequence[torch.Tensor]) -> None:

@@ -41,6 +41,7 @@ class Action(Enum):
 
     PACK = "encoder"
     UNPACK = "decoder"
+    COMPARE = "comparer"
     DECODE_SCALED = "scaled_decoder"
     DECODE_FP4 = "fp4_decoder"
 

@@ -1,20 +1,24 @@
 """A plan's shards as tasks for workers without torch: the counterpart of with_torch/pack.py, with the same bytes.
 
 A batch of weights and the tables that describe it go up in one copy; where they are encoded, a launch for each decodes
-it; one launch looks for NaN and infinity, one or two pack, two or more do the nested step; everything comes down in one
-copy. Regions of the output, those that come down first:
+it; one launch looks for NaN and infinity, one or two pack, two or more do the nested step; where errors are measured
+(proof.py), a launch for each does so; everything comes down in one copy. Regions of the output, those that come down
+first:
 
-    head, packed codes, codes of absmax, nested_absmax, offsets | absmax, partial sums
-    head, packed codes, absmax                                    without double quantization
+    head, packed codes, sums of errors, codes of absmax, nested_absmax, offsets | absmax, partial sums
+    head, packed codes, sums of errors, absmax                                    without double quantization
 """
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Final
 
-from nf4conv.checkpoint.encoded_pieces import Piece
+from nf4conv.checkpoint.encoded_pieces import Piece, cut_parts
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
+from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import TAGS, Format, block_count
@@ -43,6 +47,7 @@ from nf4conv.pipeline.without_torch.reading import (
     starts,
 )
 from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
+from nf4conv.report.measured import PieceErrors
 
 RETURNED: Final = 3 / 8
 """Bytes that come back from the device for each that goes there; of 2-byte weights in blocks of 32: 1/4 in codes, 1/16
@@ -51,19 +56,25 @@ in absmax, 1/64 in its codes."""
 _MEAN_ROOM: Final = 4 * 2**16
 """Bytes that the mean of a long vector needs for the sums of its parts."""
 
+_SUMS: Final = 32  # bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64
+
 _MAPS = {
-    **{name: struct.pack("<16f", *book.values) for name, book in CODEBOOKS.items()},
-    "dynamic": struct.pack("<256f", *DYNAMIC_MAP),
+    **{name: bytearray(struct.pack("<16f", *book.values)) for name, book in CODEBOOKS.items()},
+    "dynamic": bytearray(struct.pack("<256f", *DYNAMIC_MAP)),
 }
 
 
-def purpose_of_format(format: Format) -> Purpose:
-    return Purpose(Action.PACK, (format.dtype, format.quant_type, format.blocksize, format.scales))
+def _purpose(format: Format, action: Action) -> Purpose:
+    details = (format.dtype, format.quant_type, format.blocksize, format.scales)
+    return Purpose(action, details if action is Action.PACK else (*details, format.double_quant))
 
 
-def purposes_of(plan: Plan) -> frozenset[Purpose] | None:
-    """What kernels a plan needs; None if it needs more than is here: casts, transposed weights, some encodings."""
-    found = {purpose_of_format(plan.format)}
+def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] | None:
+    """What kernels a plan needs; None if it needs more than is here: casts, transposed weights, some encodings.
+
+    `is_compared` says whether errors are to be measured.
+    """
+    found = {_purpose(plan.format, action) for action in (Action.PACK, Action.COMPARE)[: 1 + is_compared]}
     for job in plan.jobs:
         if isinstance(job, CopyJob):
             if job.dtype != job.source.dtype or job.source.encoding is not None:
@@ -74,6 +85,8 @@ def purposes_of(plan: Plan) -> frozenset[Purpose] | None:
             if needed is None:
                 return None
             found |= needed
+        elif is_compared:
+            return None
     return frozenset(found)
 
 
@@ -92,8 +105,8 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorke
         piece * 8 // DTYPE_BITS[tag],
         lambda job: max(aligned(job.source_bytes), aligned(bytes_of(tag, job.elements))),  # as it is read, and decoded
         lambda job: job.source.encoding is not None,
-        _pack_piece,
-        _pack_batch,
+        lambda progress, job, piece, gathered, worker: _pack(progress, [job], [piece], gathered, worker),
+        lambda progress, jobs, worker: _pack(progress, jobs, [_whole(job)[0] for job in jobs], None, worker),
     )
     return fill(progress, tasks, piece)
 
@@ -123,22 +136,31 @@ def _load(reading: Reading, tensors: Sequence[TensorInfo], format: Format) -> tu
 class _Output:
     """Where the results of some weights lie in a worker's output: starts of regions, and of each weight in them."""
 
-    def __init__(self, sizes: Sequence[int], blocksize: int, double_quant: bool) -> None:
-        self.double_quant = double_quant
+    def __init__(self, sizes: Sequence[int], blocksize: int) -> None:
+        self.size = self.visible = HEAD
+        self.sizes = sizes
         self.blocks = [block_count(size, blocksize) for size in sizes]
         self.packed_starts = starts(-(-size // 2) for size in sizes)
         self.codes_starts = starts(self.blocks)
         self.nested_starts = starts(block_count(count, NESTED_BLOCKSIZE) for count in self.blocks)
+
+    def add_codes(self, tile: int) -> None:
+        """Room for packed codes, and for the sums of programs that look at so many elements; 0 for none."""
+        self.packed = self._take(self.packed_starts[-1])
+        self.sums_starts = starts(_SUMS * -(-size // tile) if tile else 0 for size in self.sizes)
+        self.sums = self._take(self.sums_starts[-1])
+        self.visible = self.size
+
+    def add_scales(self, double_quant: bool, *, is_gathered: bool = False) -> None:
+        """Room for all that becomes of the absmax, and for itself unless it is elsewhere already."""
         # torch's mean begins at a multiple of 16 bytes
         self.absmax_starts = starts(count + -count % 4 for count in self.blocks) if double_quant else self.codes_starts
-        self.size = HEAD
-        self.packed = self._take(self.packed_starts[-1])
         if double_quant:
             self.codes = self._take(self.codes_starts[-1])
             self.nested_absmax = self._take(4 * self.nested_starts[-1])
-            self.means = self._take(4 * len(sizes))
+            self.means = self._take(4 * len(self.blocks))
             self.visible = self.size
-            self.absmax = self._take(4 * self.absmax_starts[-1])
+            self.absmax = self._take(0 if is_gathered else 4 * self.absmax_starts[-1])
             self.scratch = self._take(_MEAN_ROOM)
         else:
             self.absmax = self._take(4 * self.absmax_starts[-1])
@@ -150,61 +172,54 @@ class _Output:
         return start
 
 
-def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: CudaWorker) -> None:
-    """Weights that fit into a worker's buffer together and are neighbours in the shard."""
-    format = progress.format
+def _pack(
+    progress: ShardProgress,
+    jobs: Sequence[PackJob],
+    pieces: Sequence[Piece],
+    gathered: Gathered[DeviceMemory] | None,
+    worker: CudaWorker,
+) -> None:
+    """Weights that fit into a worker's buffer together and are neighbours in the shard; or a piece of a large one."""
+    format, start = progress.format, pieces[0].start
     reading = Reading(worker)
-    addresses, launches = _load(reading, [_whole(job)[0].tensor for job in jobs], format)
-    kernels = worker.engine.kernels[purpose_of_format(format)]
+    results = progress.results or {}
+    comparing = worker.engine.kernels[_purpose(format, Action.COMPARE)] if results else None
+    weights = [results[job.name].weight for job in jobs if comparing]
+    scales = [_add_scales(reading, *of_weight) for of_weight in zip(weights, pieces, strict=False)]
+    addresses, launches = _load(reading, [piece.tensor for piece in pieces], format)
     with worker.timed(Activity.COMPUTE):
-        sizes = [job.elements for job in jobs]
-        out = _Output(sizes, format.blocksize, format.double_quant)
+        out = _Output([piece.tensor.elements for piece in pieces], format.blocksize)
+        out.add_codes(comparing.numbers["tile"] if comparing else 0)
+        if gathered is None:
+            out.add_scales(format.double_quant)
         worker.reserve(result=out.size)
-        base = worker.output.address
-        absmax = [base + out.absmax + 4 * start for start in out.absmax_starts[:-1]]
-        codes = [base + out.packed + start for start in out.packed_starts[:-1]]
-        rows = list(zip(addresses, codes, absmax, sizes, strict=False))
+        base, kernels = worker.output.address, worker.engine.kernels[_purpose(format, Action.PACK)]
+        if gathered is None:
+            absmax = [base + out.absmax + 4 * place for place in out.absmax_starts[:-1]]
+        else:
+            whole = gathered.memory(lambda blocks: worker.engine.allocate(4 * blocks))
+            absmax = [whole.address + 4 * (start // format.blocksize)]
+        codes = [base + out.packed + place for place in out.packed_starts[:-1]]
+        rows = list(zip(addresses, codes, absmax, out.sizes, strict=False))
         launches.append(_look_for_non_finite(worker, kernels, addresses[0], addresses[-1]))
         launches += _quantize(reading, kernels, rows)
-        if format.double_quant:
-            launches += _compress_all(reading, kernels, out, absmax)
+        if gathered is None and format.double_quant:
+            launches += _compress(reading, kernels, out, absmax)
+        if comparing:
+            launches += _measure(comparing, out, base, rows, [addresses_of() for addresses_of in scales])
         worker.execute(reading.stop, launches, out.visible)
     _check_finite(worker, kernels, jobs, addresses)
-    host = worker.result.view
+    for job, errors in zip(jobs if comparing else (), _errors(worker.result.view, out), strict=False):
+        results[job.name].add_piece(start, errors)
     with worker.timed(Activity.WRITE):
-        progress.writer.write(jobs[0].offsets[0], host[out.packed : out.packed + out.packed_starts[-1]])
-        offsets = _write_scales(progress, jobs, host, out)
-    progress.done(json_blobs(format, jobs, offsets))
-
-
-def _pack_piece(
-    progress: ShardProgress, job: PackJob, piece: Piece, gathered: Gathered[DeviceMemory], worker: CudaWorker
-) -> None:
-    """A piece of a large weight."""
-    format, (tensor, start) = progress.format, piece
-    reading = Reading(worker)
-    addresses, launches = _load(reading, [tensor], format)
-    kernels = worker.engine.kernels[purpose_of_format(format)]
-    with worker.timed(Activity.COMPUTE):
-        whole = gathered.memory(lambda blocks: worker.engine.allocate(4 * blocks))
-        absmax = whole.address + 4 * (start // format.blocksize)
-        size = -(-tensor.elements // 2)
-        worker.reserve(result=HEAD + size)
-        row = addresses[0], worker.output.address + HEAD, absmax, tensor.elements
-        launches.append(_look_for_non_finite(worker, kernels, *addresses))
-        launches += _quantize(reading, kernels, [row])
-        worker.execute(reading.stop, launches, HEAD + size)
-    _check_finite(worker, kernels, [job], addresses)
-    with worker.timed(Activity.WRITE):
-        codes = worker.result.view[HEAD : HEAD + size]
-        progress.writer.write(job.offsets[0] + start // 2, codes)
-    memory = gathered.done()
-    if memory is None:
+        packed = worker.result.view[out.packed : out.packed + out.packed_starts[-1]]
+        progress.writer.write(jobs[0].offsets[0] + start // 2, packed)
+    if gathered is None:
+        _write_scales(worker, progress, jobs, out)
+    elif (memory := gathered.done()) is None:
         progress.done()
-        return
-    offset = _write_large_scales(worker, kernels, progress, job, memory.address, gathered.blocks)
-    worker.engine.give_back(memory)
-    progress.done(json_blobs(format, [job], [offset]))
+    else:
+        _write_gathered(worker, kernels, progress, jobs[0], memory)
 
 
 def _look_for_non_finite(worker: CudaWorker, kernels: Kernels[int], start: int, stop: int) -> Launch:
@@ -254,13 +269,8 @@ def _average(
     return launches
 
 
-def _compress(reading: Reading, kernels: Kernels[int], rows: Sequence[Row], means: int) -> Launch:
-    """What quantizes absmax: of each weight the addresses of absmax, of its codes and of nested_absmax, its blocks."""
-    table, tiles = reading.tiled_table(rows, kernels.numbers["nested_tile"])
-    return kernels.functions["compress"], tiles, (table, means, kernels.tables["middles"], len(rows))
-
-
-def _compress_all(reading: Reading, kernels: Kernels[int], out: _Output, absmax: Sequence[int]) -> list[Launch]:
+def _compress(reading: Reading, kernels: Kernels[int], out: _Output, absmax: Sequence[int]) -> list[Launch]:
+    """What quantizes the absmax of weights, given their addresses."""
     base = reading.worker.output.address
     rows = [
         (scales, base + out.codes + codes, base + out.nested_absmax + 4 * nested, count)
@@ -268,59 +278,76 @@ def _compress_all(reading: Reading, kernels: Kernels[int], out: _Output, absmax:
     ]
     vectors = list(zip(absmax, out.blocks, strict=True))
     averaging = _average(reading, kernels, vectors, base + out.means, base + out.scratch)
-    return [*averaging, _compress(reading, kernels, rows, base + out.means)]
+    table, tiles = reading.tiled_table(rows, kernels.numbers["nested_tile"])
+    arguments = (table, base + out.means, kernels.tables["middles"], len(rows))
+    return [*averaging, (kernels.functions["compress"], tiles, arguments)]
 
 
-def _write_scales(
-    progress: ShardProgress, jobs: Sequence[PackJob], host: memoryview, out: _Output
-) -> Sequence[float | None]:
-    """Write all components of weights but their codes and JSON blobs; returns their nested_offsets."""
-    count = len(jobs)
-    quant_map = memoryview(_MAPS[progress.format.quant_type] * count)
-    if not out.double_quant:
-        _write_parts(progress, jobs[0], [host[out.absmax : out.absmax + 4 * out.absmax_starts[-1]], quant_map])
-        return [None] * count
-    codes = host[out.codes : out.codes + out.codes_starts[-1]]
-    nested_absmax = host[out.nested_absmax : out.nested_absmax + 4 * out.nested_starts[-1]]
-    _write_parts(progress, jobs[0], [codes, quant_map, nested_absmax, memoryview(_MAPS["dynamic"] * count)])
-    return host[out.means : out.means + 4 * count].cast("f").tolist()
+def _write_scales(worker: CudaWorker, progress: ShardProgress, jobs: Sequence[PackJob], out: _Output) -> None:
+    """Write all components of weights but their codes; they are complete then."""
+    host, count = worker.result.view, len(jobs)
+    maps = memoryview(_MAPS[progress.format.quant_type] * count)
+    offsets: Sequence[float | None] = [None] * count
+    if progress.format.double_quant:
+        codes = host[out.codes : out.codes + out.codes_starts[-1]]
+        nested_absmax = host[out.nested_absmax : out.nested_absmax + 4 * out.nested_starts[-1]]
+        parts = [codes, maps, nested_absmax, memoryview(_MAPS["dynamic"] * count)]
+        offsets = host[out.means : out.means + 4 * count].cast("f").tolist()
+    else:
+        parts = [host[out.absmax : out.absmax + 4 * out.absmax_starts[-1]], maps]
+    with worker.timed(Activity.WRITE):
+        # parts stand in the order of layout.components, of which the packed codes are the first
+        for offset, part in zip(jobs[0].offsets[1:], parts, strict=True):
+            progress.writer.write(offset, part)
+    progress.packed(worker, jobs, json_blobs(progress.format, jobs, offsets))
 
 
-def _write_parts(progress: ShardProgress, first: PackJob, parts: Sequence[memoryview]) -> None:
-    # parts stand in the order of layout.components, of which the packed codes are the first
-    for offset, part in zip(first.offsets[1:], parts, strict=True):
-        progress.writer.write(offset, part)
-
-
-def _write_large_scales(
-    worker: CudaWorker, kernels: Kernels[int], progress: ShardProgress, job: PackJob, absmax: int, blocks: int
-) -> float | None:
-    """As `_write_scales` for a weight whose absmax has gathered on the device: it comes down in pieces."""
-    maps = memoryview(_MAPS[progress.format.quant_type])
-    step = len(worker.result.view) // 8 // NESTED_BLOCKSIZE * NESTED_BLOCKSIZE  # whose scales, plain or nested, fit
-    chunks = [(start, min(step, blocks - start)) for start in range(0, blocks, step)]
-    if not progress.format.double_quant:
-        for start, count in chunks:
-            worker.stream.to_host(worker.result.address, absmax + 4 * start, 4 * count)
+def _write_gathered(
+    worker: CudaWorker, kernels: Kernels[int], progress: ShardProgress, job: PackJob, absmax: DeviceMemory
+) -> None:
+    """As `_write_scales` for a weight whose absmax has gathered on the device, which is given back."""
+    with worker.timed(Activity.COMPUTE):
+        out, reading = _Output([job.elements], progress.format.blocksize), Reading(worker)
+        out.add_scales(progress.format.double_quant, is_gathered=True)
+        worker.reserve(result=out.size)
+        if progress.format.double_quant:
+            launches = _compress(reading, kernels, out, [absmax.address])
+            worker.execute(reading.stop, launches, out.visible)
+        else:
+            worker.stream.to_host(worker.result.address + out.absmax, absmax.address, 4 * out.blocks[0])
             worker.stream.wait()
-            progress.writer.write(job.offsets[1] + 4 * start, worker.result.view[: 4 * count])
-        progress.writer.write(job.offsets[2], maps)
-        return None
-    reading, mean = Reading(worker), worker.output.address
-    launches = _average(reading, kernels, [(absmax, blocks)], mean, mean + HEAD)
-    worker.execute(reading.stop, launches, 4)
-    [offset] = worker.result.view[:4].cast("f").tolist()
-    for start, count in chunks:
-        with worker.timed(Activity.COMPUTE):
-            codes, nested = HEAD, HEAD + count + -count % 256  # behind the mean
-            size = nested + 4 * block_count(count, NESTED_BLOCKSIZE)
-            reading = Reading(worker)
-            launch = _compress(reading, kernels, [(absmax + 4 * start, mean + codes, mean + nested, count)], mean)
-            worker.execute(reading.stop, [launch], size)
-        with worker.timed(Activity.WRITE):
-            place, view = start // NESTED_BLOCKSIZE * 4, worker.result.view
-            progress.writer.write(job.offsets[1] + start, view[codes : codes + count])
-            progress.writer.write(job.offsets[3] + place, view[nested:size])
-    progress.writer.write(job.offsets[2], maps)
-    progress.writer.write(job.offsets[4], memoryview(_MAPS["dynamic"]))
-    return float(offset)
+    worker.engine.give_back(absmax)
+    _write_scales(worker, progress, [job], out)
+
+
+def _add_scales(reading: Reading, weight: StoredWeight, piece: Piece) -> Callable[[], Sequence[int]]:
+    """Add the scales of a piece as they are stored; gives their addresses, as of `_measure`, once they are read."""
+    parts = cut_parts(weight.parts(), weight.format.blocksize, piece.start, piece.start + piece.tensor.elements)
+    places = [reading.add(parts[role].file_range) for role in ("absmax", "nested_absmax") if role in parts]
+    number = reading.take(4)
+    return lambda: [*map(reading.address, places), reading.put(number, weight.nested_offset or 0.0)]
+
+
+def _measure(
+    kernels: Kernels[int], out: _Output, base: int, rows: Sequence[Row], scales: Sequence[Sequence[int]]
+) -> Iterator[Launch]:
+    """What measures the errors of packed weights.
+
+    Rows are as of `_quantize`, scales the addresses of absmax or of its codes, of nested_absmax if there is one, and of
+    nested_offset.
+    """
+    for (weight, codes, _, elements), (absmax, *nested), place in zip(rows, scales, out.sums_starts, strict=False):
+        programs, sums, tables = -(-elements // kernels.numbers["tile"]), base + out.sums + place, kernels.tables
+        decoding = (absmax, tables["nested"], nested[0], nested[-1], tables["values"], tables["bounds"])
+        written = (sums, sums + 8 * programs, sums + 24 * programs)
+        yield kernels.functions["compare"], programs, (weight, codes, *decoding, *written, elements, programs)
+
+
+def _errors(view: memoryview, out: _Output) -> Iterator[PieceErrors]:
+    """What has been measured of each weight, whose codes and scales are taken to be right."""
+    for start, stop in pairwise(out.sums_starts):
+        sums, programs = view[out.sums + start : out.sums + stop], (stop - start) // _SUMS
+        peaks, squares = sums[: 8 * programs].cast("f"), sums[8 * programs : 24 * programs].cast("d")
+        errors, values = (math.fsum(half) for half in (squares[:programs], squares[programs:]))
+        largest, relative = (max(half, default=0.0) for half in (peaks[:programs], peaks[programs:]))
+        yield PieceErrors(errors, values, largest, relative, sum(sums[24 * programs :].cast("q")), 0, 0)

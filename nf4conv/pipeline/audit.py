@@ -1,12 +1,16 @@
 """`quantize --verify`: what has been written is read back and held against its source, as soon as it is written.
 
 The worker that has completed a weight compares its codes and scales, while the source is in the page cache, and on
-disk, where that of a stream does not stay. The comparison is that of `nf4conv verify` (check.py).
+disk, where that of a stream does not stay. The comparison is that of `nf4conv verify`: a worker without torch proves
+what is right (without_torch/proof.py); at the rest torch looks (with_torch/check.py).
 """
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from nf4conv.checkpoint.encoded_pieces import Piece
 from nf4conv.checkpoint.header import TensorInfo
@@ -15,14 +19,17 @@ from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.pipeline.shards import ShardProgress
-from nf4conv.pipeline.with_torch.check import compare_copy, tasks_of_weight
-from nf4conv.pipeline.with_torch.worker import TorchWorker
+from nf4conv.pipeline.without_torch.proof import prove_written, written
+from nf4conv.pipeline.without_torch.worker import CudaWorker
 from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_row
 from nf4conv.report.rows import VerificationSummary, distance
 
+if TYPE_CHECKING:
+    from nf4conv.pipeline.with_torch.worker import TorchWorker
 
-class TorchAudit:
-    """Looks at what workers with torch have written; a pipeline.shards.Audit.
+
+class AuditOfWritten:
+    """Looks at what workers have written.
 
     Args:
         piece: bytes that a worker reads at a time.
@@ -37,17 +44,34 @@ class TorchAudit:
         self._lock = threading.Lock()
 
     def check_weights(
-        self, worker: TorchWorker, progress: ShardProgress, jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
+        self, worker: Any, progress: ShardProgress, jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
     ) -> None:
+        stored = {job.name: _stored(progress, job, blobs[job.name]) for job in jobs}
+        results: dict[str, WeightResult] = {}
+        if isinstance(worker, CudaWorker):
+            results |= prove_written(worker, progress, stored, jobs, self._piece)
         for job in jobs:
-            result = WeightResult(_stored(progress, job, blobs[job.name]))
-            with self._lock:
-                self._weights[job.name] = result
-            for task in tasks_of_weight(result, job, self._piece):
-                task(worker)
+            if job.name not in results:
+                from nf4conv.pipeline.with_torch.check import tasks_of_weight  # importing torch takes seconds
 
-    def check_copy(self, worker: TorchWorker, progress: ShardProgress, job: CopyJob, piece: Piece) -> None:
-        compare_copy(self._copy(progress, job), piece, worker)
+                results[job.name] = WeightResult(stored[job.name])
+                with _torch_worker(worker, self._piece) as by_torch:
+                    for task in tasks_of_weight(results[job.name], job, self._piece):
+                        task(by_torch)
+        with self._lock:
+            self._weights |= results
+
+    def check_copy(self, worker: Any, progress: ShardProgress, job: CopyJob, piece: Piece) -> None:
+        copy = self._copy(progress, job)
+        if isinstance(worker, CudaWorker):
+            comparer = written(worker, progress)
+            worker.copy(*piece.tensor.file_range, comparer, job.offset + piece.tensor.start - job.source.start)
+            if not comparer.unlike:
+                return
+        from nf4conv.pipeline.with_torch.check import compare_copy  # importing torch takes seconds
+
+        with _torch_worker(worker, self._piece) as by_torch:
+            compare_copy(copy, piece, by_torch)
 
     def _copy(self, progress: ShardProgress, job: CopyJob) -> CopyResult:
         with self._lock:
@@ -78,4 +102,14 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
         name, stop = component_name(job, component), start + component.nbytes
         parts[component.suffix] = TensorInfo(name, component.dtype, component.shape, file, start, stop)
     dtype = DTYPE_NAMES[job.source.dtype] if job.stored is not None else progress.format.dtype
-    return StoredWeight(parts.pop(""), parts, replace(progress.format, dtype=dtype), job.matrix.shape, blob=blob)
+    format, offset = replace(progress.format, dtype=dtype), json.loads(blob).get("nested_offset")
+    return StoredWeight(parts.pop(""), parts, format, job.matrix.shape, offset, blob)
+
+
+def _torch_worker(worker: Any, piece: int) -> "AbstractContextManager[TorchWorker]":
+    """A worker with torch: this one, or one for what another has not proved."""
+    from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker  # importing torch takes seconds
+
+    if isinstance(worker, TorchWorker):
+        return nullcontext(worker)
+    return TorchEngine(worker.engine.device).worker(worker.reader, piece, worker.advance)

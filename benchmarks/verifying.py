@@ -1,0 +1,70 @@
+"""What it costs to know that a result is right: `quantize --verify` and `verify --source --exact` beside `quantize`.
+
+Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are reported.
+
+Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end import machine
+from benchmarks.synthetic import SHAPES, write_checkpoint
+
+
+def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, Any]]]:
+    out, report = scratch / "out", scratch / "report.json"
+    program = [sys.executable, "-m", "nf4conv"]
+    contestants = {
+        "quantize": ["quantize", source, out, "--overwrite"],
+        "verify": ["verify", out, "--source", source, "--exact"],
+        "quantize --verify": ["quantize", source, out, "--overwrite", "--verify"],
+    }
+    results = defaultdict(list)
+    for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
+        for name, command in contestants.items():
+            if name != "verify":
+                shutil.rmtree(out, ignore_errors=True)
+            started = time.perf_counter()
+            words = [*map(str, command), "--quiet", "--json-file", str(report)]
+            subprocess.run([*program, *words], check=True)
+            wall = time.perf_counter() - started
+            found = json.loads(report.read_text())
+            kept = ("seconds", "pipeline_seconds", "seconds_by_activity", "host_peak_bytes", "host_baseline_bytes")
+            results[name].append({"wall_seconds": wall, **{key: found[key] for key in kept if key in found}})
+            print(f"{turn}: {name}: {wall:.2f} s", file=sys.stderr, flush=True)
+    return {name: found[1:] for name, found in results.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
+    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="file for the result")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
+        size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
+        results = measure(Path(scratch) / "source", Path(scratch), chosen.runs)
+    walls = {name: statistics.median(run["wall_seconds"] for run in found) for name, found in results.items()}
+    ratios = {name: walls[name] / walls["quantize"] for name in walls}
+    summary = {"shape": chosen.shape, "source_bytes": size, "wall_seconds": walls, "over_quantize": ratios}
+    print(json.dumps(summary, indent=2))
+    if chosen.out:
+        content = {"machine": machine(("torch", "triton")), "summary": summary, "runs": results}
+        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""What is stored proved right without torch: packed once more, it must come out the same, byte for byte.
+
+The tasks are those that pack (pack.py). In place of a shard's file they have what compares; besides, they measure the
+errors of the weights. Nothing more is to be found out of what comes out the same. What does not is left to
+with_torch/check.py, which says how it differs, and whether it is wrong.
+"""
+
+import ctypes
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.pairing import Pairs
+from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
+from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.structure import StoredWeight
+from nf4conv.checkpoint.unchanged import stored_format
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.pipeline.loop import Pipeline, Task
+from nf4conv.pipeline.shards import NonFiniteError, ShardProgress, ShardTask
+from nf4conv.pipeline.without_torch.pack import shard_tasks
+from nf4conv.pipeline.without_torch.worker import CudaWorker
+from nf4conv.report.measured import ScaleErrors, WeightResult
+
+_CHUNK: Final = 2**22  # bytes that are read and compared at a time
+_compare_memory: Final = ctypes.CDLL(None).memcmp  # which lets go of the interpreter lock
+_compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Comparer(ShardWriter):
+    """In a writer's place: holds what it is given against what is stored.
+
+    Args:
+        reader: of what is stored.
+        stored: that, by where it begins in the data, and named by what is to be found unlike.
+        advance: told how many stored bytes have been read.
+
+    Attributes:
+        unlike: the names of what is not the same.
+    """
+
+    def __init__(self, reader: Reader, stored: Mapping[int, TensorInfo], advance: Callable[[int], None]) -> None:
+        self.unlike: set[str] = set()
+        self._reader = reader
+        self._starts = sorted(stored)
+        self._stored = [stored[start] for start in self._starts]
+        self._advance = advance
+        self._room = threading.local()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        index = bisect_right(self._starts, offset) - 1
+        while data:
+            first = self._stored[index]
+            first = first._replace(start=first.start + offset - self._starts[index])
+            names, stop, index = [first.name], first.stop, index + 1
+            while stop - first.start < len(data) and self._stored[index].file_range[:2] == (first.file, stop):
+                names, stop, index = [*names, self._stored[index].name], self._stored[index].stop, index + 1
+            count = min(stop - first.start, len(data))
+            if not self.is_stored(first, data[:count]):
+                self.unlike.update(names)
+            offset, data = offset + count, data[count:]
+
+    def is_stored(self, place: TensorInfo, data: memoryview) -> bool:
+        """Whether these bytes, which are in memory that could be written to, begin what is stored at a place."""
+        if not hasattr(self._room, "bytes"):
+            self._room.bytes = memoryview(bytearray(_CHUNK))
+        for at in range(0, len(data), _CHUNK):
+            part = data[at : at + _CHUNK]
+            found = self._room.bytes[: len(part)]
+            self._reader.read_into(place.file, place.start + at, found)
+            self._advance(len(part))
+            left, right = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (found, part))
+            if _compare_memory(left, right, len(part)):
+                return False
+        return True
+
+
+class Proof(ShardProgress):
+    """In the place of a shard's progress: the errors of all weights are measured, and what comes out the same is known.
+
+    Args:
+        jobs: what is packed once more, or kept; placed as in what the comparer knows.
+        format: how.
+        comparer: in the place of the shard's file.
+        weights: those that are stored, by name.
+
+    Attributes:
+        unlike: as of the comparer.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], format: Format, comparer: Comparer, weights: Mapping[str, StoredWeight]
+    ) -> None:
+        super().__init__(Shard("", tuple(jobs), 0, 0, 0), format, comparer, lambda _: None)
+        self.results: dict[str, WeightResult] = {
+            job.name: WeightResult(weights[job.name]) for job in jobs if isinstance(job, PackJob)
+        }
+        self.unlike = comparer.unlike
+        self._comparer = comparer
+        self._compared: set[str] = set()
+
+    def tasks(self, piece: int) -> list[Task[CudaWorker]]:
+        """What compares everything, in pieces of so many bytes."""
+        return [partial(_attempt, task) for task in shard_tasks(self, piece)]
+
+    def done(self, blobs: dict[str, bytes] | None = None) -> None:
+        for name, blob in (blobs or {}).items():
+            stored = self.results[name].weight
+            part = stored.components.get(f"{QUANT_STATE_PREFIX}{stored.format.quant_type}")
+            is_there = part and part.nbytes == len(blob) and self._comparer.is_stored(part, memoryview(bytearray(blob)))
+            if stored.blob != blob and not is_there:
+                self.unlike.add(name)
+            self._compared.add(name)
+
+    def proved(self) -> dict[str, WeightResult]:
+        """The weights of which everything is the same; with values that the bound allows, there is no more to find."""
+        found = {}
+        for name in self._compared - self.unlike:
+            errors = self.results[name].errors
+            if errors is None or errors.outside == 0:
+                self.results[name].scales = ScaleErrors()
+                found[name] = self.results[name]
+        return found
+
+
+def _attempt(task: ShardTask[CudaWorker], worker: CudaWorker) -> None:
+    """Run a task; weights that are not finite stay unproved."""
+    with suppress(NonFiniteError):
+        task(worker)
+
+
+def plan_of_proof(pairs: Pairs) -> Plan | None:
+    """What is to come out the same, without what is stored in another dtype than in the source, or encoded there.
+
+    None if weights are in several formats, in 4 bits in the source too, or not stored as bitsandbytes would.
+    """
+    formats = {weight.format for weight, _ in pairs.weights}
+    if len(formats) != 1 or any(stored_format(job.source) for _, job in pairs.weights):
+        return None
+    for weight, job in pairs.weights:
+        sizes = [part.nbytes for part in _parts(weight, job)]
+        if sizes != [component.nbytes for component in job.components[:-1]]:
+            return None
+    kept = [source for stored, source in pairs.copies if stored.dtype == source.dtype and source.encoding is None]
+    jobs: list[Job] = [job for _, job in pairs.weights]
+    jobs += [CopyJob(source, source.dtype, "") for source in kept]
+    return arrange([[job] for job in jobs], *formats, max_shard_size=2**62)
+
+
+def _parts(weight: StoredWeight, job: PackJob) -> list[TensorInfo]:
+    """The tensors of a weight, but for its quant state, as far as it has them, in the order of a job's components."""
+    parts = weight.parts()
+    found = [parts.get(component.suffix or "values") for component in job.components[:-1]]
+    return [part._replace(name=job.name) for part in found if part is not None]
+
+
+def prove(
+    pipeline: Pipeline[CudaWorker], plan: Plan, pairs: Pairs, reader: Reader
+) -> tuple[dict[str, WeightResult], frozenset[str]]:
+    """Carry out a plan from `plan_of_proof`: the weights that are proved, and the names of what is stored the same."""
+    weights = {weight.name: weight for weight, _ in pairs.weights}
+    kept = {stored.name: stored for stored, _ in pairs.copies}
+    proofs: list[Proof] = []
+    for shard in plan.shards:
+        stored: dict[int, TensorInfo] = {}
+        for job in shard.jobs:
+            if isinstance(job, CopyJob):
+                stored[job.offset] = kept[job.name]
+            else:
+                stored |= zip(job.offsets, _parts(weights[job.name], job), strict=True)
+        comparer = Comparer(reader, {at: part for at, part in stored.items() if part.nbytes}, pipeline.advance)
+        proofs.append(Proof(shard.jobs, plan.format, comparer, weights))
+    pipeline.run((task for proof in proofs for task in proof.tasks(pipeline.piece)), reader)
+    found = {name: result for proof in proofs for name, result in proof.proved().items()}
+    pipeline.advance(sum(found[name].weight.nbytes - found[name].weight.values.nbytes for name in found))
+    return found, frozenset(job.name for job in plan.jobs).difference(*(proof.unlike for proof in proofs))
+
+
+def prove_written(
+    worker: CudaWorker, progress: ShardProgress, stored: Mapping[str, StoredWeight], jobs: Sequence[PackJob], piece: int
+) -> Mapping[str, WeightResult]:
+    """Prove weights that have just been written, all but their blobs: those that are proved."""
+    proof = Proof(jobs, progress.format, written(worker, progress), stored)
+    for task in proof.tasks(piece):
+        task(worker)
+    return {} if proof.unlike else proof.proved()
+
+
+def written(worker: CudaWorker, progress: ShardProgress) -> Comparer:
+    """What compares with a shard that is being written; what is not the same has no name."""
+    file, start = progress.writer.place(0)
+    return Comparer(worker.reader, {0: TensorInfo("", "U8", (), file, start, 2**62)}, worker.advance)
