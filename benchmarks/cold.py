@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end import machine, run
+from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 
 BLOCK = 8 * 2**20
@@ -126,9 +126,7 @@ def main() -> None:
         },
     }
     print(json.dumps(summary, indent=2))
-    if chosen.out:
-        content = {"machine": machine(("torch", "triton")), "summary": summary, "runs": results}
-        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.end_to_end import machine, run
+from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import SHAPES, Llama
 from nf4conv import quantize_4bit
 
@@ -174,9 +174,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             if encoding != "bfloat16":
                 shutil.rmtree(source)
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": machine(("torch", "triton")), "rows": rows}, indent=1) + "\n")
+    keep(chosen.out, {"rows": rows}, "torch", "triton")
 
 
 if __name__ == "__main__":

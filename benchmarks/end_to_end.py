@@ -95,6 +95,14 @@ def machine(libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bi
     }
 
 
+def keep(out: Path | None, content: dict[str, Any], *libraries: str, **about: Any) -> None:
+    """Write what was measured to a file, if there is to be one, with the machine and what else is said about it."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        on = machine(libraries) if libraries else machine()
+        out.write_text(json.dumps({"machine": on | about, **content}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
@@ -130,9 +138,7 @@ def main() -> None:
         summary["peer_host_peak_bytes"] = median(peer, "host_peak_bytes")
         summary["peer_device_peak_bytes"] = median(peer, "device_peak_bytes")
     print(json.dumps(summary, indent=2))
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": machine(), "summary": summary, "runs": results}, indent=1) + "\n")
+    keep(chosen.out, {"summary": summary, "runs": results})
 
 
 if __name__ == "__main__":

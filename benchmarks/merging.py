@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.end_to_end import machine
+from benchmarks.end_to_end import keep
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 from nf4conv import DequantizeOptions, QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from nf4conv.pipeline.without_torch import worker
@@ -82,9 +82,7 @@ def main() -> None:
         quantize_checkpoint(source, nf4)
         rows.append(compare(dequantize_checkpoint, DequantizeOptions(), lora, (nf4, out), chosen.runs))
         print(json.dumps(rows[-1]), flush=True)
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": machine(("torch", "triton")), "rows": rows}, indent=1) + "\n")
+    keep(chosen.out, {"rows": rows}, "torch", "triton")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import machine, median, run
+from benchmarks.end_to_end import keep, median, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import make_pipeline
@@ -87,10 +87,7 @@ def main() -> None:
         for key in ("host_peak_bytes", "device_peak_bytes"):
             summary[f"peer_{key}"] = {peer: median(results[peer], key) for peer in chosen.peers}
     print(json.dumps(summary, indent=2))
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "summary": summary, "dequantize": results}
-        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(chosen.out, {"summary": summary, "dequantize": results})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end import machine, run
+from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 
 
@@ -66,9 +66,7 @@ def main() -> None:
             for options in variants:
                 rows.append(measure(name, source, out, chosen.runs, *options))
                 print(json.dumps(rows[-1]), flush=True)
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    keep(chosen.out, {"rows": rows})
 
 
 if __name__ == "__main__":

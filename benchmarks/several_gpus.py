@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import floor
-from benchmarks.end_to_end import machine, run
+from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import Llama
 from nf4conv.commands.spread import Place, find_places
 from nf4conv.pipeline.loop import piece_size
@@ -179,10 +179,7 @@ def main() -> None:
         "differing_files": unequal,
     }
     print(json.dumps(summary, indent=2))
-    about = machine(("torch", "triton")) | {"gpus_beside_cores": topology()}
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps({"machine": about, "summary": summary, "runs": results}, indent=1) + "\n")
+    keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton", gpus_beside_cores=topology())
     if unequal:
         sys.exit(f"differing files: {unequal}")
 

@@ -9,22 +9,25 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import machine
+from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
+
+KEPT = (
+    *("wall_seconds", "seconds", "pipeline_seconds", "seconds_by_activity", "host_peak_bytes", "host_baseline_bytes"),
+)
+"""Of what a command tells."""
 
 
 def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, Any]]]:
-    out, report = scratch / "out", scratch / "report.json"
+    out = scratch / "out"
     program = [sys.executable, "-m", "nf4conv"]
     contestants = {
         "quantize": ["quantize", source, out, "--overwrite"],
@@ -36,14 +39,9 @@ def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, 
         for name, command in contestants.items():
             if name != "verify":
                 shutil.rmtree(out, ignore_errors=True)
-            started = time.perf_counter()
-            words = [*map(str, command), "--quiet", "--json-file", str(report)]
-            subprocess.run([*program, *words], check=True)
-            wall = time.perf_counter() - started
-            found = json.loads(report.read_text())
-            kept = ("seconds", "pipeline_seconds", "seconds_by_activity", "host_peak_bytes", "host_baseline_bytes")
-            results[name].append({"wall_seconds": wall, **{key: found[key] for key in kept if key in found}})
-            print(f"{turn}: {name}: {wall:.2f} s", file=sys.stderr, flush=True)
+            found = run([*program, *map(str, command), "--quiet", "--json"])
+            results[name].append({key: found[key] for key in KEPT if key in found})
+            print(f"{turn}: {name}: {found['wall_seconds']:.2f} s", file=sys.stderr, flush=True)
     return {name: found[1:] for name, found in results.items()}
 
 
@@ -57,13 +55,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
         results = measure(Path(scratch) / "source", Path(scratch), chosen.runs)
-    walls = {name: statistics.median(run["wall_seconds"] for run in found) for name, found in results.items()}
+    walls = {name: statistics.median(one["wall_seconds"] for one in found) for name, found in results.items()}
     ratios = {name: walls[name] / walls["quantize"] for name in walls}
     summary = {"shape": chosen.shape, "source_bytes": size, "wall_seconds": walls, "over_quantize": ratios}
     print(json.dumps(summary, indent=2))
-    if chosen.out:
-        content = {"machine": machine(("torch", "triton")), "summary": summary, "runs": results}
-        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton")
 
 
 if __name__ == "__main__":
