@@ -41,6 +41,7 @@ class Shape:
         self.words = 2 * self.slots * self.blocks
         self.scales = -(-self.slots * self.blocks // 4)  # that a lane loads in a stage, for its quad
         self.totals = 4 if self.wide else 2 * self.column_tiles * self.slots
+        self.sums = 128 // self.ranges**2  # of a wide unit, for each range of each warp
         self.held = 2 * self.ranges  # units whose sums wait in shared memory, if wide
         # of those sums; or of x, multiplied and copied meanwhile
         self.shared_bytes = 1024 * self.warps if self.wide else 2048 * self.column_tiles * self.copied

@@ -228,11 +228,10 @@ def _copy_x(x_ptr, tiles, first, m, k, thread, C: tl.constexpr):
 @triton.jit
 def _leave(totals, sums, held, thread, C: tl.constexpr):
     """Leave the totals of a wide unit in shared memory, behind those of `held` others."""
-    COUNT: tl.constexpr = 128 // C.ranges // C.ranges
     g = thread // 4 % 8
     t = thread % 4
     place = (g // C.ranges * (4 // C.ranges) + t // C.ranges) * 16
-    place += ((held * C.warps + thread // 32) * C.ranges + g % C.ranges) * (4 * COUNT)
+    place += ((held * C.warps + thread // 32) * C.ranges + g % C.ranges) * (4 * C.sums)
     leave: tl.constexpr = "setp.ne.b32 p, $6, 0; @p st.shared.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0;"
     meant = (g % C.ranges == t % C.ranges).to(tl.int32)
     _asm("{ .reg .pred p; " + leave + "}", "r", "ffffrr", totals + (sums + place, meant))
@@ -245,13 +244,12 @@ def _gather(out_ptr, sums, m, n, norm, first, end, held, thread, C: tl.constexpr
     Thread 4 * (columns * row + column) + slot of the threads of a unit.
     """
     COLUMNS: tl.constexpr = 4 // C.ranges
-    COUNT: tl.constexpr = 32 * COLUMNS // C.ranges
-    add: tl.constexpr = text.gather_assembly(C.warps * C.ranges, COUNT)
-    place = sums + (thread // COUNT * (COUNT * C.warps * C.ranges) + thread % COUNT) * 4
-    found = _asm(add, "f", "rr", (place, (thread < COUNT * C.held).to(tl.int32)))[0]
+    add: tl.constexpr = text.gather_assembly(C.warps * C.ranges, C.sums)
+    place = sums + (thread // C.sums * (C.sums * C.warps * C.ranges) + thread % C.sums) * 4
+    found = _asm(add, "f", "rr", (place, (thread < C.sums * C.held).to(tl.int32)))[0]
     column = thread // 4 % COLUMNS
-    row = first + thread // COUNT * C.unit_rows + thread % 4 * C.apart + thread % COUNT // 4 // COLUMNS
-    meant = (thread // COUNT <= held) & (column < m) & (row < end)
+    row = first + thread // C.sums * C.unit_rows + thread % 4 * C.apart + thread % C.sums // 4 // COLUMNS
+    meant = (thread // C.sums <= held) & (column < m) & (row < end)
     _store(found * norm, out_ptr, row, column, meant, n)
 
 
