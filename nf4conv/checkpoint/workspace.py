@@ -278,9 +278,9 @@ class Workspace(OutputFolder):
                 entry.unlink()
 
     def _save(self) -> None:
-        run = {"fingerprint": self._fingerprint, "stamps": self._stamps}
-        write_file(self._work / RECORD, [json.dumps(run).encode()], folder=self._work)
-        self.read_run()
+        content = json.dumps({"fingerprint": self._fingerprint, "stamps": self._stamps}).encode()
+        write_file(self._work / RECORD, [content], folder=self._work)
+        self._plan = hashlib.sha256(content).hexdigest()
         (self._work / SHARDS).mkdir(exist_ok=True)
 
     def forget(self) -> None:
