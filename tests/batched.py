@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nf4conv.codec.kernels import mean
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.mean import long_mean, resident_blocks, short_means
 from nf4conv.codec.kernels.nested import NUM_WARPS
@@ -16,6 +17,11 @@ from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks
 
 _launch_quantize = Launcher(quantize_batch_kernel)
 _launch_compress = Launcher(compress_batch_kernel)
+_mean_launchers = {
+    "mean": Launcher(mean.mean_kernel),
+    "mean_part": Launcher(mean.partial_kernel),
+    "mean_total": Launcher(mean.total_kernel),
+}
 
 
 class Encoded(NamedTuple):
@@ -38,14 +44,18 @@ def tile_table(columns: np.ndarray, tile: int, device: torch.device) -> tuple[to
     return torch.from_numpy(np.ascontiguousarray(np.vstack([columns, first_tiles]))).to(device), int(last_tiles[-1])
 
 
+def launch_mean(name: str, programs: int, arguments: tuple) -> None:
+    _mean_launchers[name](programs, arguments, (), None, mean.NUM_WARPS)
+
+
 def means_of(values: torch.Tensor, offsets: np.ndarray, counts: np.ndarray) -> torch.Tensor:
     """[vectors]: short ones by one launch, long ones by two each."""
-    means = short_means(values, offsets, counts)
+    means = short_means(values, offsets, counts, launch_mean)
     for index in np.flatnonzero(counts > TORCH_BLOCK).tolist():
         count = int(counts[index])
         vector = values[int(offsets[index]) :][:count]
         partial = torch.empty(thread_blocks(count, resident_blocks(values.device)), device=values.device)
-        long_mean(vector, partial, means[index : index + 1])
+        long_mean(vector, partial, means[index : index + 1], launch_mean)
     return means
 
 

@@ -1,6 +1,9 @@
 """The engine without torch against the one with it, and against bitsandbytes: same bytes. Needs a GPU."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,15 @@ def test_bytes_equal_those_of_the_torch_engine(tmp_path):
     for key, found in bare.items():
         if "proj" in key and "quant_state" not in key:
             assert torch.equal(found.view(torch.uint8), cast[key].view(torch.uint8)), key
+
+
+def test_kernels_are_compiled_where_there_is_no_c_compiler(tmp_path):
+    command = [sys.executable, "-m", "nf4conv", "quantize", write_source(tmp_path / "source", torch.bfloat16)]
+    folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    subprocess.run(
+        [*command, tmp_path / "out", "--device", "cuda"], check=True, env=os.environ | folders | {"CC": "false"}
+    )
+    assert list(tmp_path.glob("cache/nf4conv/*.json"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)

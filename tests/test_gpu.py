@@ -6,7 +6,7 @@ Run on a GPU with `pytest -m gpu`. bitsandbytes launches its quantizer on the le
 import numpy as np
 import pytest
 import torch
-from batched import means_of, quantize_batch
+from batched import launch_mean, means_of, quantize_batch
 from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
@@ -254,7 +254,7 @@ def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
 
 
 def test_batch_means_are_torchs() -> None:
-    assert mean.repeats_torch(CUDA)
+    assert mean.repeats_torch(CUDA, launch_mean)
     counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)

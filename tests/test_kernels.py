@@ -6,7 +6,7 @@ The interpreter truncates float32 → bfloat16 where a GPU rounds, so it decodes
 import numpy as np
 import pytest
 import torch
-from batched import quantize_batch
+from batched import launch_mean, quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
@@ -142,7 +142,7 @@ def test_mean_kernel_repeats_torchs_order() -> None:
     counts = np.array([1, 2, 5, 31, 33, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 20_003])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(DEVICE)
-    means = mean.short_means(values, offsets, counts)
+    means = mean.short_means(values, offsets, counts, launch_mean)
     expected = [cuda_mean(values[start : start + count].cpu()) for start, count in zip(offsets, counts, strict=True)]
     assert torch.equal(means.cpu(), torch.stack(expected))
 

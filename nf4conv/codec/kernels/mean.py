@@ -5,7 +5,8 @@ the vectors of 4 to several thread blocks in turn, and one block sums their sums
 codec/reduction.py repeats it in numpy.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.launch import kernel
 from nf4conv.codec.kernels.quantize import split_words
 from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
@@ -24,7 +25,13 @@ _SHORT = (1, 2, 5, 31, 33, 64, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 
 _LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
 
 
-def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> torch.Tensor:
+Launch = Callable[[str, int, tuple[Any, ...]], object]
+"""Launches "mean", "mean_part" or "mean_total", see ahead.encoder: so many programs, on tensors and numbers."""
+
+
+def short_means(
+    values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], launch: Launch
+) -> torch.Tensor:
     """[vectors] float32: the means of vectors in torch's order of summation, NaN of those longer than TORCH_BLOCK.
 
     `values` is a flat float32 buffer; `offsets` say where each vector begins, multiples of 4, `counts` how long it is.
@@ -32,18 +39,18 @@ def short_means(values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: np
     means = torch.full((len(counts),), torch.nan, device=values.device)
     lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
     table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(values.device)
-    _launch_means(len(counts), (table, means, len(counts)), (), None, NUM_WARPS)
+    launch("mean", len(counts), (table, means, len(counts)))
     return means
 
 
-def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor) -> None:
+def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch) -> None:
     """Write the `mean`, [1] float32, of more than TORCH_BLOCK values, [n] float32 and 16-byte aligned.
 
     `partial` is scratch: [blocks] float32, as many blocks as torch would use.
     """
     blocks = partial.numel()
-    _launch_partial(blocks, (values, partial, values.numel(), blocks), (), None, NUM_WARPS)
-    _launch_total(1, (partial, mean, blocks, values.numel()), (), None, NUM_WARPS)
+    launch("mean_part", blocks, (values, partial, values.numel(), blocks))
+    launch("mean_total", 1, (partial, mean, blocks, values.numel()))
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -52,20 +59,19 @@ def resident_blocks(device: torch.device) -> int:
     return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // MAX_THREADS))
 
 
-@functools.cache
-def repeats_torch(device: torch.device) -> bool:
+def repeats_torch(device: torch.device, launch: Launch) -> bool:
     """Whether these kernels give torch's bits on a GPU: the order belongs to torch's release."""
     generator = torch.Generator(device).manual_seed(0)
     counts = np.array(_SHORT)
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = torch.rand(int(offsets[-1] + counts[-1]), generator=generator, device=device)
     expected = [values[o : o + c].mean() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)]
-    if not torch.equal(short_means(values, offsets, counts), torch.stack(expected)):
+    if not torch.equal(short_means(values, offsets, counts, launch), torch.stack(expected)):
         return False
     mean = torch.empty(1, device=device)
     for count in _LONG:
         values = torch.rand(count, generator=generator, device=device)
-        long_mean(values, torch.empty(thread_blocks(count, resident_blocks(device)), device=device), mean)
+        long_mean(values, torch.empty(thread_blocks(count, resident_blocks(device)), device=device), mean, launch)
         if not torch.equal(mean[0], values.mean()):
             return False
     return True
@@ -158,8 +164,3 @@ def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
     for start in range(0, blocks, 512):
         total += tl.load(partial_ptr + start + thread, mask=start + thread < blocks, other=0.0)
     tl.store(mean_ptr + tl.arange(0, 1), _times_reciprocal(_halve(total), count))
-
-
-_launch_means = Launcher(mean_kernel)
-_launch_partial = Launcher(partial_kernel)
-_launch_total = Launcher(total_kernel)

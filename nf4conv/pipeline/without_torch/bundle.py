@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from nf4conv import codec, format
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import OutputError
-from nf4conv.pipeline.without_torch.driver import Device, Function
+from nf4conv.pipeline.without_torch.driver import Device, Function, Stream
 
 T = TypeVar("T")
 
@@ -155,27 +156,35 @@ def _compile(
     from nf4conv.codec import ops, reference  # importing torch takes seconds
 
     device = torch.device("cuda", ordinal)
-    is_usable = torch.cuda.is_available() and ops.backend(device) is not reference
-    if is_usable:
-        from nf4conv.codec.kernels import ahead, mean  # importing torch takes seconds
-
-        with torch.cuda.device(device):
-            needs_mean = any(purpose.action is Action.PACK for purpose in purposes)
-            is_usable = not needs_mean or mean.repeats_torch(device)
-            codecs = {purpose: make_codec(device, purpose) for purpose in purposes}
-    hashing.join()
-    if not is_usable:
+    if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
-    variants = [variant for found in codecs.values() for variant in found.kernels.values()]
-    kernels = iter(ahead.compiled(variants, capability))
-    return {
-        purpose: {
-            "kernels": {name: next(kernels) for name in found.kernels},
-            "tables": {name: base64.b64encode(table).decode() for name, table in found.tables.items()},
-            "numbers": found.numbers,
+    from nf4conv.codec.kernels import ahead, mean  # importing torch takes seconds
+
+    with torch.cuda.device(device):
+        codecs = {purpose: make_codec(device, purpose) for purpose in purposes}
+        hashing.join()
+        variants = [variant for found in codecs.values() for variant in found.kernels.values()]
+        kernels = iter(ahead.compiled(variants, capability))
+        contents = {
+            purpose: {
+                "kernels": {name: next(kernels) for name in found.kernels},
+                "tables": {name: base64.b64encode(table).decode() for name, table in found.tables.items()},
+                "numbers": found.numbers,
+            }
+            for purpose, found in codecs.items()
         }
-        for purpose, found in codecs.items()
-    }
+        stream = Stream(torch.cuda.current_stream().cuda_stream)
+        packing = [content for purpose, content in contents.items() if purpose.action is Action.PACK][:1]
+        is_usable = all(mean.repeats_torch(device, partial(_launch, _loaded(one).functions, stream)) for one in packing)
+    return contents if is_usable else None
+
+
+def _launch(
+    functions: Mapping[str, Function], stream: Stream, name: str, programs: int, arguments: Sequence[Any]
+) -> None:
+    """Launch a kernel on tensors and numbers; Triton, which could do it, needs a C compiler for that."""
+    values = [value if isinstance(value, int) else value.data_ptr() for value in arguments]
+    functions[name].launch(stream, programs, values)
 
 
 def _hash_triton() -> None:

@@ -154,11 +154,12 @@ class Function:
 
 
 class Stream:
-    """An order of work on the current device."""
+    """An order of work on the current device: a new one, or one that has a handle already."""
 
-    def __init__(self) -> None:
-        self.handle = ctypes.c_void_p()
-        _call("cuStreamCreate", ctypes.byref(self.handle), _STREAM_NON_BLOCKING)
+    def __init__(self, handle: int | None = None) -> None:
+        self.handle = ctypes.c_void_p(handle)
+        if handle is None:
+            _call("cuStreamCreate", ctypes.byref(self.handle), _STREAM_NON_BLOCKING)
 
     def to_device(self, target: int, source: int, size: int) -> None:
         _call("cuMemcpyHtoDAsync_v2", target, source, size, self.handle)
