@@ -58,7 +58,7 @@ _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _TABLES: Final = json.loads(Path(__file__).with_name("cli.json").read_bytes())
 """Options by the fields that they fill: groups in the order of --help, spellings, and what commands say of those they
-take; then examples. Sections of options that are not called as a command are shared."""
+take; then what each command does, and examples. Sections of options that are not called as a command are shared."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -189,10 +189,6 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(nf4conv.__version__, "-V", "--version", message="%(version)s")
 def main() -> None:
-    """Turn Hugging Face checkpoints into 4-bit bitsandbytes checkpoints (NF4 or FP4), and back.
-
-    Weights are streamed in little memory. The bytes are those of bitsandbytes' CUDA kernels, on a CPU too.
-    """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # called by another program than __main__.py
         signal.signal(signal.SIGTERM, raise_terminated)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -271,11 +267,6 @@ def _option(name: str, help: str) -> Callable[..., Any]:
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
 @_takes("repository", "json", "inspect")
 def inspect(path: str, **chosen: Any) -> None:
-    """Show what is in a checkpoint, by its headers.
-
-    Formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight file; REPO a model on the
-    Hugging Face Hub, of which no weight is fetched.
-    """
     shown, where = _read(chosen, [path], SourceOptions)
     _quieten(True)
     found = nf4conv.inspect_checkpoint(path, where)
@@ -287,13 +278,6 @@ def inspect(path: str, **chosen: Any) -> None:
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @_takes("repository", "machine", "json", "writing", "quantize")
 def quantize(source: str, out: str, **chosen: Any) -> None:
-    """Quantize the checkpoint SRC into the folder OUT.
-
-    SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. It may be quantized by
-    another method: FP8, MXFP4, NVFP4 and 8-bit weights are decoded on the way. A 4-bit SRC is written anew for current
-    loaders: weights in the format asked for, by default their own, stay bit for bit. Of a diffusers pipeline, denoisers
-    and text encoders are packed; --include 'transformer/*' chooses components.
-    """
     _require("--tolerance", chosen["tolerance"] is not None, "--verify", chosen["verify"])
     _require("--public", chosen["public"], "--push-to-hub", chosen["push_to_hub"] is not None)
     kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
@@ -312,11 +296,6 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
 )
 @_takes("repository", "machine", "json", "verify")
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
-    """Verify the 4-bit checkpoint PATH.
-
-    It is a folder or a .safetensors file, made by any tool. Exit codes: 0 everything is right, 1 something is not, 2 it
-    could not be verified.
-    """
     places = [place for place in (source,) if place is not None]
     shown, run, options, where = _read(chosen, places, RunOptions, VerifyOptions, SourceOptions)
     plan = nf4conv.plan_verification(path, source, options, where)
@@ -333,11 +312,6 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
 @click.argument("b", metavar="B", type=Place("file"))
 @_takes("repository", "machine", "json", "compare")
 def compare(a: str, b: str, **chosen: Any) -> None:
-    """Compare the tensors of the checkpoints A and B.
-
-    They are folders, weight files, or models on the Hub, in any format. Exit codes: 0 every byte is equal, or no tensor
-    is farther off than the tolerance; 1 otherwise; 2 bad input.
-    """
     shown, run, options, where = _read(chosen, [a, b], RunOptions, CompareOptions, SourceOptions)
     plan = nf4conv.plan_comparison(a, b, options, where)
     tell_notes(() if shown.quiet else plan.notes)
@@ -354,11 +328,6 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 )
 @_takes("repository", "json", "evaluate")
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
-    """Ask the models OUT and SRC the same, and compare what they say.
-
-    Either may be on the Hub, OUT at its main branch. It needs pip install 'nf4conv[evaluate]'. Exit codes: 0 done, 1
-    past --max-kl, 2 the model or the tokens cannot be used.
-    """
     from tqdm import tqdm
 
     shown, options, where = _read(chosen, [source], EvaluateOptions, SourceOptions)
@@ -374,11 +343,6 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @_takes("repository", "machine", "json", "writing", "dequantize")
 def dequantize(source: str, out: str, **chosen: Any) -> None:
-    """Decode the 4-bit checkpoint SRC into the folder OUT.
-
-    SRC is any bitsandbytes 4-bit checkpoint, a folder, a .safetensors file, or a model on the Hugging Face Hub. The
-    result loads without bitsandbytes, and llama.cpp converts it to GGUF.
-    """
     shown, run, options, where = _read(chosen, [source], RunOptions, DequantizeOptions, SourceOptions)
     plan = nf4conv.plan_dequantization(source, options, where)
     execute = partial(nf4conv.execute_dequantization, plan, out, run)
@@ -389,10 +353,6 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @_takes("json")
 def finish(out: str, **chosen: Any) -> None:
-    """Make a checkpoint of the folder OUT, which runs with --part have filled.
-
-    What is missing or damaged is said, and by which parts it is made. The source is not needed, and it may be repeated.
-    """
     found = nf4conv.finish_checkpoint(out)
     _Shown(**chosen).show(found, finish_lines(found))
 
@@ -400,7 +360,6 @@ def finish(out: str, **chosen: Any) -> None:
 @main.command()
 @_takes("json")
 def env(**chosen: Any) -> None:
-    """Show versions and what would compute, for a bug report."""
     found = nf4conv.environment()
     _Shown(**chosen).show(found, environment_lines(found))
 
@@ -408,7 +367,6 @@ def env(**chosen: Any) -> None:
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes a shell complete commands and paths."""
     program = get_completion_class(shell)
     assert program is not None
     click.echo(program(main, {}, "nf4conv", "_NF4CONV_COMPLETE").source())
@@ -484,6 +442,8 @@ def _examples(lines: Iterable[str]) -> str:
     return "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)])
 
 
+for _name, _command in {"main": main, **main.commands}.items():
+    _command.help = "\n\n".join(_TABLES["help"][_name])
 for _name, _lines in _TABLES["examples"].items():
     main.commands[_name].epilog = _examples(f"{_name} {line}" for line in _lines)
 main.epilog = _examples(
