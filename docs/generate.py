@@ -5,6 +5,7 @@ Usage: python docs/generate.py
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ def _commands() -> Iterator[str]:
         command = main.commands[name]
         with click.Context(command, parent=context, info_name=name) as inner:
             usage = " ".join(command.collect_usage_pieces(inner))
-        yield from ("", f"## nf4conv {name}", "", f"`nf4conv {name} {usage}`", "", inspect.cleandoc(command.help or ""))
+        yield from ("", f"## nf4conv {name}", "", f"`nf4conv {name} {usage}`")
+        yield from (f"\n{textwrap.fill(paragraph, 116)}" for paragraph in str(command.help).split("\n\n"))
         for title, options in grouped(command, inner):
             yield from ("", f"**{title}**", "", "| option | default | meaning |", "|---|---|---|")
             yield from (_option(option, inner) for option in options)

@@ -24,32 +24,9 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
-from nf4conv.options import (
-    CHOICES,
-    DTYPES,
-    CompareOptions,
-    DequantizeOptions,
-    EvaluateOptions,
-    PushOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    VerifyOptions,
-)
-from nf4conv.report.text import (
-    comparison_lines,
-    dequantization_lines,
-    environment_lines,
-    finish_lines,
-    inspection_lines,
-    plan_lines,
-    printable,
-    progress,
-    quantization_lines,
-    tell,
-    tell_notes,
-    verification_lines,
-)
+from nf4conv.options import CHOICES, DTYPES, RunOptions, SourceOptions
+from nf4conv.report import text
+from nf4conv.report.text import printable, progress, tell
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{prefix}I": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)
@@ -211,8 +188,8 @@ class _Shown:
             nf4conv.write_json(result, self.json_file)
         if self.as_json:
             click.echo(nf4conv.to_json(result), nl=False)
-        elif text := "\n".join(() if self.quiet else map(_wrapped, lines)):
-            click.echo(text)
+        elif printed := "\n".join(() if self.quiet else map(_wrapped, lines)):
+            click.echo(printed)
 
 
 _KINDS: Final[dict[str, Any]] = {
@@ -228,7 +205,10 @@ _KINDS: Final[dict[str, Any]] = {
     "max_kl": click.FloatRange(0),
 }
 """What an option takes, by the field that it fills; others are flags, or take any text."""
-_HOMES: Final = (_Shown, RunOptions, SourceOptions, PushOptions, QuantizeOptions, VerifyOptions, EvaluateOptions)
+_HOMES: Final = (
+    *(_Shown, RunOptions, SourceOptions, nf4conv.PushOptions, nf4conv.QuantizeOptions, nf4conv.VerifyOptions),
+    nf4conv.EvaluateOptions,
+)
 _DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in dataclasses.fields(home)} | {
     "max_shard_size": "1GB",
     "buffer_size": "64MB",
@@ -270,7 +250,7 @@ def inspect(path: str, **chosen: Any) -> None:
     shown, where = _read(chosen, [path], SourceOptions)
     _quieten(True)
     found = nf4conv.inspect_checkpoint(path, where)
-    shown.show(found, inspection_lines(found, _width(), every=shown.every))
+    shown.show(found, text.inspection_lines(found, _width(), every=shown.every))
 
 
 @main.command()
@@ -280,13 +260,13 @@ def inspect(path: str, **chosen: Any) -> None:
 def quantize(source: str, out: str, **chosen: Any) -> None:
     _require("--tolerance", chosen["tolerance"] is not None, "--verify", chosen["verify"])
     _require("--public", chosen["public"], "--push-to-hub", chosen["push_to_hub"] is not None)
-    kinds = (RunOptions, QuantizeOptions, SourceOptions, PushOptions)
+    kinds = (RunOptions, nf4conv.QuantizeOptions, SourceOptions, nf4conv.PushOptions)
     shown, run, options, where, push = _read(chosen, [source], *kinds)
     plan = nf4conv.plan_quantization(source, options, where)
     last = "finishing" if push.push_to_hub is None else f"uploading to {push.push_to_hub}"
     execute = partial(nf4conv.execute_quantization, plan, out, run, push=push)
     verb = "quantizing and verifying" if run.verify else "quantizing"
-    _carry_out(plan, run, execute, shown, quantization_lines, verb, last)
+    _carry_out(plan, run, execute, shown, text.quantization_lines, verb, last)
 
 
 @main.command()
@@ -297,13 +277,13 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
 @_takes("repository", "machine", "json", "verify")
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
     places = [place for place in (source,) if place is not None]
-    shown, run, options, where = _read(chosen, places, RunOptions, VerifyOptions, SourceOptions)
+    shown, run, options, where = _read(chosen, places, RunOptions, nf4conv.VerifyOptions, SourceOptions)
     plan = nf4conv.plan_verification(path, source, options, where)
     with progress("verifying", plan.bytes_to_read, hidden=shown.quiet) as advance:
         found = nf4conv.execute_verification(plan, run, advance)
     if report is not None:
         nf4conv.write_page(found, report)
-    shown.show(found, verification_lines(found, _width()))
+    shown.show(found, text.verification_lines(found, _width()))
     sys.exit(0 if found.passed else 1)
 
 
@@ -312,12 +292,12 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
 @click.argument("b", metavar="B", type=Place("file"))
 @_takes("repository", "machine", "json", "compare")
 def compare(a: str, b: str, **chosen: Any) -> None:
-    shown, run, options, where = _read(chosen, [a, b], RunOptions, CompareOptions, SourceOptions)
+    shown, run, options, where = _read(chosen, [a, b], RunOptions, nf4conv.CompareOptions, SourceOptions)
     plan = nf4conv.plan_comparison(a, b, options, where)
-    tell_notes(() if shown.quiet else plan.notes)
+    text.tell_notes(() if shown.quiet else plan.notes)
     with progress("comparing", plan.bytes_to_read, hidden=shown.quiet) as advance:
         found = nf4conv.execute_comparison(plan, run, advance)
-    shown.show(found, comparison_lines(found, _width()))
+    shown.show(found, text.comparison_lines(found, _width()))
     sys.exit(0 if found.passed else 1)
 
 
@@ -330,7 +310,7 @@ def compare(a: str, b: str, **chosen: Any) -> None:
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     from tqdm import tqdm
 
-    shown, options, where = _read(chosen, [source], EvaluateOptions, SourceOptions)
+    shown, options, where = _read(chosen, [source], nf4conv.EvaluateOptions, SourceOptions)
     look = {"bar_format": "{l_bar}{bar}| {elapsed}<{remaining}", "leave": False, "disable": shown.quiet or None}
     with tqdm(desc="evaluating", total=1, **look) as bar:
         found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
@@ -343,10 +323,10 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @_takes("repository", "machine", "json", "writing", "dequantize")
 def dequantize(source: str, out: str, **chosen: Any) -> None:
-    shown, run, options, where = _read(chosen, [source], RunOptions, DequantizeOptions, SourceOptions)
+    shown, run, options, where = _read(chosen, [source], RunOptions, nf4conv.DequantizeOptions, SourceOptions)
     plan = nf4conv.plan_dequantization(source, options, where)
     execute = partial(nf4conv.execute_dequantization, plan, out, run)
-    _carry_out(plan, run, execute, shown, dequantization_lines, "decoding", "finishing")
+    _carry_out(plan, run, execute, shown, text.dequantization_lines, "decoding", "finishing")
 
 
 @main.command()
@@ -354,14 +334,14 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
 @_takes("json")
 def finish(out: str, **chosen: Any) -> None:
     found = nf4conv.finish_checkpoint(out)
-    _Shown(**chosen).show(found, finish_lines(found))
+    _Shown(**chosen).show(found, text.finish_lines(found))
 
 
 @main.command()
 @_takes("json")
 def env(**chosen: Any) -> None:
     found = nf4conv.environment()
-    _Shown(**chosen).show(found, environment_lines(found))
+    _Shown(**chosen).show(found, text.environment_lines(found))
 
 
 @main.command()
@@ -409,9 +389,9 @@ def _carry_out(
     plan = nf4conv.plan_part(plan, run)
     if shown.dry_run:
         described = nf4conv.describe_plan(plan)
-        shown.show(described, plan_lines(described, _width(), every=shown.every))
+        shown.show(described, text.plan_lines(described, _width(), every=shown.every))
         return
-    tell_notes(() if shown.quiet else plan.notes)
+    text.tell_notes(() if shown.quiet else plan.notes)
     totals = plan.totals()
     again = totals.bytes_before + totals.bytes_after if run.verify else 0
     with progress(verb, totals.bytes_before + again, hidden=shown.quiet, last=last) as advance:

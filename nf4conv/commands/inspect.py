@@ -40,53 +40,46 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
     Raises:
         SourceError: it cannot be read.
     """
+    where = replace(where or SourceOptions(), stream=True)
     try:
-        return _inspect_one(path, where)
+        sources = {"": open_stored(path, where)}
     except DiffusersFolderError:
         folder = open_diffusers(path, where)
-    parts = {name: _inspect_one(folder.place, place) for name, place in folder.submodels.items()}
-    rows = tuple(inside(name, row) for name, part in parts.items() for row in part.tensors)
+        sources = {name: open_stored(folder.place, place) for name, place in folder.submodels.items()}
+    rows, kinds, notes, findings = list[InspectedRow](), list[InspectedKind](), list[str](), list[Finding]()
+    for name, source in sources.items():
+        small = read_together(source, [tensor for tensor in source.tensors if _describes(tensor)])
+        mine, prefix = [*_rows(source, small)], _prefix(name)
+        rows += (inside(name, row) for row in mine)
+        kinds += (inside(name, kind) for kind in _kinds(mine))
+        notes += (f"{prefix}{note}" for note in unusual((row.name, row.format) for row in mine))
+        found = _findings(source, small) if small else ()
+        findings += (replace(finding, file=f"{prefix}{finding.file}") for finding in found)
+    configs = [source.config or {} for source in sources.values()]
     return Inspection(
         path=str(path),
-        files=tuple(f"{name}/{file}" for name, part in parts.items() for file in part.files),
-        config=next((part.config for part in parts.values() if part.config is not None), None),
-        model_type=None,
-        made=next((part.made for part in parts.values() if part.made is not None), None),
-        notes=tuple(f"{name}/{note}" for name, part in parts.items() for note in part.notes),
+        files=tuple(f"{_prefix(name)}{file.name}" for name, source in sources.items() for file in source.files),
+        config=next((found for found in map(quantization_of, configs) if found is not None), None),
+        model_type=configs[0].get("model_type") if "" in sources else None,
+        made=next(filter(None, (read_record(source.folder) for source in sources.values())), None),
+        notes=tuple(notes),
         gpu_bytes=gpu_bytes(sum(row.bytes for row in rows)),
-        tensors=rows,
-        kinds=tuple(inside(name, row) for name, part in parts.items() for row in part.kinds),
+        tensors=tuple(rows),
+        kinds=tuple(kinds),
         totals=InspectionTotals.of(rows),
-        findings=tuple(
-            replace(found, file=f"{name}/{found.file}") for name, part in parts.items() for found in part.findings
-        ),
+        findings=tuple(findings),
     )
 
 
-def _inspect_one(path: str | Path, where: SourceOptions | None) -> Inspection:
-    """As `inspect_checkpoint` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
-    source = open_stored(path, replace(where or SourceOptions(), stream=True))
-    small_ones = (tensor for tensor in source.tensors if tensor.nbytes <= LARGEST_QUANT_STATE)
-    suffixes = ((tensor, split_component(tensor.name)[1]) for tensor in small_ones)
-    described = [
-        tensor for tensor, suffix in suffixes if suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map")
-    ]
-    small = read_together(source, described)
-    rows = tuple(_rows(source, small))
-    config = source.config or {}
-    return Inspection(
-        path=str(path),
-        files=tuple(file.name for file in source.files),
-        config=quantization_of(config),
-        model_type=config.get("model_type"),
-        made=read_record(source.folder),
-        notes=unusual((row.name, row.format) for row in rows),
-        gpu_bytes=gpu_bytes(sum(row.bytes for row in rows)),
-        tensors=rows,
-        kinds=tuple(_kinds(rows)),
-        totals=InspectionTotals.of(rows),
-        findings=tuple(_findings(source, small)) if described else (),
-    )
+def _prefix(submodel: str) -> str:
+    """What stands before the names of its files; nothing if it is no submodel."""
+    return f"{submodel}/" if submodel else ""
+
+
+def _describes(tensor: TensorInfo) -> bool:
+    """Whether a tensor is a quant state, or a map, of a packed weight."""
+    suffix = split_component(tensor.name)[1]
+    return tensor.nbytes <= LARGEST_QUANT_STATE and (suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map"))
 
 
 def _findings(source: Source, small: Mapping[str, bytes]) -> Sequence[Finding]:

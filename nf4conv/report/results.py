@@ -8,22 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nf4conv.checkpoint.structure import Finding
-from nf4conv.report.rows import (
-    CheckResult,
-    ComparedKind,
-    ComparedRow,
-    DequantizationTotals,
-    InspectedKind,
-    InspectedRow,
-    InspectionTotals,
-    PlanKind,
-    PlanRow,
-    QuantizationTotals,
-    Status,
-    VerificationSummary,
-    WeightKind,
-    WeightRow,
-)
+from nf4conv.report import rows
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 
@@ -33,9 +18,9 @@ class PlanReport:
 
     command: str  # "quantize" or "dequantize"
     source: str  # what would be read
-    totals: QuantizationTotals | DequantizationTotals  # of everything
-    kinds: tuple[PlanKind, ...]  # what becomes of each kind of module
-    tensors: tuple[PlanRow, ...]  # what becomes of each tensor
+    totals: rows.QuantizationTotals | rows.DequantizationTotals  # of everything
+    kinds: tuple[rows.PlanKind, ...]  # what becomes of each kind of module
+    tensors: tuple[rows.PlanRow, ...]  # what becomes of each tensor
     # the content of the output's config.json, of a diffusers pipeline those of its submodels; None if none
     config: Mapping[str, Any] | None
     # an estimate of the GPU memory that loading the result takes; None for a result in 16 or 32 bits
@@ -88,7 +73,7 @@ class QuantizeReport(RunReport):
     gpu_bytes: int  # an estimate of the GPU memory that loading the result takes
     loading: str  # Python code that loads it
     advice: str  # why there are many bits per parameter, and what would change that; empty if there are not
-    verification: VerificationSummary | None = None  # what was looked at, with `verify`; else None
+    verification: rows.VerificationSummary | None = None  # what was looked at, with `verify`; else None
     pushed: str | None = None  # address of the commit on the Hub; None if nothing was to be pushed
 
 
@@ -102,7 +87,7 @@ class FinishReport:
     already_complete: bool  # whether the result was there before, so that nothing was done
     shards: int  # weight files
     bytes_after: int  # of them
-    verification: VerificationSummary | None  # what the parts looked at, with `verify`; else None
+    verification: rows.VerificationSummary | None  # what the parts looked at, with `verify`; else None
     seconds: float  # wall clock
 
 
@@ -115,12 +100,13 @@ class VerifyReport:
     path: str  # the checkpoint
     source: str | None  # what it was compared with; None if nothing
     passed: bool  # the verdict
-    checks: Mapping[str, CheckResult]  # for each check that ran, by name: what it means, and whether it passed
+    checks: Mapping[str, rows.CheckResult]  # for each check that ran, by name: what it means, and whether it passed
     findings: tuple[Finding, ...]  # everything that is wrong or worth knowing; a fault has is_fault
     # by which command, version and options, and from what, as its nf4conv.json says; None if it has none
     made: Mapping[str, Any] | None
-    weights: tuple[WeightRow, ...]  # a row for each packed weight: place, size, format and, with a source, its errors
-    kinds: tuple[WeightKind, ...]  # the same added up by kind of module
+    # a row for each packed weight: place, size, format and, with a source, its errors
+    weights: tuple[rows.WeightRow, ...]
+    kinds: tuple[rows.WeightKind, ...]  # the same added up by kind of module
     sizes: Mapping[str, int]  # bytes of codes, of scales, of tables (and quant states), and of what is not packed
     parameters: int  # elements of all tensors
     bits_per_parameter: float  # of the whole checkpoint
@@ -157,9 +143,9 @@ class ComparisonReport:
     b: str  # the other
     passed: bool  # the verdict
     notes: tuple[str, ...]  # what the user should know
-    tensors: tuple[ComparedRow, ...]  # a row for each
-    kinds: tuple[ComparedKind, ...]  # the same added up by kind of module
-    counts: Mapping[Status, int]  # tensors by status
+    tensors: tuple[rows.ComparedRow, ...]  # a row for each
+    kinds: tuple[rows.ComparedKind, ...]  # the same added up by kind of module
+    counts: Mapping[rows.Status, int]  # tensors by status
     settings: Mapping[str, Any]  # options, device and versions
     seconds: float  # wall clock
 
@@ -167,12 +153,12 @@ class ComparisonReport:
     def verdict(self) -> str:
         """One line."""
         total = len(self.tensors)
-        if self.counts.get(Status.IDENTICAL) == total:
+        if self.counts.get(rows.Status.IDENTICAL) == total:
             return f"identical: {total:,} tensors, every byte"
         counted = ", ".join(f"{count:,} {status}" for status, count in self.counts.items())
         errors = [row.relative_error for row in self.tensors if row.relative_error is not None]
         worst = f"; largest relative error {max(errors):.4g}" if errors else ""
-        if not self.passed and self.counts.keys() <= {Status.EQUAL, Status.IDENTICAL}:
+        if not self.passed and self.counts.keys() <= {rows.Status.EQUAL, rows.Status.IDENTICAL}:
             worst += " (--tolerance 0 lets these pass)"
         return f"{'within tolerance' if self.passed else 'DIFFERENT'}: {counted}{worst}"
 
@@ -215,9 +201,9 @@ class Inspection:
     made: Mapping[str, Any] | None
     notes: tuple[str, ...]  # what is unusual
     gpu_bytes: int  # an estimate of the GPU memory that loading it takes
-    tensors: tuple[InspectedRow, ...]  # a row for each tensor, the tensors of a packed weight being one
-    kinds: tuple[InspectedKind, ...]  # the same added up by kind of module
-    totals: InspectionTotals  # of the whole checkpoint
+    tensors: tuple[rows.InspectedRow, ...]  # a row for each tensor, the tensors of a packed weight being one
+    kinds: tuple[rows.InspectedKind, ...]  # the same added up by kind of module
+    totals: rows.InspectionTotals  # of the whole checkpoint
     # what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell
     findings: tuple[Finding, ...] = ()
 

@@ -325,10 +325,12 @@ RowT = TypeVar("RowT", PlanRow, WeightRow, WeightKind, InspectedRow, InspectedKi
 
 
 def inside(submodel: str, row: RowT) -> RowT:
-    """A row with the submodel of a diffusers pipeline before its name, its file, and its stack of layers.
+    """A row with the submodel of a diffusers pipeline, if there is one, before its name, file and stack of layers.
 
     A kind of modules that are in no stack has the submodel before itself.
     """
+    if not submodel:
+        return row
     found = {key: getattr(row, key, "") for key in ("name", "file", "stack")}
     if not found["name"] and not found["stack"]:
         found["kind"] = getattr(row, "kind", "")

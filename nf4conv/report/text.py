@@ -13,17 +13,8 @@ from typing import Any, Final
 import click
 
 from nf4conv import __version__
+from nf4conv.report import results
 from nf4conv.report.places import kind_name
-from nf4conv.report.results import (
-    ComparisonReport,
-    DequantizeReport,
-    Environment,
-    FinishReport,
-    Inspection,
-    PlanReport,
-    QuantizeReport,
-    VerifyReport,
-)
 from nf4conv.report.rows import QuantizationTotals
 
 _MOST_FINDINGS: Final = 50
@@ -50,7 +41,7 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]:
+def verification_lines(report: results.VerifyReport, width: int | None) -> Iterator[str]:
     """Checks, findings, worst weights, kinds of modules, and the verdict last; tables are no wider than `width`."""
     for name, check in report.checks.items():
         yield f"{'ok  ' if check.passed else 'FAIL'}  {name:12} {check.meaning}"
@@ -70,7 +61,7 @@ def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]
     yield report.verdict
 
 
-def comparison_lines(report: ComparisonReport, width: int | None) -> Iterator[str]:
+def comparison_lines(report: results.ComparisonReport, width: int | None) -> Iterator[str]:
     """What has no counterpart, the largest differences, kinds of modules, and the verdict last."""
     unmeasured = [row for row in report.tensors if not row.passed and row.relative_error is None]
     for row in unmeasured[:_MOST_FINDINGS]:
@@ -92,7 +83,7 @@ def _more(found: Sequence[object]) -> Iterator[str]:
         yield f"… and {len(found) - _MOST_FINDINGS:,} more; --json lists them all"
 
 
-def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
+def inspection_lines(inspection: results.Inspection, width: int | None, *, every: bool) -> Iterator[str]:
     """The totals, the kinds of modules, what is unusual; every tensor only if that is asked for."""
     totals, made = inspection.totals, inspection.made
     yield (
@@ -125,7 +116,7 @@ def _described(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={cell}" for key, cell in zip(config, cells, strict=True))
 
 
-def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
+def plan_lines(plan: results.PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
     """Totals, what becomes of each kind of module, of each tensor if that is asked for, and what is unusual."""
     totals = plan.totals
     sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
@@ -148,7 +139,7 @@ def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[
     yield from (f"Note: {printable(note)}" for note in plan.notes)
 
 
-def quantization_lines(report: QuantizeReport) -> Iterator[str]:
+def quantization_lines(report: results.QuantizeReport) -> Iterator[str]:
     """What was done, and how to go on: how to load the result, and how to push it."""
     yield f"{report.out}: {report.packed:,} weights packed, {report.copied:,} tensors kept{_resumed(report)}"
     if report.part is not None:
@@ -173,7 +164,7 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
         yield f"push: hf upload {printable(shlex.quote(f'YOUR_NAME/{name}'))} {printable(shlex.quote(report.out))} ."
 
 
-def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
+def dequantization_lines(report: results.DequantizeReport) -> Iterator[str]:
     """What was done."""
     yield f"{report.out}: {report.decoded:,} weights decoded, {report.copied:,} tensors copied{_resumed(report)}"
     yield f"{size(report.bytes_before)} → {size(report.bytes_after)}"
@@ -181,14 +172,14 @@ def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
         yield _timing(report, report.bytes_after)
 
 
-def finish_lines(report: FinishReport) -> Iterator[str]:
+def finish_lines(report: results.FinishReport) -> Iterator[str]:
     """What there is now."""
     done = "; already complete, nothing was done" if report.already_complete else ""
     yield f"{report.out}: {report.shards:,} files, {size(report.bytes_after)}{done}"
     yield from _verified(report)
 
 
-def _verified(report: QuantizeReport | FinishReport) -> Iterator[str]:
+def _verified(report: results.QuantizeReport | results.FinishReport) -> Iterator[str]:
     verified = report.verification
     if verified is not None:
         yield (
@@ -197,20 +188,20 @@ def _verified(report: QuantizeReport | FinishReport) -> Iterator[str]:
         )
 
 
-def _resumed(report: QuantizeReport | DequantizeReport) -> str:
+def _resumed(report: results.QuantizeReport | results.DequantizeReport) -> str:
     if report.already_complete:
         return "; already complete, nothing was done"
     kept = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
     return kept if report.part is None else f"{kept}: part {report.part}, of which `nf4conv finish` makes the whole"
 
 
-def _timing(report: QuantizeReport | DequantizeReport, size: int) -> str:
+def _timing(report: results.QuantizeReport | results.DequantizeReport, size: int) -> str:
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
     rate = size / report.seconds / 1e9
     return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
 
 
-def environment_lines(found: Environment) -> Iterator[str]:
+def environment_lines(found: results.Environment) -> Iterator[str]:
     """Versions, the machine, and what would compute."""
     rows = {"nf4conv": __version__, "python": found.python} | {
         name: version or "not installed" for name, version in found.packages.items()
