@@ -2,7 +2,7 @@
 
 Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one in another format.
 
-Pipeline(byte tasks)     tensors that are stored alike
+Pipeline(byte tasks)     tensors that are stored alike, without torch
 Pipeline(value tasks)    those whose bytes differ, and those that are not stored alike
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
 
 from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder, open_diffusers
@@ -26,16 +25,14 @@ from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import comparing_engine
+from nf4conv.pipeline.engines import comparing_engine, host_engine
 from nf4conv.pipeline.loop import make_pipeline
+from nf4conv.pipeline.same_bytes import byte_tasks
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.results import ComparisonReport
 from nf4conv.report.rows import ComparedKind, ComparedRow, Status, decibels, format_name, relative_error
 from nf4conv.report.tolerance import check_tolerance
-
-_WITHOUT_VALUES: Final = ("C64",)
-"""Dtypes of which only the bytes are compared."""
 
 TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
 
@@ -139,22 +136,26 @@ def execute_comparison(
     plan: ComparisonPlan, run: RunOptions | None = None, progress: Callable[[int], None] | None = None
 ) -> ComparisonReport:
     """Carry out a plan; arguments, result and errors as `compare_checkpoints`."""
-    from nf4conv.pipeline.with_torch.difference import byte_tasks, value_tasks  # importing torch takes seconds
-
     started = time.perf_counter()
-    run = run or RunOptions()
-    engine = comparing_engine(run)
-    pipeline = make_pipeline(engine, run, progress or ignore)
+    run, progress = run or RunOptions(), progress or ignore
+    by_bytes = make_pipeline(host_engine(run), run, progress)
     results = {
         name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
     }
-    pipeline.run(byte_tasks([result for result in results.values() if result.is_identical], pipeline.piece))
+    by_bytes.run(byte_tasks([result for result in results.values() if result.is_identical], by_bytes.piece))
     unlike = [
         result
         for result in results.values()
-        if not result.is_identical and not {result.a.dtype, result.b.dtype} & {*_WITHOUT_VALUES}
+        # of complex numbers only the bytes are compared
+        if not result.is_identical and result.a.elements and "C64" not in (result.a.dtype, result.b.dtype)
     ]
-    pipeline.run(value_tasks(unlike, pipeline.piece))
+    device = "cpu"
+    if unlike:
+        from nf4conv.pipeline.with_torch.difference import value_tasks  # importing torch takes seconds
+
+        by_values = make_pipeline(comparing_engine(run), run, progress)
+        by_values.run(value_tasks(unlike, by_values.piece))
+        device = by_values.engine.device
     found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
     rows = tuple(replace(row, passed=_passes(row, plan.options.tolerance)) for row in found)
     counts = Counter(row.status for row in rows)
@@ -166,7 +167,7 @@ def execute_comparison(
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         counts={status: counts[status] for status in Status if counts[status]},
-        settings={**asdict(plan.options), "device": engine.device, "nf4conv": __version__, "torch": version("torch")},
+        settings={**asdict(plan.options), "device": device, "nf4conv": __version__, "torch": version("torch")},
         seconds=time.perf_counter() - started,
     )
 

@@ -13,6 +13,7 @@ from nf4conv.checkpoint.plan import Plan
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import Engine, make_pipeline
+from nf4conv.pipeline.same_bytes import HostEngine
 from nf4conv.pipeline.shards import ShardProgress, ShardTask
 from nf4conv.report.measured import WeightResult
 
@@ -32,6 +33,15 @@ def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[E
     from nf4conv.pipeline.without_torch import unpack
 
     return _with_torch(run) if is_cast else _engine(partial(unpack.purposes_of, output), run, unpack)
+
+
+def host_engine(run: RunOptions) -> HostEngine:
+    """The engine that compares bytes, which takes no device; a PlanError if there is no such device as is named."""
+    from nf4conv.pipeline.without_torch.worker import gpu_named
+
+    if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
+        comparing_engine(run)  # says why
+    return HostEngine()
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:

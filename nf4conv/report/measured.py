@@ -62,10 +62,7 @@ class WeightResult:
     @property
     def errors(self) -> PieceErrors | None:
         """Of the whole weight; None if it was not compared. Independent of the order in which pieces came."""
-        found = _whole(PieceErrors, self._pieces)
-        # the last of sixteen digits depend on how a device adds, so ten are kept
-        squares = [float(f"{square:.10g}") for square in (found or ())[:2]]
-        return found and found._replace(squared_error=squares[0], squared_weight=squares[1])
+        return _whole(PieceErrors, self._pieces)
 
     @property
     def relative_error(self) -> float | None:
@@ -125,12 +122,13 @@ class TensorDifference:
 
 
 def _whole(kind: Callable[..., M], pieces: Mapping[int, Any]) -> M | None:
-    """What pieces add up to, in their order: sums, exact ones of floats, and maxima; None if there are none."""
+    """What pieces add up to, in their order: sums and maxima; None if there are none."""
     if not pieces:
         return None
     columns = zip(*(pieces[start] for start in sorted(pieces)), strict=True)
     adding = (
-        max if name.startswith(("max", "largest")) else sum if hint is int else math.fsum
+        # of a sum of floats ten digits are kept, because the last of sixteen depend on how a device adds
+        max if name.startswith(("max", "largest")) else sum if hint is int else lambda x: float(f"{math.fsum(x):.10g}")
         for name, hint in get_type_hints(kind).items()
     )
     return kind(*(add(column) for add, column in zip(adding, columns, strict=True)))

@@ -28,8 +28,8 @@ from nf4conv.codec.reference import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
+from nf4conv.pipeline.same_bytes import byte_tasks
 from nf4conv.pipeline.shards import Gathered, weight_pieces
-from nf4conv.pipeline.with_torch.difference import byte_tasks
 from nf4conv.pipeline.with_torch.pack import part_of
 from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, packed_piece, read_matrix, read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker

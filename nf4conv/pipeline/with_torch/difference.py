@@ -1,20 +1,19 @@
-"""Comparison as pipeline tasks: first whether two tensors are the same bytes, then how far their values are apart.
+"""Comparison as pipeline tasks: how far the values of two tensors are apart.
 
 All are read piece by piece, except two encoded tensors that cannot be cut at the same places, and transposed ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Final
 
 import torch
 
 from nf4conv.checkpoint.encoded_pieces import cut_elements, encoded_pieces, packed_part
-from nf4conv.checkpoint.header import FileRange, TensorInfo
+from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
-from nf4conv.pipeline.loop import Activity, Task, aligned, batches
+from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.with_torch.reading import read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 from nf4conv.report.measured import PieceDifference, TensorDifference
@@ -22,45 +21,9 @@ from nf4conv.report.measured import PieceDifference, TensorDifference
 _CHUNK: Final = 2**18  # values compared at a time: in float64 they take a few times as much memory as they do in a file
 
 
-def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
-    """The comparison of tensors that are stored alike, byte by byte."""
-
-    def room(pair: tuple[FileRange, FileRange]) -> int:
-        return sum(aligned(stop - start) for _, start, stop in pair)
-
-    for result in results:
-        for pairs in batches(_range_pairs(result, piece // 2), room, piece, lambda _: None):
-            yield partial(_compare_bytes, result, pairs)
-
-
-def _range_pairs(result: TensorDifference, most: int) -> Iterator[tuple[FileRange, FileRange]]:
-    for a, b in zip(_parts(result.a), _parts(result.b), strict=True):
-        for start in range(0, a.stop - a.start, most):
-            stop = min(start + most, a.stop - a.start)
-            yield (a.file, a.start + start, a.start + stop), (b.file, b.start + start, b.start + stop)
-
-
-def _parts(tensor: TensorInfo) -> list[TensorInfo]:
-    return [tensor] if tensor.encoding is None else [part for _, part in tensor.encoding.parts]
-
-
-def _compare_bytes(
-    result: TensorDifference, pairs: tuple[tuple[FileRange, FileRange], ...], worker: TorchWorker
-) -> None:
-    """Some of the bytes of two tensors."""
-    if result.is_identical is False:
-        return
-    raws = worker.read(list(chain.from_iterable(pairs)))
-    with worker.timed(Activity.COMPUTE):
-        if not all(torch.equal(a, b) for a, b in zip(raws[::2], raws[1::2], strict=True)):
-            result.is_identical = False
-
-
 def value_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of tensors value by value."""
     for result in results:
-        if not result.a.elements:
-            continue
         a, b = _decoded_alike(result.a, result.b), _decoded_alike(result.b, result.a)
         # decoded and in float64, two pieces and what is computed of them take some 60 bytes a value
         for start, *both in _pieces(a, b, piece // 16):

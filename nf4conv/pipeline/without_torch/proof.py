@@ -5,13 +5,9 @@ errors of the weights. Nothing more is to be found out of what comes out the sam
 with_torch/check.py, which says how it differs, and whether it is wrong.
 """
 
-import ctypes
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
 
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
@@ -19,65 +15,13 @@ from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.checkpoint.unchanged import stored_format
-from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.pipeline.loop import Pipeline, Task
+from nf4conv.pipeline.same_bytes import Comparer
 from nf4conv.pipeline.shards import NonFiniteError, ShardProgress, ShardTask
 from nf4conv.pipeline.without_torch.pack import shard_tasks
 from nf4conv.pipeline.without_torch.worker import CudaWorker
 from nf4conv.report.measured import ScaleErrors, WeightResult
-
-_CHUNK: Final = 2**22  # bytes that are read and compared at a time
-_compare_memory: Final = ctypes.CDLL(None).memcmp  # which lets go of the interpreter lock
-_compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Comparer(ShardWriter):
-    """In a writer's place: holds what it is given against what is stored.
-
-    Args:
-        reader: of what is stored.
-        stored: that, by where it begins in the data, and named by what is to be found unlike.
-        advance: told how many stored bytes have been read.
-
-    Attributes:
-        unlike: the names of what is not the same.
-    """
-
-    def __init__(self, reader: Reader, stored: Mapping[int, TensorInfo], advance: Callable[[int], None]) -> None:
-        self.unlike: set[str] = set()
-        self._reader = reader
-        self._starts = sorted(stored)
-        self._stored = [stored[start] for start in self._starts]
-        self._advance = advance
-        self._room = threading.local()
-
-    def write(self, offset: int, data: memoryview) -> None:
-        index = bisect_right(self._starts, offset) - 1
-        while data:
-            first = self._stored[index]
-            first = first._replace(start=first.start + offset - self._starts[index])
-            names, stop, index = [first.name], first.stop, index + 1
-            while stop - first.start < len(data) and self._stored[index].file_range[:2] == (first.file, stop):
-                names, stop, index = [*names, self._stored[index].name], self._stored[index].stop, index + 1
-            count = min(stop - first.start, len(data))
-            if not self.is_stored(first, data[:count]):
-                self.unlike.update(names)
-            offset, data = offset + count, data[count:]
-
-    def is_stored(self, place: TensorInfo, data: memoryview) -> bool:
-        """Whether these bytes, which are in memory that could be written to, begin what is stored at a place."""
-        if not hasattr(self._room, "bytes"):
-            self._room.bytes = memoryview(bytearray(_CHUNK))
-        for at in range(0, len(data), _CHUNK):
-            part = data[at : at + _CHUNK]
-            found = self._room.bytes[: len(part)]
-            self._reader.read_into(place.file, place.start + at, found)
-            self._advance(len(part))
-            left, right = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (found, part))
-            if _compare_memory(left, right, len(part)):
-                return False
-        return True
 
 
 class Proof(ShardProgress):
@@ -185,13 +129,9 @@ def prove_written(
     worker: CudaWorker, progress: ShardProgress, stored: Mapping[str, StoredWeight], jobs: Sequence[PackJob], piece: int
 ) -> Mapping[str, WeightResult]:
     """Prove weights that have just been written, all but their blobs: those that are proved."""
-    proof = Proof(jobs, progress.format, written(worker, progress), stored)
+    # what is not the same has no name
+    comparer = Comparer(worker.reader, {0: TensorInfo("", "U8", (), *progress.writer.place(0), 2**62)}, worker.advance)
+    proof = Proof(jobs, progress.format, comparer, stored)
     for task in proof.tasks(piece):
         task(worker)
     return {} if proof.unlike else proof.proved()
-
-
-def written(worker: CudaWorker, progress: ShardProgress) -> Comparer:
-    """What compares with a shard that is being written; what is not the same has no name."""
-    file, start = progress.writer.place(0)
-    return Comparer(worker.reader, {0: TensorInfo("", "U8", (), file, start, 2**62)}, worker.advance)

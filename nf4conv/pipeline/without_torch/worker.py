@@ -150,18 +150,22 @@ class CudaWorker(Worker):
         self.stream.wait()
 
 
+def gpu_named(device: str) -> int | None:
+    """Which of the GPUs that the driver counts "auto", "cuda" or "cuda:N" is; None if there is no such."""
+    name, _, index = device.partition(":")
+    is_there = name in ("auto", "cuda") and (index or "0").isdecimal() and int(index or 0) < device_count()
+    return int(index or 0) if is_there else None
+
+
 def bare_engine(device: str, purposes: Callable[[], Collection[Purpose] | None], returned: float) -> CudaEngine | None:
     """An engine without torch; None where torch must do it: no such GPU, or no kernels, or none that can be compiled.
 
     `purposes`, asked only where there is a GPU, tells what is to be done; None if there are no kernels for it.
     """
-    name, _, index = device.partition(":")
-    index = index or "0"
-    if name not in ("auto", "cuda") or not index.isdecimal() or int(index) >= device_count():
+    number = gpu_named(device)
+    needed = None if number is None else purposes()
+    if number is None or needed is None:
         return None
-    needed = purposes()
-    if needed is None:
-        return None
-    found = Device(int(index))
+    found = Device(number)
     bundles = load_bundles(found, needed)
     return None if bundles is None else CudaEngine(found, bundles, returned)
