@@ -25,9 +25,9 @@ WORKERS = 8
 def read_all(path: Path) -> float:
     """Seconds that reading a file takes, in pieces, by as many threads as there are workers."""
     starts, lock = iter(range(0, path.stat().st_size, LARGEST_PIECE)), threading.Lock()
+    buffers = [memoryview(bytearray(LARGEST_PIECE)) for _ in range(WORKERS)]  # as workers have them before they start
 
-    def work(reader: Reader) -> None:
-        buffer = memoryview(bytearray(LARGEST_PIECE))
+    def work(reader: Reader, buffer: memoryview) -> None:
         while True:
             with lock:
                 start = next(starts, None)
@@ -36,7 +36,7 @@ def read_all(path: Path) -> float:
             reader.read_into(path, start, buffer)
 
     with Reader() as reader:
-        workers = [threading.Thread(target=work, args=(reader,)) for _ in range(WORKERS)]
+        workers = [threading.Thread(target=work, args=(reader, buffer)) for buffer in buffers]
         started = time.perf_counter()
         for worker in workers:
             worker.start()

@@ -1,5 +1,6 @@
 """Files that are not in the page cache: read by many threads, with the same bytes and the same errors."""
 
+import errno
 import os
 import random
 import time
@@ -10,6 +11,7 @@ from checkpoints import contents, write_source
 from test_resume import OPTIONS, RUN
 
 from nf4conv.checkpoint.reader import Reader
+from nf4conv.checkpoint.writer import let_go, write_file
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
 
@@ -112,3 +114,45 @@ def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "preadv", lambda *read: (time.sleep(0.002), preadv(*read))[1])
     quantize_checkpoint(source, tmp_path / "slow", OPTIONS, RUN)
     assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether the page cache has the first byte of a file."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                pytest.skip("a filesystem that does not tell")
+            return False
+
+
+def test_what_is_let_go_leaves_the_page_cache(tmp_path: Path):
+    write_file(tmp_path / "file", [bytes(BLOCK)])
+    assert is_in_memory(tmp_path / "file")
+    let_go(tmp_path / "file")
+    if is_in_memory(tmp_path / "file"):
+        pytest.skip("a filesystem in memory")
+
+
+@pytest.mark.parametrize("pages", [1, 2**30], ids=["small memory", "large memory"])
+@pytest.mark.parametrize("error", [None, OSError(5, "Input/output error"), AttributeError("macOS")], ids=repr)
+def test_a_result_that_memory_has_no_room_for_does_not_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, error: Exception | None
+):
+    source, sysconf = write_source(tmp_path / "source"), os.sysconf
+    let_go: list[tuple[Path, int, int, int]] = []
+
+    def advise(descriptor: int, start: int, size: int, what: int) -> None:
+        let_go.append((Path(f"/proc/self/fd/{descriptor}").readlink(), start, size, what))
+        if error is not None:
+            raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name))
+        patched.setattr(os, "posix_fadvise", advise)
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert sorted(let_go) == ([(shard, 0, 0, os.POSIX_FADV_DONTNEED) for shard in shards] if pages == 1 else [])
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

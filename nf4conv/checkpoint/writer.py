@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from nf4conv.checkpoint.crc32 import crc32_of_pieces
@@ -110,6 +111,12 @@ def write_result(path: Path, content: bytes) -> None:
         return
     with named(path, OutputError):
         path.write_bytes(content)
+
+
+def let_go(path: Path) -> None:
+    """Let the page cache drop a file that is on disk; where the system cannot be told, it stays."""
+    with suppress(OSError, AttributeError), path.open("rb") as file:  # macOS has no such function
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(path: Path) -> None:

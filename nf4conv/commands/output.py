@@ -5,6 +5,7 @@ space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ c
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
 from nf4conv.checkpoint.reader import Reader, digest_of
 from nf4conv.checkpoint.source import Source, changed_files
 from nf4conv.checkpoint.workspace import PARTS, SHARDS, OutputFolder, Workspace
-from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.checkpoint.writer import ShardWriter, let_go
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
@@ -353,6 +354,8 @@ class _Run:
         read = sum(job.source_bytes for job in shard.jobs)
         self.folder.record(shard.name, size, writer.crc32, read, None if audit is None else asdict(audit.summary()))
         self.announce(shard.name, self.folder.out / shard.name)
+        if self.plan.output.largest_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
+            let_go(self.folder.out / shard.name)  # whoever reads it next would not find all of it in memory anyway
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:

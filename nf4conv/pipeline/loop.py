@@ -40,7 +40,7 @@ class Activity(Enum):
     WRITE = "write"
 
 
-LARGEST_PIECE: Final = 32 * 2**20  # bytes. Larger pieces gain nothing (benchmarks/results/scale_h200.json)
+LARGEST_PIECE: Final = 32 * 2**20  # bytes. Larger pieces gain nothing
 
 _CUDA_WORKERS: Final = 8
 
