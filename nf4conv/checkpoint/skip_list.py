@@ -16,13 +16,15 @@ different paths is listed under each of them.
 import re
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, filterfalse, groupby
 from typing import Final
 
 from nf4conv.errors import PlanError
 
 Predicate = Callable[[str], bool]
+Siblings = Sequence[tuple[str, Sequence[str]]]  # paths in groups: what is above them, and they
 
 HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")  # the most common names of heads
 
@@ -48,17 +50,20 @@ class NameIndex:
             dots[len(name)].add(tuple(place for place, character in enumerate(name) if character == "."))
         self._dots = dict(dots)
         self._lengths = sorted(dots)
+        self.longest = max(dots, default=0)
+        self._ends = cache(lambda tail: any(tail[-length:] in self._names for length in self._lengths))
 
     def ends(self, path: str) -> bool:
         """Whether a path ends with one of the names."""
-        for length in self._lengths:  # noqa: SIM110 - any() takes twice as long
-            if path[-length:] in self._names:
-                return True
-        return False
+        return self._ends(path[-self.longest :])
 
-    def starts(self, path: str, shortest: int, longest: int) -> bool:
-        """Whether a path starts with a name longer than `shortest`, not than `longest`; its dots are any character."""
-        for length in self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, longest)]:
+    def starts(self, path: str, stop: int, end: str = "") -> bool:
+        """Whether a path starts with a name whose dots are any character.
+
+        It ends with, or unless `end` says more in, the part before `stop`, or with the dot after it.
+        """
+        shortest = stop - 1 if end else path.rfind(".", 0, stop) + 1
+        for length in self._lengths[bisect(self._lengths, shortest) : bisect(self._lengths, len(path))]:
             head = path[:length]
             if head in self._names:
                 return True
@@ -72,13 +77,44 @@ class NameIndex:
         return False
 
 
-def transformers_4(entries: Iterable[str]) -> Predicate:
-    """Whether transformers 4 leaves a module alone, by its path."""
+class Rule:
+    """Whether a loader leaves a module alone, by its path: because of the path itself, or because of one above it."""
+
+    def __init__(self, own: Predicate, above: Predicate = lambda _: False) -> None:
+        self._own, self._above = own, above
+        self._known = {"": False}  # paths above others, since a checkpoint's modules come in groups
+
+    def __call__(self, path: str) -> bool:
+        return self._own(path) or self._skips_below(_parent(path))
+
+    def among(self, paths: Siblings, *, skipped: bool = True) -> Iterator[str]:
+        """Those of many paths that the loader leaves alone, or unless `skipped` the others."""
+        for parent, siblings in paths:
+            if not self._skips_below(parent):
+                yield from (filter if skipped else filterfalse)(self._own, siblings)
+            elif skipped:
+                yield from siblings
+
+    def _skips_below(self, path: str) -> bool:
+        if path not in self._known:
+            self._known[path] = self._skips_below(_parent(path)) or self._above(path)
+        return self._known[path]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _siblings(paths: Iterable[str]) -> Siblings:
+    return [(parent, tuple(group)) for parent, group in groupby(paths, _parent)]
+
+
+def transformers_4(entries: Iterable[str]) -> Rule:
+    """How transformers 4 takes a list."""
     names = frozenset(entries)
     if "" in names:  # stands before any dot
-        return lambda path: "." in path or path in names
-    is_below = _below(NameIndex(names).ends)
-    return lambda path: path in names or path.rpartition(".")[2] in names or is_below(path)
+        return Rule(lambda path: "." in path or path in names)
+    return Rule(lambda path: path in names or path.rpartition(".")[2] in names, NameIndex(names).ends)
 
 
 def is_name(entry: str) -> bool:
@@ -86,7 +122,7 @@ def is_name(entry: str) -> bool:
     return entry != "" and not re.search(r"[\\^$*+?{}()|\[\]]", entry)
 
 
-def _by_patterns(patterns: tuple[str, ...], end: str) -> Predicate:
+def _by_patterns(patterns: tuple[str, ...], end: str) -> Rule:
     try:
         starts = re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns)).match
     except (re.error, OverflowError, RecursionError) as error:
@@ -95,68 +131,42 @@ def _by_patterns(patterns: tuple[str, ...], end: str) -> Predicate:
             f"llm_int8_skip_modules cannot name {', '.join(odd[:3])}: "
             f"transformers 5 takes it for a regular expression, which fails: {error}"
         ) from error
-    return lambda path: path.endswith(patterns) or starts(path) is not None
+    return Rule(lambda path: path.endswith(patterns) or starts(path) is not None)
 
 
-def transformers_5(entries: Iterable[str]) -> Predicate:
-    """Whether transformers 5.21 or newer leaves a module alone, by its path."""
+def transformers_5(entries: Iterable[str]) -> Rule:
+    """How transformers 5.21 or newer takes a list."""
     return _by_starts(entries, r"(?:(?<=\.)|(?=\.|$))")
 
 
-def transformers_5_0(entries: Iterable[str]) -> Predicate:
-    """Whether transformers 5.0 … 5.20 leaves a module alone: "layers.1" also hits "layers.11"."""
+def transformers_5_0(entries: Iterable[str]) -> Rule:
+    """How transformers 5.0 … 5.20 takes a list: "layers.1" also hits "layers.11"."""
     return _by_starts(entries)
 
 
-def _by_starts(entries: Iterable[str], end: str = "", *, anywhere: bool = False) -> Predicate:
-    """The rule of transformers 5, by which an entry matches to the `end` of a part, or to anywhere if that is empty.
-
-    With `anywhere` a path above may also end with an entry, as to transformers 4.
-    """
+def _by_starts(entries: Iterable[str], end: str = "") -> Rule:
+    """The rule of transformers 5, by which an entry matches to the `end` of a part, or to anywhere if that is empty."""
     names = tuple(sorted(entries))
     if not all(map(is_name, names)):
         return _by_patterns(names, end)
     index = NameIndex(names)
-
-    def starts_within(path: str, stop: int) -> bool:
-        """Whether a name ends with, or unless `end` says more in, the part before `stop`, or with the dot after it."""
-        return index.starts(path, stop - 1 if end else path.rfind(".", 0, stop) + 1, len(path))
-
-    ends = index.ends if anywhere else lambda _: False
-    is_below = _below(lambda ancestor: ends(ancestor) or starts_within(f"{ancestor}.", len(ancestor)))
-    return lambda path: index.ends(path) or is_below(path) or starts_within(path, len(path))
+    return Rule(
+        lambda path: index.ends(path) or index.starts(path, len(path), end),
+        lambda above: index.starts(f"{above}.", len(above), end),
+    )
 
 
-def vllm(entries: Iterable[str]) -> Predicate:
-    """Whether vLLM or SGLang leaves a module alone, by its path."""
+def vllm(entries: Iterable[str]) -> Rule:
+    """How vLLM or SGLang takes a list."""
     names = frozenset(entries)
 
     def is_named(path: str) -> bool:
         return path in names or path.rpartition(".")[2] in names
 
-    is_below = _below(is_named)
-    return lambda path: is_named(path) or is_below(path)
+    return Rule(is_named, is_named)
 
 
-def _below(holds: Predicate) -> Predicate:
-    """Whether something holds for any path above one; remembered, since a checkpoint's modules come in groups."""
-    known = {"": False}
-
-    def is_below(path: str) -> bool:
-        ancestor = path.rpartition(".")[0]
-        unknown = []
-        while ancestor not in known:
-            unknown.append(ancestor)
-            ancestor = ancestor.rpartition(".")[0]
-        found = known[ancestor]
-        for ancestor in reversed(unknown):
-            found = known[ancestor] = found or holds(ancestor)
-        return found
-
-    return is_below
-
-
-MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
+MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Rule]]] = {
     "transformers 4": transformers_4,
     "transformers 5": transformers_5,
     "transformers 5.0": transformers_5_0,
@@ -165,16 +175,6 @@ MATCHERS: Final[Mapping[str, Callable[[Iterable[str]], Predicate]]] = {
 
 
 LITERAL: Final = ("transformers 4", "vLLM")  # loaders to whom an entry is never a regular expression
-
-
-def _all_ancestors(paths: Iterable[str]) -> set[str]:
-    """The ancestors of many paths, of which most are shared."""
-    found: set[str] = set()
-    for path in paths:
-        while path not in found:
-            found.add(path)
-            path = path.rpartition(".")[0] if "." in path else path
-    return found
 
 
 _FUSED: Final = {
@@ -217,12 +217,15 @@ def build_skip_modules(
     A PlanError if a module that must be listed has a name that is no name to transformers 5.
     """
     packed = tuple(packed)
-    above_packed = _all_ancestors(packed)
+    above_packed = level = set(packed)
+    while level := set(map(_parent, level)) - above_packed:
+        above_packed |= level
     covered: dict[str, list[str]] = {}
-    for path in kept:
-        prefixes = accumulate(path.split("."), "{}.{}".format)
-        entry = next((name for name in prefixes if name and name not in above_packed), path)
-        covered.setdefault(entry, []).append(path)
+    for parent, siblings in groupby(kept, _parent):
+        prefixes = accumulate(parent.split("."), "{}.{}".format)
+        highest = next((name for name in prefixes if name and name not in above_packed), None)
+        for path in siblings:
+            covered.setdefault(highest or path, []).append(path)
     _check_names(covered)
     absent = set(absent)
     too_wide = _too_wide([*covered, *absent], packed)
@@ -272,19 +275,23 @@ def _check_names(entries: Iterable[str]) -> None:
         )
 
 
-def mistaken_for_skipped(entries: Iterable[str], packed: Iterable[str]) -> tuple[str, ...]:
+def mistaken_for_skipped(entries: Iterable[str], packed: Collection[str]) -> tuple[str, ...]:
     """The paths that at least one loader would skip, by entries that are names."""
     # whatever transformers 5.21 skips, 5.0 skips too, and what vLLM skips, 4 or 5.0 does
-    return tuple(filter(_by_starts(entries, anywhere=True), packed))
+    index = NameIndex(entries)
+    begins = Rule(lambda head: index.starts(head, len(head)), lambda above: index.starts(f"{above}.", len(above)))
+    begun = set(begins.among(_siblings({path[: index.longest] for path in packed})))
+    ended = set(Rule(index.ends, index.ends).among(_siblings(packed)))
+    return tuple(path for path in packed if path[: index.longest] in begun or path in ended)
 
 
-def _too_wide(entries: Collection[str], packed: Iterable[str]) -> set[str]:
+def _too_wide(entries: Collection[str], packed: Collection[str]) -> set[str]:
     """The entries, names all of them, by which at least one loader would skip a packed path.
 
     Few paths tell most of them: there may be as many paths and entries as a checkpoint has tensors.
     """
     found: set[str] = set()
-    mistaken = mistaken_for_skipped(entries, packed)
+    mistaken = mistaken_for_skipped(entries, packed) if entries else ()
     while mistaken:
         some = mistaken[:: len(mistaken) // _SOME + 1]
         found |= {entry for entry in entries if entry not in found and any(hits(entry, path) for path in some)}
@@ -316,12 +323,13 @@ def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iter
     None of the paths of packed modules may be matched, and all of those kept that may be `nn.Linear` must be. A
     PlanError names every module that a loader would take for the wrong kind.
     """
-    entries, packed, kept = tuple(entries), tuple(packed), tuple(kept)
+    entries, groups, others = tuple(entries), _siblings(packed), _siblings(kept)
     faults = []
     for loader, match in MATCHERS.items():
-        is_skipped = match(entries)
-        faults += [f"{path} is packed, but {loader} would skip it" for path in packed if is_skipped(path)]
-        faults += [f"{path} is not packed, but {loader} would not skip it" for path in kept if not is_skipped(path)]
+        rule = match(entries)
+        faults += [f"{path} is packed, but {loader} would skip it" for path in rule.among(groups)]
+        missed = rule.among(others, skipped=False)
+        faults += [f"{path} is not packed, but {loader} would not skip it" for path in missed]
     if faults:
         shown = "; ".join(faults[:10])
         raise PlanError(
