@@ -186,7 +186,7 @@ def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
     source = [tensor(f"{prefix}.gate_up_proj", (2, 64, 256)), tensor(f"{prefix}.down_proj", (2, 128, 64))]
     selection = select(source, {"model_type": "llama4", "text_config": {}}, QuantizeOptions())
     matrices = [matrix for decision in selection.decisions.values() for matrix in decision.matrices]
-    assert [(m.name.removeprefix(prefix), m.shape, m.transpose, m.index, m.columns) for m in matrices] == [
+    assert [(m.name.removeprefix(prefix), m.shape, m.transpose, m.expert, m.columns) for m in matrices] == [
         (".0.gate_proj.weight", (128, 64), True, 0, (0, 128)),
         (".0.up_proj.weight", (128, 64), True, 0, (128, 256)),
         (".1.gate_proj.weight", (128, 64), True, 1, (0, 128)),
@@ -194,6 +194,29 @@ def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
         (".0.down_proj.weight", (64, 128), True, 0, (0, 64)),
         (".1.down_proj.weight", (64, 128), True, 1, (0, 64)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "beside", "reason"),
+    [
+        ("up_proj", ("up_proj.bias", (3,)), "unsure: its bias has shape [3]"),
+        ("out_proj", ("D", (64,)), "state-space kernels read this weight directly"),
+        ("out_proj", ("in_proj_weight", (64, 64)), "nn.MultiheadAttention reads this weight directly"),
+    ],
+)
+def test_experts_are_decided_alike_unless_what_is_beside_them_differs(leaf, beside, reason):
+    experts = [f"model.layers.0.mlp.experts.{number}" for number in range(4)]
+    weights = [tensor(f"{expert}.{leaf}.weight", (64, 64)) for expert in experts]
+    weights[3] = tensor(weights[3].name, (8, 64))
+    options = QuantizeOptions(moe="per-expert", exclude=("*.experts.2.*",))
+    alike = select(weights, {}, options)
+    assert packed(alike) == [weights[0].name, weights[1].name]
+    assert alike.decisions[weights[2].name].reason == "excluded by the user"
+    assert alike.decisions[weights[3].name].reason == "fewer than 32 rows"
+    name, shape = beside
+    differing = select([*weights, tensor(f"{experts[1]}.{name}", shape)], {}, options)
+    assert packed(differing) == [weights[0].name]
+    assert differing.decisions[weights[1].name].reason == reason
 
 
 VLM = [

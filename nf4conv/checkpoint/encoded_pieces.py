@@ -179,12 +179,12 @@ def matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     matrix, source = job.matrix, job.source
     if source.encoding is None or matrix.transpose or matrix.columns is not None:
         return []
-    if source.encoding.method is Method.BITSANDBYTES_4BIT and matrix.index is None and matrix.rows is None:
+    if source.encoding.method is Method.BITSANDBYTES_4BIT and matrix.expert is None and matrix.rows is None:
         return packed_pieces(source, most, unit)
-    if matrix.index is not None:
+    if matrix.expert is not None:
         if not is_stack_of_matrices(source):
             return []
-        source = matrix_of(source, matrix.index)
+        source = matrix_of(source, matrix.expert)
     if matrix.rows is not None:
         if not can_cut_rows(source, matrix.rows[0]):
             return []

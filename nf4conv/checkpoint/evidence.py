@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from nf4conv.checkpoint.config import levels
 from nf4conv.checkpoint.families import READ, Family, families_of, is_transposed
-from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.header import TensorInfo, is_in_4_bits
 from nf4conv.checkpoint.module_names import is_multimodal, module_of
 
 FEWEST_ROWS: Final = 32  # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss
@@ -64,6 +64,7 @@ class Evidence:
     mostly_half: bool  # whether most bytes are not float32
     # every part of the path of a matrix below something numbered; only where families ask
     names_in_blocks: frozenset[str] = frozenset()
+    plain_experts: bool = False  # whether single experts have nothing but weights
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
@@ -82,7 +83,19 @@ class Evidence:
             multimodal=is_multimodal(config),
             mostly_half=2 * float32 < sum(tensor.nbytes for tensor in tensors),
             names_in_blocks=frozenset(part for module in blocks for part in module.split(".")),
+            plain_experts=not any(".experts." in name and not name.endswith(".weight") for name in shapes),
         )
+
+    def kind_of(self, tensor: TensorInfo) -> tuple[object, ...]:
+        """What is the same only for tensors that no rule tells apart.
+
+        No rule asks for the number of an expert, and beside a weight rules look for tensors that are none.
+        """
+        stack, _, rest = tensor.name.partition(".experts.")
+        number, _, rest = rest.partition(".")
+        if not (self.plain_experts and number.isdecimal()):
+            return (tensor.name,)
+        return stack, rest, tensor.shape, tensor.dtype, tensor.encoding is not None and is_in_4_bits(tensor)
 
     def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
         """Why a tensor is certainly not the weight of an `nn.Linear`; None when it may be one."""

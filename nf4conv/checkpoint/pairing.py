@@ -92,7 +92,7 @@ def _experts(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
         columns, (first, _) = tensor.shape[2], matrix.columns or (0, 0)
         outputs, inputs = matrix.shape
         length = (inputs - 1) * columns + outputs
-        start = tensor.start + ((matrix.index or 0) * tensor.shape[1] * columns + first) * size
+        start = tensor.start + ((matrix.expert or 0) * tensor.shape[1] * columns + first) * size
         stored = tensor._replace(shape=(length,), start=start, stop=start + length * size)
         encoding = Encoding(Method.STRIDED, (("values", stored),), (outputs, inputs, 1, columns))
         found.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=encoding))

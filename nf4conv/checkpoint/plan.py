@@ -13,7 +13,7 @@ small tensors are neighbours too and can be written together.
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -28,6 +28,7 @@ from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, componen
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 
 _LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
+_SPELL: Final = json.JSONEncoder().encode  # as json.dumps, in half the time
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
@@ -37,8 +38,8 @@ class Footprint(NamedTuple):
     # the tensors a weight becomes; the JSON blob, which is the last, with its longest length
     components: tuple[Component, ...]
     sizes: tuple[int, ...]  # bytes of each
-    # (alignment, kind) of each but the blob: tensors of one kind stand together in a shard
-    kinds: tuple[tuple[int, str], ...]
+    # (-alignment, kind, which one) of each but the blob: tensors of one kind stand together in a shard, in this order
+    kinds: tuple[tuple[int, str, int], ...]
     total: int  # bytes of all
     header: int  # the most that they take in a header, names left out
 
@@ -48,7 +49,7 @@ def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
     parts = components(format, shape)
     sizes = tuple(part.nbytes for part in parts)
     header = sum(1 + len(part.suffix) + _entry_size(part.dtype, part.shape) for part in parts)
-    kinds = tuple((_alignment(part.dtype), f"packed {part.suffix}") for part in parts[:-1])
+    kinds = tuple((-_alignment(part.dtype), f"packed {part.suffix}", place) for place, part in enumerate(parts[:-1]))
     return Footprint(parts, sizes, kinds, sum(sizes), header)
 
 
@@ -96,7 +97,7 @@ class PackJob:
         *_, height, width = self.source.shape
         row = width * DTYPE_BITS[self.source.dtype] // 8
         first, last = self.matrix.rows or (0, height)
-        start = self.source.start + (self.matrix.index or 0) * height * row
+        start = self.source.start + (self.matrix.expert or 0) * height * row
         return start + first * row, start + last * row
 
 
@@ -108,14 +109,14 @@ class CopyJob:
     dtype: str  # dtype tag it is stored in; another than the source's means a cast
     reason: str  # why it is not packed
     offset: int = 0  # where it begins, from the start of the shard's data
+    nbytes: int = field(init=False)  # how many it takes there
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.source.elements * DTYPE_BITS[self.dtype] // 8
 
     @property
     def name(self) -> str:
         return self.source.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.elements * DTYPE_BITS[self.dtype] // 8
 
     @property
     def elements(self) -> int:
@@ -224,42 +225,41 @@ def arrange(groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: 
     return Plan(format, tuple(placed))
 
 
-def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None) -> Iterator[Job]:
+def _jobs(tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None) -> Sequence[Job]:
     reason = decision.reason if tensor.unmerged is tensor else f"{decision.reason}, merged with an adapter"
     if isinstance(decision, Keep):
         cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
-        yield CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, reason)
-        return
+        return (CopyJob(tensor, TAGS[format.dtype] if cast else tensor.dtype, reason),)
     if tensor.dtype not in FLOAT_TAGS:
         raise PlanError(f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype")
     if isinstance(stored, Stored):
         [matrix] = decision.matrices
         own = replace(format, dtype=DTYPE_NAMES[tensor.dtype])
-        yield PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)
-        return
-    for matrix in decision.matrices:
-        why = reason if stored is None else f"{reason}, packed anew: {stored}"
-        yield PackJob(tensor, matrix, why, footprint(format, matrix.shape))
+        return (PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored),)
+    why = reason if stored is None else f"{reason}, packed anew: {stored}"
+    return [PackJob(tensor, matrix, why, footprint(format, matrix.shape)) for matrix in decision.matrices]
 
 
 def _check_names(jobs: Sequence[Job]) -> None:
     seen: dict[str, Job] = {}
     for job in jobs:
-        if job.name in seen:
+        if seen.setdefault(job.name, job) is not job:
             raise PlanError(f"{job.source.file}: {job.name}: two output tensors would have this name")
-        seen[job.name] = job
-    for job in jobs:
-        weight, found, suffix = job.name.rpartition(".weight.")
+    for name, job in seen.items():
+        weight, found, suffix = name.rpartition(".weight.")
         packed = seen.get(f"{weight}.weight") if found else None
         if isinstance(packed, PackJob) and suffix in [part.suffix for part in packed.components]:
-            raise PlanError(f"{job.source.file}: {job.name}: a tensor of the packed {packed.name} would have this name")
+            raise PlanError(f"{job.source.file}: {name}: a tensor of the packed {packed.name} would have this name")
 
 
 def _split(groups: Sequence[Sequence[Job]], max_shard_size: int) -> Iterator[tuple[list[Job], int]]:
     shard: list[Job] = []
     size = header = 0
     for group in groups:
-        group_size, group_header = sum(job.nbytes for job in group), sum(_header_size(job) for job in group)
+        group_size = group_header = 0
+        for job in group:
+            group_size += job.nbytes
+            group_header += _header_size(job)
         if shard and (size + group_size > max_shard_size or header + group_header > _LARGEST_HEADER):
             yield shard, header
             shard, size, header = [], 0, 0
@@ -269,6 +269,7 @@ def _split(groups: Sequence[Sequence[Job]], max_shard_size: int) -> Iterator[tup
     yield shard, header
 
 
+@lru_cache(maxsize=4096)
 def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:
     """The most that an entry of the header takes, its name left out."""
     return len(dtype) + len(str(shape)) + 2 * len(str(2**48)) + _ENTRY_SYNTAX
@@ -276,33 +277,32 @@ def _entry_size(dtype: str, shape: tuple[int, ...]) -> int:
 
 def _header_size(job: Job) -> int:
     """The most that a job's tensors take in the header."""
-    name = len(json.dumps(job.name))
+    name = len(_SPELL(job.name))
     if isinstance(job, CopyJob):
         return name + _entry_size(job.dtype, job.source.shape)
     return name * len(job.components) + job.footprint.header
 
 
 def _place(name: str, jobs: list[Job], entries: int) -> Shard:
-    # (alignment, kind) → the tensors of that kind: the job, which of its components (a copy has none), bytes
-    kinds: dict[tuple[int, str], list[tuple[Job, int, int]]] = {}
-    blobs_size = 0
+    copies: defaultdict[int, list[CopyJob]] = defaultdict(list)  # by -alignment
+    packed: list[PackJob] = []
     for job in jobs:
         if isinstance(job, CopyJob):
-            kinds.setdefault((_alignment(job.dtype), "copy"), []).append((job, 0, job.nbytes))
-            continue
-        *placed, blob_size = job.footprint.sizes
-        blobs_size += blob_size
-        job.offsets = [0] * len(placed)
-        for index, (kind, nbytes) in enumerate(zip(job.footprint.kinds, placed, strict=True)):
-            kinds.setdefault(kind, []).append((job, index, nbytes))
+            copies[-_alignment(job.dtype)].append(job)
+        else:
+            packed.append(job)
+            job.offsets = [0] * len(job.footprint.kinds)
+    # those of one weight are those of all, for the format is one
+    kinds = [*((alignment, "copy", 0) for alignment in copies), *(packed[0].footprint.kinds if packed else ())]
     position = 0
-    for kind in sorted(kinds, key=lambda kind: (-kind[0], kind[1])):
-        for job, index, nbytes in kinds[kind]:
-            if isinstance(job, CopyJob):
-                job.offset = position
-            else:
-                job.offsets[index] = position
-            position += nbytes
+    for alignment, kind, index in sorted(kinds):
+        for copy in copies[alignment] if kind == "copy" else ():
+            copy.offset = position
+            position += copy.nbytes
+        for job in packed if kind != "copy" else ():
+            job.offsets[index] = position
+            position += job.footprint.sizes[index]
+    blobs_size = sum(job.footprint.sizes[-1] for job in packed)
     metadata = len(json.dumps({METADATA_KEY: {"format": "pt"}}))
     header = LENGTH_BYTES + metadata + entries
     return Shard(name, tuple(jobs), header + -header % 8, position, blobs_size)

@@ -7,7 +7,7 @@ says otherwise. Where the rule is unsure it keeps the tensor and lists its modul
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nf4conv.checkpoint import skip_list
 from nf4conv.checkpoint.evidence import Evidence, Why
@@ -32,28 +32,25 @@ Parts = Sequence[tuple[str, Source]]
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(NamedTuple):
     """One 4-bit weight of the output."""
 
     name: str  # of the weight in the output, such as "model.layers.0.mlp.experts.3.gate_proj.weight"
     shape: tuple[int, int]  # [out, in], as stored
     transpose: bool = False  # whether the source holds [in, out]
-    index: int | None = None  # which matrix along dimension 0 of a 3-D source
+    expert: int | None = None  # which matrix along dimension 0 of a 3-D source
     columns: tuple[int, int] | None = None  # range of the source's columns, before transposing
     rows: tuple[int, int] | None = None  # range of the source's rows, before transposing
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """A tensor that becomes one 4-bit weight, or several."""
 
     matrices: tuple[PackedMatrix, ...]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(NamedTuple):
     """A tensor that is copied."""
 
     why: Why | str  # one of the reasons that code asks for, or any other, as a text
@@ -94,7 +91,17 @@ def select(tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: Qu
     """
     evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
     why_unwanted = _by_wishes(options, names)
-    decisions = {tensor.name: _decide(tensor, evidence, options, why_unwanted) for tensor in tensors}
+    decisions: dict[str, Pack | Keep] = {}
+    alike: dict[tuple[object, ...], Pack | Keep] = {}
+    for tensor in tensors:
+        unwanted = why_unwanted(tensor.name)
+        kind = (unwanted, *evidence.kind_of(tensor))
+        decision = alike.get(kind)
+        if decision is None:
+            decision = alike[kind] = _decide(tensor, evidence, options, unwanted)
+        elif isinstance(decision, Pack):  # of one matrix, as all of several experts
+            decision = Pack((PackedMatrix(tensor.name, *decision.matrices[0][1:]),), decision.reason)
+        decisions[tensor.name] = decision
     return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
 
 
@@ -144,16 +151,13 @@ def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
     return decision.matrices if isinstance(decision, Pack) else ()
 
 
-def _decide(
-    tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, why_unwanted: Callable[[str], str | None]
-) -> Pack | Keep:
+def _decide(tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, unwanted: str | None) -> Pack | Keep:
     keep_dtype = evidence.is_float32_by_design(tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
     module = module_of(tensor.name)
     splits_experts = any(family.splits_experts for family in evidence.families)
     if splits_experts and tensor.elements and (matrices := split_experts(tensor)):
-        unwanted = why_unwanted(tensor.name)
         if unwanted:
             raise PlanError(f"{tensor.name}: {unwanted}, but transformers loads the experts of this family packed only")
         return Pack(matrices, "experts, one nn.Linear each")
@@ -161,7 +165,7 @@ def _decide(
     if why is not None:
         return Keep(why, keep_dtype)
     is_packed = is_in_4_bits(tensor)  # what a 4-bit source has packed is a linear layer, and stays packed
-    why = why_unwanted(tensor.name) or evidence.why_kept(
+    why = unwanted or evidence.why_kept(
         module,
         tensor.shape,
         towers=options.quantize_towers or is_packed,
@@ -169,7 +173,7 @@ def _decide(
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    is_sure = is_packed or _matches(tensor.name, options.include)
+    is_sure = is_packed or bool(options.include)  # which it matches, or it would be unwanted
     doubt = None if is_sure else evidence.why_unsure(module, tensor.shape)
     if doubt is not None:
         return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
@@ -203,10 +207,10 @@ def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
-    total = sum(tensor.nbytes for tensor in tensors)
+    sizes = [(getattr(decisions[tensor.name], "why", None), tensor.nbytes) for tensor in tensors]
+    total = sum(size for _, size in sizes)
     for why, hint in NOTES.items():
-        kept = (tensor for tensor in tensors if getattr(decisions[tensor.name], "why", None) is why)
-        size = sum(tensor.nbytes for tensor in kept)
+        size = sum(size for reason, size in sizes if reason is why)
         if size:
             yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
 

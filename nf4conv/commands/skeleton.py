@@ -159,7 +159,7 @@ def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, opti
             return decision
         return Keep(f"not an nn.Linear in transformers {skeleton.version}", is_linear=True)
     if path not in skeleton.linear or len(tensor.shape) != 2 or decision.why is not Why.UNSURE:
-        return replace(decision, is_linear=decision.is_linear or path in skeleton.linear)
+        return decision._replace(is_linear=decision.is_linear or path in skeleton.linear)
     rows, columns = tensor.shape
     transpose = path in skeleton.transposed
     shape = (columns, rows) if transpose else (rows, columns)

@@ -116,10 +116,10 @@ def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.
     """
     matrix, source = job.matrix, job.source
     if source.encoding is not None:
-        is_alone = matrix.index is not None and is_stack_of_matrices(source)
-        weight = read_decoded(worker, matrix_of(source, matrix.index or 0) if is_alone else source)
-        if matrix.index is not None and not is_alone:
-            weight = weight[matrix.index]
+        is_alone = matrix.expert is not None and is_stack_of_matrices(source)
+        weight = read_decoded(worker, matrix_of(source, matrix.expert or 0) if is_alone else source)
+        if matrix.expert is not None and not is_alone:
+            weight = weight[matrix.expert]
         if matrix.rows is not None:
             weight = weight[slice(*matrix.rows)]
     else:
