@@ -68,8 +68,8 @@ class TensorInfo(NamedTuple):
     @property
     def unmerged(self) -> "TensorInfo":
         """The tensor that adapters are merged into; itself if none is."""
-        is_merged = self.encoding is not None and self.encoding.method is Method.MERGED
-        return self.encoding.parts[0][1] if self.encoding is not None and is_merged else self
+        encoding = self.encoding
+        return self if encoding is None or encoding.method is not Method.MERGED else encoding.parts[0][1]
 
 
 def is_in_4_bits(tensor: TensorInfo) -> bool:

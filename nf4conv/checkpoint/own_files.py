@@ -20,6 +20,8 @@ def is_file(path: Path) -> bool:
 
 def leads_out(path: Path, root: Path) -> Path | None:
     """Where a file is that a link makes appear in a folder that it does not belong to; None of one that does."""
+    if path.parent == root and not path.is_symlink():
+        return None
     target, top = path.resolve(), root.resolve()
     around = {target, *target.parents}
     is_cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")

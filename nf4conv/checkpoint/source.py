@@ -9,7 +9,6 @@ import os
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,7 +19,7 @@ from nf4conv.checkpoint.encoded import decoded_tensors
 from nf4conv.checkpoint.header import LENGTH_BYTES, LONGEST_HEADER, MOST_TENSORS, TensorInfo, header_stop, parse_header
 from nf4conv.checkpoint.own_files import is_file, require_own
 from nf4conv.checkpoint.pickle_header import read_pickle_header
-from nf4conv.checkpoint.reader import read_bytes
+from nf4conv.checkpoint.reader import each, read_bytes
 from nf4conv.checkpoint.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLE_SUFFIXES, STEMS, find_weights
 from nf4conv.checkpoint.workspace import check_finished
 from nf4conv.errors import AdapterError, SourceError, named
@@ -29,7 +28,6 @@ from nf4conv.options import SourceOptions
 if TYPE_CHECKING:
     from nf4conv.checkpoint.hub import Fetched, Origin
 
-_HEADERS_AT_A_TIME: Final = 8
 _HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 _FARTHEST: Final = 2**16
 """Bytes between two small tensors that are still read together: a request to the Hub costs more."""
@@ -86,9 +84,7 @@ class Stamp(NamedTuple):
 
 def changed_files(stamps: "Mapping[Path, Stamp]") -> list[Path]:
     """The files that are not what they were when their source was opened; a SourceError if one is gone."""
-    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
-        now = pool.map(stamp_of, stamps)
-        return [file for file, stamp in zip(stamps, now, strict=True) if stamp != stamps[file]]
+    return [file for file, stamp in zip(stamps, each(stamp_of, stamps), strict=True) if stamp != stamps[file]]
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -100,9 +96,9 @@ def _look_at(path: Path) -> tuple[Stamp, bytes]:
     """What a file is now, and its first bytes, the header included."""
     with named(path, SourceError), path.open("rb") as file:
         status = os.fstat(file.fileno())
-        head = file.read(LENGTH_BYTES)
-        length = max(min(int.from_bytes(head, "little"), LONGEST_HEADER), _HEAD)  # a pickle has other first bytes
-        head += file.read(length)
+        head = file.read(_HEAD)
+        length = min(int.from_bytes(head[:LENGTH_BYTES], "little"), LONGEST_HEADER)  # a pickle has other first bytes
+        head += file.read(max(LENGTH_BYTES + length - len(head), 0))
         file.seek(max(status.st_size - _HEAD, 0))
         ends = zlib.crc32(file.read(_HEAD), zlib.crc32(head))
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends), head
@@ -172,13 +168,14 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     names = {path.name for path in (*folder.iterdir(), *absent) if path in absent or path.is_file()}
     weights = find_weights(names, where.variant, folder)
     weight_map = _read_weight_map(require_own(folder / weights.name, root), absent) if weights.is_index else None
-    files = tuple(folder / name for name in sorted(set((weight_map or {"": weights.name}).values())))
+    paths = {name: folder / name for name in sorted(set((weight_map or {"": weights.name}).values()))}
+    files = tuple(paths.values())
     for file in files:
         if file not in absent:
             require_own(file, root)
     stamps, stored = _read_headers(files, fetched)
     if weight_map is not None:
-        _check_index(folder, weight_map, stored)
+        _check_index(folder, weight_map, paths, stored)
     return Source(folder, root, files, stored, _read_config(folder, root), weights.stem, stamps=stamps)
 
 
@@ -200,13 +197,11 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
             groups.append([])
         groups[-1].append(tensor)
     together = [group[0]._replace(stop=group[-1].stop) for group in groups]
-    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
-        raws = pool.map(partial(read_tensor, source), together)
-        return {
-            tensor.name: raw[tensor.start - group[0].start : tensor.stop - group[0].start]
-            for group, raw in zip(groups, raws, strict=True)
-            for tensor in group
-        }
+    return {
+        tensor.name: raw[tensor.start - group[0].start : tensor.stop - group[0].start]
+        for group, raw in zip(groups, each(partial(read_tensor, source), together), strict=True)
+        for tensor in group
+    }
 
 
 def _open_file(path: Path) -> Source:
@@ -245,9 +240,7 @@ def _read_headers(
     """What files were when their headers were read, and the tensors of all of them."""
     seen: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}
-    with ThreadPoolExecutor(_HEADERS_AT_A_TIME) as pool:
-        headers = list(pool.map(partial(_read_header, fetched), files))
-    for file, (stamp, header) in zip(files, headers, strict=True):
+    for file, (stamp, header) in zip(files, each(partial(_read_header, fetched), files), strict=True):
         if stamp is not None:
             stamps[file] = stamp
         if len(seen) + len(header) > MOST_TENSORS:
@@ -281,11 +274,12 @@ def _read_header(fetched: "Fetched | None", path: Path) -> tuple[Stamp | None, t
     return None, parse_header(head[LENGTH_BYTES:stop], path, file.size)
 
 
-def _check_index(folder: Path, weight_map: Mapping[str, str], tensors: tuple[TensorInfo, ...]) -> None:
+def _check_index(
+    folder: Path, weight_map: Mapping[str, str], files: Mapping[str, Path], tensors: tuple[TensorInfo, ...]
+) -> None:
     held_in = {tensor.name: tensor.file for tensor in tensors}
-    paths = {file: folder / file for file in set(weight_map.values())}
     for name, file in weight_map.items():
-        if held_in.get(name) != paths[file]:
+        if held_in.get(name) is not files[file]:
             raise SourceError(f"{folder / file}: {name}: the index places this tensor here, but the file lacks it")
 
 

@@ -85,12 +85,12 @@ def _number(variable: str) -> int:
 
 def _shares(shards: Sequence[Shard], count: int) -> dict[str, int]:
     """Which part makes each shard: neighbours, about as many bytes for each part, and rather not two of one file."""
-    ends = [*accumulate(shard.largest_size + sum(job.source_bytes for job in shard.jobs) for shard in shards)]
+    ends = [*accumulate(shard.largest_size + sum([job.source_bytes for job in shard.jobs]) for shard in shards)]
     files = [source_files([shard]) for shard in shards]
     # a cut through a file costs as much as an eighth of a share that is too large or too small
     costs = [ends[-1] // 8 * bool(left & right) for left, right in pairwise(files)]
-    cuts = [
-        min(range(len(costs)), key=lambda place: abs(count * ends[place] - part * ends[-1]) + costs[place], default=0)
-        for part in range(1, count)
-    ]
+    cuts = []
+    for part in range(1, count):
+        found = [abs(count * end - part * ends[-1]) + cost for end, cost in zip(ends, costs, strict=False)]
+        cuts.append(found.index(min(found)) if found else 0)
     return {shard.name: 1 + bisect_left(sorted(cuts), place) for place, shard in enumerate(shards)}

@@ -104,7 +104,7 @@ def _plan(opened: Source, options: QuantizeOptions, non_finite: frozenset[str]) 
     selection = _storable(opened, selection, format)
     if options.single_file:  # what is not packed is often float32 for a reason, such as a VAE
         kept = {name: part for name, part in selection.decisions.items() if isinstance(part, Keep)}
-        as_stored = {name: replace(part, keep_dtype=True) for name, part in kept.items()}
+        as_stored = {name: part._replace(keep_dtype=True) for name, part in kept.items()}
         selection = replace(selection, decisions={**selection.decisions, **as_stored})
     unchanged = _unchanged(opened, selection, format, options)
     output = make_plan(
@@ -141,7 +141,7 @@ def _storable(source: Source, selection: Selection, format: Format) -> Selection
     size = ITEMSIZES[format.storage_tag]
     odd = [
         name
-        for name, decision in selection.decisions.items()
+        for name, decision in (selection.decisions.items() if size > 1 else ())
         if isinstance(decision, Pack) and any(-(-math.prod(part.shape) // 2) % size for part in decision.matrices)
     ]
     why = f"its packed bytes do not divide into {format.quant_storage}"
