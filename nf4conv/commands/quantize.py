@@ -11,24 +11,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
 from nf4conv.checkpoint.selection import unmatched
-from nf4conv.commands.diffusers import (
-    DiffusersPlan,
-    applying,
-    bytes_on_disk,
-    for_submodel,
-    is_included,
-    write_submodels,
-)
+from nf4conv.commands import diffusers
+from nf4conv.commands.diffusers import DiffusersPlan
 from nf4conv.commands.output import check_apart, ignore
 from nf4conv.commands.parts import plan_part
-from nf4conv.commands.single.quantize import (
-    QuantizationPlan,
-    plan_one,
-    plan_submodel,
-    prepared,
-    write_one,
-    write_one_file,
-)
+from nf4conv.commands.single import quantize as single
+from nf4conv.commands.single.quantize import QuantizationPlan
 from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
@@ -81,20 +69,20 @@ def plan_quantization(
     """
     options = options or QuantizeOptions()
     try:
-        single = plan_one(source, options, where)
+        plan = single.plan_one(source, options, where)
         again = partial(plan_quantization, source, options, where)
-        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])), again=again)
+        return replace(plan, notes=(*plan.notes, *unmatched(options, [("", plan.source)])), again=again)
     except DiffusersFolderError as error:
         if options.single_file:
             what = "--single-file is for one part of a diffusers pipeline: --subfolder transformer, or unet"
             raise PlanError(f"{source}: {what}") from error
         folder = open_diffusers(source, where)
     submodels = {
-        name: plan_submodel(
+        name: single.plan_submodel(
             folder.place,
-            replace(for_submodel(name, options), skip_modules=applying(options.skip_modules, name)),
+            replace(diffusers.for_submodel(name, options), skip_modules=diffusers.applying(options.skip_modules, name)),
             place,
-            pack=is_packed_by_default(name) and is_included(name, options),
+            pack=is_packed_by_default(name) and diffusers.is_included(name, options),
         )
         for name, place in folder.submodels.items()
     }
@@ -143,19 +131,21 @@ def execute_quantization(
         return carry_out(plan, partial(execute_quantization, push=push), out, run, progress)
     if isinstance(plan, QuantizationPlan):
         check_apart(plan.source.folder, out)
-        plan = prepared(plan, run)
+        plan = single.prepared(plan, run)
         if plan.options.single_file:
-            return write_one_file(plan, out, run, progress, push)
+            return single.write_one_file(plan, out, run, progress, push)
     else:
         check_apart(plan.folder.folder, out)
-        submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}
+        submodels = {name: single.prepared(part, run) for name, part in plan.submodels.items()}
         plan = _checked(replace(plan, submodels=submodels))
     with _open_push(push, run) as repository:
         if isinstance(plan, QuantizationPlan):
-            report = write_one(plan, out, run, progress, None if repository is None else repository.offer)
+            report = single.write_one(plan, out, run, progress, None if repository is None else repository.offer)
             format = plan.output.format
         else:
-            report = write_submodels(plan, out, run, progress, partial(_write, repository), partial(_card, plan))
+            report = diffusers.write_submodels(
+                plan, out, run, progress, partial(_write, repository), partial(_card, plan)
+            )
             format = next(iter(plan.submodels.values())).output.format
         address = None
         if repository is not None:
@@ -177,14 +167,14 @@ def _write(
 ) -> QuantizeReport:
     """Carry out the plan of a submodel, whose folder's name stands before those of its files on the Hub."""
     offer = None if repository is None else lambda name, path: repository.offer(f"{folder.name}/{name}", path)
-    return write_one(plan, folder, run, progress, offer)
+    return single.write_one(plan, folder, run, progress, offer)
 
 
 def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
     from nf4conv.report.card import Figures, diffusers_card  # importing a reader of YAML takes a moment
 
     figures = {
-        name: Figures(part.totals().bytes_before, bytes_on_disk(Path(report.out), name, part))
+        name: Figures(part.totals().bytes_before, diffusers.bytes_on_disk(Path(report.out), name, part))
         for name, part in plan.submodels.items()
     }
     return diffusers_card(

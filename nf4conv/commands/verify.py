@@ -208,26 +208,22 @@ def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int
     copies = {stored.name: CopyResult(stored) for stored, _ in plan.pairs.copies}
     left = {name: result for name, result in results.items() if name not in proved}
     if left or not copies.keys() <= same or not device:
-        from nf4conv.pipeline.with_torch.check import (  # importing torch takes seconds
-            copy_tasks,
-            scale_tasks,
-            tasks_of_weight,
-        )
+        from nf4conv.pipeline.with_torch import check  # importing torch takes seconds
 
         pipeline = make_pipeline(comparing_engine(run), run, progress)
         device, weights = pipeline.engine.device, [pair for pair in plan.pairs.weights if pair[0].name in left]
         unlike = Pairs(copies=[pair for pair in plan.pairs.copies if pair[0].name not in same])
         pipeline.run(
             chain(
-                scale_tasks(left, pipeline.piece),
-                *(tasks_of_weight(left[weight.name], job, pipeline.piece) for weight, job in weights),
-                copy_tasks(unlike, copies, pipeline.piece),
+                check.scale_tasks(left, pipeline.piece),
+                *(check.tasks_of_weight(left[weight.name], job, pipeline.piece) for weight, job in weights),
+                check.copy_tasks(unlike, copies, pipeline.piece),
             )
         )
     with_checksums = check_checksums(plan.structure, run.workers or cores())
     for result in results.values():
-        for check, text in weight_faults(result, plan.options):
-            plan.structure.note(check, result.weight.values.file, result.weight.name, text)
+        for violated, text in weight_faults(result, plan.options):
+            plan.structure.note(violated, result.weight.values.file, result.weight.name, text)
     for copy in copies.values():
         if copy.differing:
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
