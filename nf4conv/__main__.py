@@ -4,6 +4,7 @@ The answer is to end at once. An exception could come anywhere, be lost in the i
 threads in C++; and nothing has to be put in order: a run may be killed at any time, and the next one takes over there.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ def run() -> NoReturn:
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a shell
             signal.signal(number, _leave)
+    gc.set_threshold(200_000)  # of many small objects that live on, looking for dead ones takes a sixth of the time
     from nf4conv.cli import main  # importing it takes a moment, in which signals may come
 
     code: object = 0

@@ -5,8 +5,9 @@ Of a packed weight also its row, its faults, and totals by kind of module.
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from nf4conv.checkpoint.header import TensorInfo
@@ -126,12 +127,17 @@ def _whole(kind: Callable[..., M], pieces: Mapping[int, Any]) -> M | None:
     if not pieces:
         return None
     columns = zip(*(pieces[start] for start in sorted(pieces)), strict=True)
-    adding = (
+    return kind(*(add(column) for add, column in zip(_adding(kind), columns, strict=True)))
+
+
+@cache
+def _adding(kind: Callable[..., M]) -> tuple[Callable[[Sequence[Any]], Any], ...]:
+    """How each field of the whole comes from those of the pieces; to find that out takes longer than to do it."""
+    return tuple(
         # of a sum of floats ten digits are kept, because the last of sixteen depend on how a device adds
         max if name.startswith(("max", "largest")) else sum if hint is int else lambda x: float(f"{math.fsum(x):.10g}")
         for name, hint in get_type_hints(kind).items()
     )
-    return kind(*(add(column) for add, column in zip(adding, columns, strict=True)))
 
 
 def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
@@ -168,7 +174,7 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
 
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
-    weight, errors = result.weight, result.errors
+    weight, errors, error = result.weight, result.errors, result.relative_error
     return WeightRow(
         name=weight.name,
         **place_of(weight.name)._asdict(),
@@ -181,9 +187,9 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
         double_quant=weight.format.double_quant,
         parameters=weight.elements,
         bytes=weight.nbytes,
-        relative_error=result.relative_error,
+        relative_error=error,
         tolerance=_tolerance(result, options),
-        snr_db=None if result.relative_error is None else decibels(result.relative_error),
+        snr_db=None if error is None else decibels(error),
         largest_error=None if errors is None else errors.max_error,
         largest_error_of_absmax=None if errors is None else errors.max_relative_error,
         outside=None if errors is None else errors.outside,
