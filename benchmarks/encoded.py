@@ -1,9 +1,10 @@
 """What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same model in bfloat16.
 
-Every run is a fresh process on files in memory or a warm page cache; each encoding takes turns with bfloat16. Random
+And what casts cost: packing and decoding with `--dtype float16`, beside the same without it. Every run is a fresh
+process on files in memory or a warm page cache; each takes turns with what it is compared with. Random
 bytes are as good as weights: nothing here depends on their values but that they are finite. All layers hold the same.
 
-Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ENCODING ...]
+Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ROW ...]
 """
 
 import argparse
@@ -83,6 +84,22 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
 }
 
 
+Run = tuple[str, list[str]]
+"""The encoding of a source, and a command with its options."""
+
+PLAIN: Run = ("bfloat16", ["quantize"])
+ROWS: dict[str, tuple[Run, Run]] = {
+    **{encoding: ((encoding, ["quantize"]), PLAIN) for encoding in ENCODINGS if encoding != "bfloat16"},
+    "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),
+    "quantize --dtype float16": (("bfloat16", ["quantize", "--dtype", "float16"]), PLAIN),
+    "dequantize --dtype float16": (
+        ("bitsandbytes 4-bit", ["dequantize", "--dtype", "float16"]),
+        ("bitsandbytes 4-bit", ["dequantize"]),
+    ),
+}
+"""What is measured, by name, and what it is compared with."""
+
+
 def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
     """A file for each layer, which are copies of the first but for the names."""
     encode, description = ENCODINGS[encoding]
@@ -95,7 +112,9 @@ def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
             tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
             files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
     for file, tensors in files.items():
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.cpu().clone() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"}
+        )
     first = (folder / "model-0.safetensors").read_bytes()
     size = int.from_bytes(first[:8], "little")
 
@@ -116,45 +135,47 @@ def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def quantize(encoding: str, source: Path, out: Path) -> dict[str, Any]:
-    options = ["--blocksize", "128"] if encoding == "bitsandbytes 4-bit" else []
+def convert(of: Run, scratch: Path) -> dict[str, Any]:
+    (encoding, (command, *options)), out = of, scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
-    return run([sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--json", "--quiet", *options])
+    given = [command, str(scratch / encoding), str(out), "--json", "--quiet", *options]
+    return run([sys.executable, "-m", "nf4conv", *given])
 
 
-def summarize(encoding: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of an encoding's runs, and their ratio to those of bfloat16 beside them."""
+def summarize(name: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of a row's runs, and their ratio to those of what ran beside them."""
     medians = {
         key: statistics.median(result[key] for result in results)
         for key in ("wall_seconds", "pipeline_seconds", "host_peak_bytes", "host_baseline_bytes", "device_peak_bytes")
     }
     moved = results[0]["bytes_before"] + results[0]["bytes_after"]
+    others = {key: statistics.median(result[key] for result in beside) for key in ("wall_seconds", "pipeline_seconds")}
     return {
-        "encoding": encoding,
+        "row": name,
         "source_bytes": results[0]["bytes_before"],
         "bytes_after": results[0]["bytes_after"],
         **medians,
         "host_growth_bytes": medians["host_peak_bytes"] - medians["host_baseline_bytes"],
         "moved_gb_per_second": moved / medians["pipeline_seconds"] / 1e9,
-        "bfloat16_wall_seconds": statistics.median(result["wall_seconds"] for result in beside),
-        "over_bfloat16": medians["wall_seconds"] / statistics.median(result["wall_seconds"] for result in beside),
+        **{f"beside_{key}": value for key, value in others.items()},
+        "over_beside": medians["wall_seconds"] / others["wall_seconds"],
+        "over_beside_by_turn": [
+            one["wall_seconds"] / two["wall_seconds"] for one, two in zip(results, beside, strict=True)
+        ],
         "seconds_by_activity": results[-1]["seconds_by_activity"],
     }
 
 
-def measure(encoding: str, source: Path, scratch: Path, runs: int) -> dict[str, Any]:
-    """Turns of an encoding and of bfloat16, whose checkpoint is there already."""
-    results: list[dict[str, Any]] = []
-    beside: list[dict[str, Any]] = []
-    for _ in range(runs + 1):
-        results.append(quantize(encoding, source, scratch / "out"))
-        beside.append(quantize("bfloat16", scratch / "bfloat16", scratch / "out"))
-    return summarize(encoding, results[1:], beside[1:])  # the first turn warms caches and compiles kernels
+def measure(name: str, scratch: Path, runs: int) -> dict[str, Any]:
+    """Turns of a row and of what it is compared with, whose checkpoints are there already."""
+    turns = [[convert(of, scratch) for of in ROWS[name]] for _ in range(runs + 1)]
+    # the first turn warms caches and compiles kernels
+    return summarize(name, *map(list, zip(*turns[1:], strict=True)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("encodings", nargs="*", default=list(ENCODINGS))
+    parser.add_argument("rows", nargs="*", default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b"))
     parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
     parser.add_argument("--runs", type=int, default=3)
@@ -165,15 +186,15 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         scratch = Path(folder)
-        write_checkpoint(shape, "bfloat16", scratch / "bfloat16")
-        for encoding in chosen.encodings:
-            source = scratch / encoding
-            if encoding != "bfloat16":
-                write_checkpoint(shape, encoding, source)
-            rows.append(measure(encoding, source, scratch, chosen.runs))
+        for name in chosen.rows:
+            needed = {encoding for encoding, _ in ROWS[name]}
+            for encoding in needed:
+                if not (scratch / encoding).exists():
+                    write_checkpoint(shape, encoding, scratch / encoding)
+            rows.append(measure(name, scratch, chosen.runs))
             print(json.dumps(rows[-1]), flush=True)
-            if encoding != "bfloat16":
-                shutil.rmtree(source)
+            for other in {*ENCODINGS} - {*needed, "bfloat16"}:
+                shutil.rmtree(scratch / other, ignore_errors=True)
     keep(chosen.out, {"rows": rows}, "torch", "triton")
 
 

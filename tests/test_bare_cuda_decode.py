@@ -15,7 +15,7 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
-from nf4conv.pipeline.engines import unpacking_engine
+from nf4conv.pipeline.engines import writing_engine
 from nf4conv.pipeline.without_torch.worker import CudaEngine
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def parts_of(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 
 def is_bare(source: Path, options: DequantizeOptions | None = None) -> bool:
     plan = plan_dequantization(source, options)
-    return isinstance(unpacking_engine(plan.output, GPU, is_cast=plan.options.dtype is not None)[0], CudaEngine)
+    return isinstance(writing_engine(plan.output, GPU)[0], CudaEngine)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -140,15 +140,16 @@ def test_thousands_of_small_weights(tmp_path):
         same_bits(found, dequantize_4bit(stored[name], QuantState.from_components(parts_of(stored, name))))
 
 
-def test_what_needs_a_cast_takes_the_way_through_torch(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_decoded_to_another_dtype_are_rounded_once(tmp_path, dtype):
     stored = packed_checkpoint(tmp_path / "source", torch.bfloat16)
-    options = DequantizeOptions(dtype="float32")
-    assert not is_bare(tmp_path / "source", options)
+    options = DequantizeOptions(dtype=str(dtype)[6:])
+    assert is_bare(tmp_path / "source", options)
     dequantize_checkpoint(tmp_path / "source", tmp_path / "out", options, GPU)
     written = load_file(tmp_path / "out/model.safetensors")
     for name in SHAPES:
         state = QuantState.from_components(parts_of(stored, name))
-        same_bits(written[name], dequantize_4bit(stored[name], state, dtype=torch.float32))
+        same_bits(written[name], dequantize_4bit(stored[name], state, dtype=dtype))
 
 
 def test_a_damaged_quant_state_is_named(tmp_path):

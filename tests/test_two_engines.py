@@ -5,6 +5,7 @@ Without a GPU the driver and the compiler are played (host_driver.py), and torch
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_quantize_verify import Faulty
 
 from nf4conv import (
+    DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     VerifyOptions,
@@ -26,7 +28,7 @@ from nf4conv import (
     verify_checkpoint,
 )
 from nf4conv.checkpoint.plan import CopyJob
-from nf4conv.errors import VerificationError
+from nf4conv.errors import SourceError, VerificationError
 from nf4conv.pipeline.without_torch import worker
 from nf4conv.pipeline.without_torch.worker import CudaEngine
 from nf4conv.report.as_json import content_of
@@ -191,16 +193,112 @@ def test_four_bit_sources_repacked_and_decoded(tmp_path: Path, gpu: list[CudaEng
     assert len(gpu) == 2
 
 
-@pytest.mark.parametrize("why", ["cast", "kept but encoded", "transposed"])
+CASTS = [(torch.float32, "float16"), (torch.float16, "float32")] + [
+    pytest.param(*pair, marks=pytest.mark.gpu)  # the interpreter rounds to bfloat16 otherwise
+    for pair in ((torch.float32, "bfloat16"), (torch.bfloat16, "float16"), (torch.float16, "bfloat16"),
+                 (torch.bfloat16, "float32"))
+]  # fmt: skip
+
+
+def bit_patterns(stored: torch.dtype, cast: torch.dtype) -> torch.Tensor:
+    """All values of a 16-bit dtype, or many of float32, but those that become infinite; without a GPU no NaN."""
+    size, shift = (torch.int16, 0) if stored.itemsize == 2 else (torch.int32, 13)
+    some = torch.arange(-(2**15), 2**15) << shift
+    bits = torch.cat([some, some ^ 0x1000, some | 0xFFF]) if shift else some
+    values = bits.to(size).view(stored)
+    lost = values.isfinite() & ~values.to(cast).isfinite()
+    return values[~lost if ON_GPU else ~lost & ~values.isnan()]
+
+
+@pytest.mark.parametrize(("stored", "dtype"), CASTS, ids=str)
+def test_casts(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, dtype: str):
+    """Of weights before they are packed, of what is kept, and of what is decoded; and what comes of it is proved."""
+    tensors = weights(stored) | {"model.layers.0.input_layernorm.weight": bit_patterns(stored, getattr(torch, dtype))}
+    source, packed = write(tmp_path / "source", tensors, dtype=stored), tmp_path / "packed"
+    by_torch(quantize_checkpoint, source, packed, None)
+    for command, origin, options, name in (
+        (quantize_checkpoint, source, QuantizeOptions(dtype=dtype), "quantized"),
+        (quantize_checkpoint, packed, QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",)), "again"),
+        (dequantize_checkpoint, packed, DequantizeOptions(dtype=dtype), "dequantized"),
+    ):
+        command(origin, tmp_path / f"bare {name}", options, BARE)
+        by_torch(command, origin, tmp_path / f"torch {name}", options)
+        same(tmp_path / f"bare {name}", tmp_path / f"torch {name}")
+    without_torch(monkeypatch)
+    assert verify_checkpoint(tmp_path / "bare quantized", source, VerifyOptions(exact=True), BARE).passed
+    quantize_checkpoint(source, tmp_path / "audited", QuantizeOptions(dtype=dtype), replace(BARE, verify=True))
+    assert len(gpu) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("fp8 blocks", "float32"), ("nvfp4", "float16"), ("bitsandbytes 8-bit", "float16")]
+)
+def test_encoded_tensors_that_are_kept(
+    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+):
+    description, parts = KINDS[kind]
+    tensors = {
+        f"model.layers.0.{name}.{suffix}": part
+        for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")
+        for suffix, part in parts(136, 96).items()
+    }
+    source = write(tmp_path / "source", tensors, description)
+    options = QuantizeOptions(dtype=dtype, exclude=("*o_proj*", "*down_proj*"))
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    quantize_checkpoint(source, tmp_path / "bare", options, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    without_torch(monkeypatch)
+    quantize_checkpoint(source, tmp_path / "audited", options, replace(BARE, verify=True))
+    assert len(gpu) == 2
+
+
+@pytest.mark.parametrize("name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"])
+def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[CudaEngine], name: str):
+    tensors = weights(torch.float32)
+    tensors["model.layers.0.input_layernorm.weight"] = torch.tensor([torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8])
+    source, options = write(tmp_path / "source", tensors, dtype=torch.float32), QuantizeOptions(dtype="float16")
+    quantize_checkpoint(source, tmp_path / "kept", options, BARE)  # what is infinite in the source may stay so
+    tensors[name].view(-1)[-1] = 65520.0
+    save_file(tensors, source / "model.safetensors")
+    refusal = rf"model.safetensors: {name}: has values too large for float16, to which it would be cast; give another"
+    with pytest.raises(SourceError, match=refusal):
+        by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    with pytest.raises(SourceError, match=refusal):
+        quantize_checkpoint(source, tmp_path / "bare", options, replace(BARE, device="auto"))
+    assert len(gpu) == 2
+
+
+@pytest.mark.parametrize(
+    "stored", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
+def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dtype):
+    """Scales are float32. What is decoded to the dtype that it was packed from is as bitsandbytes decodes it."""
+    source, packed = write(tmp_path / "source", weights(stored), dtype=stored), tmp_path / "packed"
+    by_torch(quantize_checkpoint, source, packed, QuantizeOptions(double_quant=False))
+    tensors = load_file(packed / "model.safetensors")
+    tensors[f"{DOWN}.absmax"][3] = 1e38
+    save_file(tensors, packed / "model.safetensors")
+    for engine, command in (
+        ("bare", lambda *given: dequantize_checkpoint(*given, BARE)),
+        (
+            "torch",
+            lambda *given: by_torch(dequantize_checkpoint, *given),
+        ),
+    ):
+        command(packed, tmp_path / f"{engine} wide", DequantizeOptions(dtype="float32"))
+        refused = pytest.raises(SourceError, match=rf"{DOWN}: has values too large for float16, to which")
+        with nullcontext() if stored == torch.float16 else refused:
+            command(packed, tmp_path / engine, DequantizeOptions(dtype="float16"))
+    same(tmp_path / "bare wide", tmp_path / "torch wide")
+
+
+@pytest.mark.parametrize("why", ["float64", "transposed"])
 def test_what_takes_torch_takes_it(tmp_path: Path, gpu: list[CudaEngine], why: str):
-    options = QuantizeOptions(dtype="float32" if why == "cast" else None)
-    description, parts = KINDS["fp8 channels"]
+    options = QuantizeOptions()
     tensors = weights(torch.float16)
-    if why == "kept but encoded":
-        tensors = {f"model.layers.0.mlp.up_proj.{role}": part for role, part in parts(64, 32).items()}
-        tensors |= {f"model.layers.0.self_attn.o_proj.{role}": part for role, part in parts(64, 32).items()}
-        options = QuantizeOptions(exclude=("*o_proj*",))
-    source = write(tmp_path / "source", tensors, description if why == "kept but encoded" else None)
+    if why == "float64":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    source = write(tmp_path / "source", tensors)
     if why == "transposed":
         config = json.loads((source / "config.json").read_text())
         save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()}, source / "model.safetensors")

@@ -45,7 +45,8 @@ _STORAGE: Final = ("U8", "I8", "BF16", "F16", "F32")  # of the codes of bitsandb
 _UNREAD: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 _ACTIVATIONS: Final = tuple(_NAMES["activations"])
 """Ends of names of what a quantized model needs to run, and a decoded one does not."""
-_OF_WEIGHTS: Final = (*_NAMES["weights"], *(f".{suffix}" for suffix in layout.COMPONENT_SUFFIXES))
+_COMPONENTS: Final = tuple(f".{suffix}" for suffix in layout.COMPONENT_SUFFIXES)
+_OF_WEIGHTS: Final = (*_NAMES["weights"], *_COMPONENTS)
 """Ends of names of parts of encoded weights; one that is not used means that something is not understood."""
 _SCALES: Final = ("absmax", "nested_absmax", "nested_quant_map")
 """What decoding a 4-bit weight of bitsandbytes takes beside its codes."""
@@ -136,7 +137,7 @@ def _blocks(description: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
-    rules = () if siblings.is_scale(tensor) else _RULES
+    rules = () if tensor.name.endswith(_COMPONENTS) or siblings.is_scale(tensor) else _RULES
     decoded = next((decoded for rule in rules if (decoded := rule(tensor, siblings)) is not None), None)
     for _, part in () if decoded is None or decoded.encoding is None else decoded.encoding.parts:
         if part.dtype not in _PARTS:
@@ -193,7 +194,7 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         raise SourceError(f"{tensor.file}: {tensor.name}: lacks its {lost}, without which it cannot be decoded")
     if len(blobs) > 1 or tensor.dtype not in _STORAGE:
         raise _misfit(tensor, blob)
-    shape, dtype, blocksize = _quant_state(blob, siblings, is_nested)
+    shape, dtype, blocksize, offset = _quant_state(blob, siblings, is_nested)
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes:
         raise _misfit(tensor, parts["absmax"])
@@ -205,22 +206,24 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         raise _misfit(tensor, parts["quant_map"])
     transposed = len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families)
     method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
-    encoding = Encoding(method, (("values", tensor), *parts.items()), (blocksize,))
+    encoding = Encoding(method, (("values", tensor), *parts.items()), (blocksize,), dtype=dtype, offset=offset)
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
 
 
-def _quant_state(tensor: TensorInfo, siblings: _Siblings, is_nested: bool) -> tuple[tuple[int, ...], str, int]:
+def _quant_state(
+    tensor: TensorInfo, siblings: _Siblings, is_nested: bool
+) -> tuple[tuple[int, ...], str, int, float | None]:
     if tensor.dtype != "U8" or tensor.nbytes > layout.LARGEST_QUANT_STATE:
         raise SourceError(f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes of {tensor.dtype} are no quant state")
     try:
         fields = layout.parse_quant_state(siblings.read(tensor), may_say_more=True)
-        if is_nested:
-            layout.nested_offset_of(fields)
+        offset = layout.nested_offset_of(fields) if is_nested else 0.0
+        says_more = not fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS}
     except CodecError as error:
         raise SourceError(f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}") from error
     if not tensor.name.endswith(f".{layout.QUANT_STATE_PREFIX}{fields['quant_type']}"):
         raise SourceError(f"{tensor.file}: {tensor.name}: its quant_type is {fields['quant_type']!r}")
-    return tuple(fields["shape"]), layout.TAGS[fields["dtype"]], fields["blocksize"]
+    return tuple(fields["shape"]), layout.TAGS[fields["dtype"]], fields["blocksize"], None if says_more else offset
 
 
 def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:

@@ -87,6 +87,8 @@ class Encoding(NamedTuple):
     # how many rows of the whole tensor are before these
     block: tuple[int, ...] = ()
     deltas: "tuple[Delta, ...]" = ()  # what MERGED adds to its only part, in this order
+    dtype: str = ""  # tag of the values before they were encoded; empty where nothing tells
+    offset: float | None = None  # of bitsandbytes' 4 bits nested_offset, or 0; None where a quant state says more
 
     @property
     def nbytes(self) -> int:

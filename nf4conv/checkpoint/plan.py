@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
@@ -117,6 +118,23 @@ class CopyJob:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its values are decoded or cast."""
+        return self.source.encoding is not None or self.dtype != self.source.dtype
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The dtypes that its values go through, from what they are stored in, or decoded to.
+
+        A single one holds whatever is decoded. Otherwise finite values may become infinite on the way.
+        """
+        tags, encoding = [self.source.dtype, self.dtype], self.source.encoding
+        if encoding is not None:
+            is_held = self.dtype == encoding.dtype if encoding.dtype else self.dtype != "F16"
+            tags = tags if is_held and self.dtype == self.source.dtype else ["F32", *tags]
+        return tuple(tag for tag, _ in groupby(tags))
 
     @property
     def elements(self) -> int:

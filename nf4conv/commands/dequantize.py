@@ -37,7 +37,7 @@ from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import unpacking_engine
+from nf4conv.pipeline.engines import writing_engine
 from nf4conv.report.results import DequantizeReport
 from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSummary
 
@@ -252,7 +252,7 @@ def _write_one(
     """Carry out the plan of one checkpoint."""
 
     def write() -> dict[str, Any]:
-        engine = unpacking_engine(plan.output, run, is_cast=plan.options.dtype is not None)
+        engine = writing_engine(plan.output, run)
         return write_checkpoint(plan, out, run, progress, engine)
 
     figures, totals = written(plan, out, run, progress, write), plan.totals()

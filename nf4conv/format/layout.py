@@ -18,6 +18,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from nf4conv.errors import CodecError
@@ -111,7 +112,8 @@ def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float 
     return json.dumps(state).encode()
 
 
-def components(format: Format, shape: Sequence[int]) -> tuple[Component, ...]:
+@lru_cache(maxsize=4096)
+def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
     """The tensors that a weight of a shape becomes, in the order of the module docstring."""
     elements = math.prod(shape)
     blocks = block_count(elements, format.blocksize)

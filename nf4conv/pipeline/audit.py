@@ -18,9 +18,8 @@ from nf4conv.checkpoint.plan import CopyJob, PackJob, component_name
 from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
-from nf4conv.pipeline.same_bytes import is_same
 from nf4conv.pipeline.shards import ShardProgress
-from nf4conv.pipeline.without_torch.proof import prove_written
+from nf4conv.pipeline.without_torch.proof import prove_kept, prove_written
 from nf4conv.pipeline.without_torch.worker import CudaWorker
 from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_row
 from nf4conv.report.rows import VerificationSummary, distance
@@ -64,8 +63,7 @@ class AuditOfWritten:
 
     def check_copy(self, worker: Any, progress: ShardProgress, job: CopyJob, piece: Piece) -> None:
         copy = self._copy(progress, job)
-        place = progress.writer.place(job.offset + piece.tensor.start - job.source.start)
-        if isinstance(worker, CudaWorker) and is_same(worker, piece.tensor.file_range, *place):
+        if isinstance(worker, CudaWorker) and prove_kept(worker, progress, job, piece):
             return
         from nf4conv.pipeline.with_torch.check import compare_copy  # importing torch takes seconds
 

@@ -3,9 +3,8 @@
 For that reason each engine is imported only when it is chosen.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from nf4conv.checkpoint.pairing import Pairs
@@ -21,18 +20,18 @@ ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
 """How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
 
 
-def packing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
-    """The engine that quantizes, and its tasks."""
+def writing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
+    """The engine that quantizes, or dequantizes, and its tasks: that without torch, if there are kernels and a GPU."""
     from nf4conv.pipeline.without_torch import pack
+    from nf4conv.pipeline.without_torch.worker import bare_engine
 
-    return _engine(partial(pack.purposes_of, output, is_compared=run.verify), run, pack)
+    returned = pack.returned_by(output)
+    engine = bare_engine(run.device, partial(pack.purposes_of, output, is_compared=run.verify), returned)
+    if engine is not None:
+        return engine, partial(pack.shard_tasks, returned=returned)
+    from nf4conv.pipeline.with_torch.pack import shard_tasks
 
-
-def unpacking_engine(output: Plan, run: RunOptions, *, is_cast: bool) -> tuple[Engine[Any], ShardTasks]:
-    """The engine that dequantizes, and its tasks; `is_cast` says whether to another dtype than before."""
-    from nf4conv.pipeline.without_torch import unpack
-
-    return _with_torch(run) if is_cast else _engine(partial(unpack.purposes_of, output), run, unpack)
+    return comparing_engine(run), shard_tasks
 
 
 def host_engine(run: RunOptions) -> HostEngine:
@@ -64,25 +63,10 @@ def prove(
     from nf4conv.pipeline.without_torch.worker import bare_engine
 
     plan = proof.plan_of_proof(pairs)
-    needed = None if plan is None else partial(pack.purposes_of, plan, is_compared=True)
-    engine = None if needed is None else bare_engine(run.device, needed, pack.RETURNED)
-    if plan is None or engine is None:
+    if plan is None:
+        return "", {}, frozenset()
+    engine = bare_engine(run.device, partial(pack.purposes_of, plan, is_compared=True), pack.returned_by(plan))
+    if engine is None:
         return "", {}, frozenset()
     with Reader() as reader:
         return engine.device, *proof.prove(make_pipeline(engine, run, progress), plan, pairs, reader)
-
-
-def _engine(
-    purposes: Callable[[], Collection[Any] | None], run: RunOptions, way: ModuleType
-) -> tuple[Engine[Any], ShardTasks]:
-    """The engine without torch and its tasks, if there are kernels and a GPU for it; or else that with torch."""
-    from nf4conv.pipeline.without_torch.worker import bare_engine
-
-    engine = bare_engine(run.device, purposes, way.RETURNED)
-    return (engine, way.shard_tasks) if engine is not None else _with_torch(run)
-
-
-def _with_torch(run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
-    from nf4conv.pipeline.with_torch.pack import shard_tasks
-
-    return comparing_engine(run), shard_tasks

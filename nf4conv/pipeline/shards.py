@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nf4conv.checkpoint.encoded_pieces import Piece, matrix_pieces, plain_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, matrix_pieces, packed_pieces, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob, Shard, component_name
 from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.encodings import Method
 from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
 from nf4conv.pipeline.loop import Task, W, Worker, batches, interleave
 from nf4conv.report.measured import WeightResult
@@ -136,31 +137,47 @@ def fill(
     progress: ShardProgress,
     weights: Sequence[ShardTask[Any]],
     piece: int,
-    cast: "Callable[[ShardProgress, tuple[CopyPart, ...], Any], None] | None" = None,
+    most: Callable[[CopyJob], int],
+    convert: "Callable[[ShardProgress, tuple[CopyPart, ...], Any], None]",
 ) -> list[ShardTask[Any]]:
     """All tasks of a shard: those of its weights, in turn with those of the tensors that are kept.
 
     Args:
         progress: the shard, which learns how many they are.
-        weights: tasks of the weights, and of whatever else an engine does in its own way.
+        weights: tasks of the weights.
         piece: bytes that a worker reads at a time.
-        cast: carries out the task of tensors that are kept in another dtype; None where there are none.
+        most: of a tensor that is decoded or cast, the elements that are taken at a time.
+        convert: carries out the task of such tensors, which go through the same dtypes, and are all encoded or none.
     """
-    copies: list[ShardTask[Any]] = []
-    for make, is_cast in ((_copy_raw, False), (cast, True)):
-        kept = (
-            (job, part)
-            for job in progress.shard.jobs
-            if isinstance(job, CopyJob) and not job.source.encoding and (job.dtype != job.source.dtype) is is_cast
-            for part in plain_pieces(job.source, piece * 8 // DTYPE_BITS[job.source.dtype] // 64 * 64)
-        )
-        for parts in batches(kept, lambda part: part[1].tensor.nbytes, piece, lambda part: part[0].source.file):
-            assert make is not None
-            copies.append(ShardTask(parts[0][0].source.file, partial(make, progress, parts)))
+
+    def at_a_time(job: CopyJob) -> int:
+        return most(job) if job.is_changed else piece * 8 // DTYPE_BITS[job.dtype]
+
+    def share(part: CopyPart) -> int:
+        return part[1].tensor.elements * piece // at_a_time(part[0])
+
+    def kind(part: CopyPart) -> object:
+        return part[0].source.file, part[0].steps, part[0].source.encoding is None
+
+    groups: list[Sequence[ShardTask[Any]]] = [weights]
+    for make, is_changed in ((_copy_raw, False), (convert, True)):
+        kept = [job for job in progress.shard.jobs if isinstance(job, CopyJob) and job.is_changed is is_changed]
+        parts = ((job, part) for job in kept for part in pieces_of(job, at_a_time(job)))
+        tasks = batches(parts, share, piece, kind, LARGEST_BATCH)
+        groups.append([ShardTask(some[0][0].source.file, partial(make, progress, some)) for some in tasks])
     stored = (job for job in progress.shard.jobs if isinstance(job, PackJob) and job.stored is not None)
-    copies += [ShardTask(job.source.file, partial(_copy_stored, progress, job, piece)) for job in stored]
-    progress.expect(len(weights) + len(copies))
-    return list(interleave([weights, copies], 2))
+    groups.append([ShardTask(job.source.file, partial(_copy_stored, progress, job, piece)) for job in stored])
+    progress.expect(sum(map(len, groups)))
+    return list(interleave(groups, len(groups)))
+
+
+def pieces_of(job: CopyJob, most: int) -> list[Piece]:
+    """A tensor that is kept in pieces of at most so many elements, if it can be cut so."""
+    source = job.source
+    if source.encoding is None:
+        return plain_pieces(source, most // 64 * 64)
+    is_packed = source.encoding.method is Method.BITSANDBYTES_4BIT
+    return packed_pieces(source, most) if is_packed else encoded_pieces(source, most)
 
 
 def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float | None]) -> dict[str, bytes]:
@@ -179,7 +196,6 @@ def json_blobs(format: Format, jobs: Sequence[PackJob], offsets: Sequence[float 
 def weight_tasks(
     progress: ShardProgress,
     piece: int,
-    most: int,
     room: Callable[[PackJob], int],
     kind: Callable[[PackJob], object],
     of_piece: Callable[..., None],
@@ -187,15 +203,15 @@ def weight_tasks(
 ) -> list[ShardTask[Any]]:
     """The tasks of a shard's weights: of neighbours of a kind that fit a piece, or of each piece of a large one.
 
-    They are of one file, too. `room` says how much of a piece a weight takes; `piece` and `most` how large one is,
-    as of `weight_pieces`.
+    They are of one file, too. `room` says how much of a piece, which has so many bytes, a weight takes.
     """
     tasks: list[ShardTask[Any]] = []
     weights = (job for job in progress.shard.jobs if isinstance(job, PackJob) and not job.stored)
     blocksize = progress.format.blocksize
     unit = blocksize if progress.results is None else blocksize * NESTED_BLOCKSIZE  # errors are those of stored scales
     for jobs in batches(weights, room, piece, lambda job: (job.source.file, kind(job)), LARGEST_BATCH):
-        job, parts = jobs[0], weight_pieces(jobs[0], piece, most, unit)
+        job, most = jobs[0], jobs[0].elements * piece // max(room(jobs[0]), 1)
+        parts = weight_pieces(job, piece, most, unit)
         if len(parts) > 1:
             absmax: Gathered[Any] = Gathered(block_count(job.elements, blocksize), len(parts))
             tasks += [ShardTask(job.source.file, partial(of_piece, progress, job, part, absmax)) for part in parts]

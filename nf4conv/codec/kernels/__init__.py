@@ -15,6 +15,7 @@
     product.py      x, packed codes, absmax → product; its PTX is in product_assembly.py, its launches in matmul.py
     scaled.py       8-bit values, scales → weight
     fp4.py          MXFP4 and NVFP4 → weight
+    cast.py         values → another dtype
 
 Functions write into the tensors they are given, launch on the calling thread's current stream and validate nothing.
 Each kernel has a constexpr `PTX`: where it is false, every step in inline assembly is replaced by plain Triton, which

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import dequantize, error, fp4, mean, nested, pack, scaled
+from nf4conv.codec.kernels import cast, dequantize, error, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.scaled import kind_of, stored
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
@@ -170,6 +170,17 @@ def fp4_decoder(
     arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants)
     kernels = {"decode": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
     return Codec(kernels, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value})
+
+
+def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
+    """What casts values of one dtype to another.
+
+    Returns:
+        kernels: "cast".
+        numbers: "tile", values that a program casts.
+    """
+    examples = [torch.empty(0, dtype=dtype) for dtype in (source, target, torch.int32)]
+    return Codec({"cast": Variant(cast.cast_kernel, (*examples, 1), cast.NUM_WARPS)}, {}, {"tile": cast.TILE.value})
 
 
 _waiting: list[Variant] = []

@@ -29,7 +29,7 @@ from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, TAGS, Format
 from nf4conv.options import CHOICES, DTYPES, PushOptions, QuantizeOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import packing_engine
+from nf4conv.pipeline.engines import writing_engine
 from nf4conv.pipeline.shards import CastError, NonFiniteError
 from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.results import QuantizeReport
@@ -153,14 +153,15 @@ def _unchanged(
 ) -> dict[str, Stored | str]:
     """Of the weights that are to be packed, and are in 4 bits already: what they are copied from, or why not."""
     packed = [
-        tensor
+        (tensor, mine)
         for tensor in source.tensors
-        if stored_format(tensor) is not None and isinstance(selection.decisions[tensor.name], Pack)
+        if isinstance(selection.decisions[tensor.name], Pack) and (mine := stored_format(tensor)) is not None
     ]
-    small = read_together(source, [part for tensor in packed for part in small_parts(tensor)])
+    alike = (tensor for tensor, mine in packed if mine.decodes_like(format))
+    small = read_together(source, [part for tensor in alike for part in small_parts(tensor)])
     is_searched = recorded_scales(source.folder) == "search"
     found: dict[str, Stored | str] = {}
-    for tensor in packed:
+    for tensor, _ in packed:
         dtype = DTYPE_NAMES[tensor.dtype]
         if options.dtype not in (None, dtype):
             found[tensor.name] = f"stored as {dtype}"
@@ -255,7 +256,7 @@ def write_one(
     """Carry out the prepared plan of one checkpoint; `announce` is told each finished shard, by name and path."""
 
     def write() -> dict[str, Any]:
-        engine = packing_engine(plan.output, run)
+        engine = writing_engine(plan.output, run)
         return write_checkpoint(plan, out, run, progress, engine, announce, is_audited=run.verify)
 
     try:

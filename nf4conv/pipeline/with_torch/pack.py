@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, packed_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import CopyJob, PackJob
-from nf4conv.codec.ops import backend, compress_absmax, encoder
-from nf4conv.codec.quant_state import DTYPES, code_table, decoding_of
+from nf4conv.codec.ops import compress_absmax, encoder
+from nf4conv.codec.quant_state import DTYPES, code_table
 from nf4conv.format.encodings import Method
 from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline import shards
@@ -24,7 +24,6 @@ from nf4conv.pipeline.with_torch.reading import (
     TORCH_DTYPES,
     check_cast,
     exactly_decoded,
-    packed_piece,
     read_matrix,
     read_values,
 )
@@ -36,30 +35,19 @@ def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWork
     tasks = shards.weight_tasks(
         progress,
         piece,
-        piece // 2,  # elements: as many as a piece holds in 16 bits
-        lambda job: aligned(job.source_bytes),
+        lambda job: 2 * job.elements if job.is_cut_out else aligned(job.source_bytes),  # as a piece holds in 16 bits
         lambda job: job.name if job.is_cut_out else None,
         _pack_piece,
         _pack_batch,
     )
-    for job in progress.shard.jobs:
-        if isinstance(job, CopyJob) and job.source.encoding is not None:
-            parts = _encoded_pieces(job, piece)
-            tasks += [ShardTask(job.source.file, partial(_convert, progress, ((job, part),))) for part in parts]
-    return shards.fill(progress, tasks, piece, _convert)
+    return shards.fill(progress, tasks, piece, partial(_most_elements, piece), _convert)
 
 
-def _encoded_pieces(job: CopyJob, piece: int) -> list[Piece]:
-    """A tensor in pieces; one that bitsandbytes packed as large as a worker's buffer when decoded."""
-    if _is_unpacked(job):
-        return packed_pieces(job.source, piece * 8 // DTYPE_BITS[job.dtype])
-    return encoded_pieces(job.source, piece // 2)
-
-
-def _is_unpacked(job: CopyJob) -> bool:
-    """Whether it is a weight that bitsandbytes packed, and becomes what it is decoded to."""
+def _most_elements(piece: int, job: CopyJob) -> int:
+    """Of a tensor that is decoded or cast, those that are taken at a time: a piece of so many bytes, or a share."""
     encoding = job.source.encoding
-    return encoding is not None and encoding.method is Method.BITSANDBYTES_4BIT and job.dtype == job.source.dtype
+    is_unpacked = encoding is not None and encoding.method is Method.BITSANDBYTES_4BIT and job.dtype == job.source.dtype
+    return piece // 2 if encoding is not None and not is_unpacked else piece * 8 // DTYPE_BITS[job.source.dtype]
 
 
 def part_of(absmax: Gathered[torch.Tensor], start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -112,7 +100,7 @@ def _pack_batch(progress: ShardProgress, jobs: tuple[PackJob, ...], worker: Torc
 def _convert(progress: ShardProgress, parts: tuple[CopyPart, ...], worker: TorchWorker) -> None:
     """Tensors, or parts of them, that are kept in another dtype, or that the source holds encoded."""
     for job, piece in parts:
-        values = (_unpacked if _is_unpacked(job) else _converted)(worker, job, piece.tensor)
+        values = _converted(worker, job, piece.tensor)
         worker.write([(progress.writer, job.offset + piece.start * values.element_size(), values)])
         if progress.audit is not None:
             progress.audit.check_copy(worker, progress, job, piece)
@@ -124,29 +112,10 @@ def _converted(worker: TorchWorker, job: CopyJob, tensor: TensorInfo) -> torch.T
     values = read_values(worker, tensor)
     with worker.timed(Activity.COMPUTE):
         cast = values.to(TORCH_DTYPES[job.dtype])
-        if tensor.encoding is None:
-            check_cast(cast, job, lambda: values)
-        elif cast is not values or cast.dtype is torch.float16:  # the other dtypes hold whatever decoding gives
-            check_cast(cast, job, lambda: read_values(worker, exactly_decoded(tensor)))
+        if len(job.steps) > 1:
+            is_exact = tensor.encoding is None
+            check_cast(cast, job, lambda: values if is_exact else read_values(worker, exactly_decoded(tensor)))
     return cast
-
-
-def _unpacked(worker: TorchWorker, job: CopyJob, tensor: TensorInfo) -> torch.Tensor:
-    """As `_converted` for a weight that bitsandbytes packed."""
-    assert tensor.encoding is not None
-    raws = worker.read([part.file_range for _, part in tensor.encoding.parts])
-    with worker.timed(Activity.COMPUTE):
-        packed, state = packed_piece(dict(tensor.encoding.parts), raws)
-
-        def values(dtype: torch.dtype) -> torch.Tensor:
-            out = torch.empty(tensor.elements, dtype=dtype, device=worker.device)
-            backend(worker.device).dequantize_blocks(packed, decoding_of(state), out)
-            return out
-
-        found = values(TORCH_DTYPES[job.dtype])
-        if found.dtype != state.dtype:
-            check_cast(found, job, lambda: values(torch.float32))
-    return found
 
 
 def _read_weights(worker: TorchWorker, format: Format, jobs: Sequence[PackJob]) -> list[torch.Tensor]:

@@ -1,16 +1,16 @@
-"""The engine on an NVIDIA GPU without torch: packing weights, encoded or not, unpacking them, proving them right.
+"""The engine on an NVIDIA GPU without torch: packing weights, encoded, cast or not, unpacking them, proving them right.
 
 Importing torch takes longer than quantizing an 8B model. So the kernels of codec/kernels are compiled once for a GPU,
 with torch and Triton at hand, and kept with their tables in bundles on disk; later runs load them with the few calls of
 the CUDA driver that they need, and touch their first byte within a second. The bytes are those of with_torch/, because
-the kernels are (tests/test_two_engines.py holds the two engines equal). Casts, transposed weights, and whatever else
-takes more than one kernel to decode, take torch; so do comparison, and what verification does not find right at once.
+the kernels are (tests/test_two_engines.py holds the two engines equal). Transposed weights, float64, and what is joined
+from several tensors, take torch; so do comparison, and what verification does not find right at once.
 
     driver.py   the CUDA driver API: context, streams, memory, launches
     bundle.py   compiled kernels on disk
     worker.py   the engine, and a thread's stream and buffers on both sides
-    reading.py  tensors brought to the device, and decoded there
+    reading.py  tensors brought to the device, and decoded and cast there
     pack.py     weights → 4 bits
-    unpack.py   4 bits → weights
+    convert.py  4 bits → weights; whatever else is kept, but decoded or cast
     proof.py    what is stored against what pack.py makes
 """

@@ -45,6 +45,7 @@ class Action(Enum):
     COMPARE = "comparer"
     DECODE_SCALED = "scaled_decoder"
     DECODE_FP4 = "fp4_decoder"
+    CAST = "caster"
 
 
 class Purpose(NamedTuple):

@@ -1,9 +1,9 @@
 """A plan's shards as tasks for workers without torch: the counterpart of with_torch/pack.py, with the same bytes.
 
 A batch of weights and the tables that describe it go up in one copy; where they are encoded, a launch for each decodes
-it; one launch looks for NaN and infinity, one or two pack, two or more do the nested step; where errors are measured
-(proof.py), a launch for each does so; everything comes down in one copy. Regions of the output, those that come down
-first:
+it, and where they are in another dtype one casts them all; one launch looks for NaN and infinity, one or two pack, two
+or more do the nested step; where errors are measured (proof.py), a launch for each does so; everything comes down in
+one copy. Regions of the output, those that come down first:
 
     head, packed codes, sums of errors, codes of absmax, nested_absmax, offsets | absmax, partial sums
     head, packed codes, sums of errors, absmax                                    without double quantization
@@ -12,12 +12,13 @@ first:
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
 from nf4conv.checkpoint.encoded_pieces import Piece, cut_parts
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
-from nf4conv.checkpoint.plan import CopyJob, PackJob, Plan
+from nf4conv.checkpoint.header import TensorInfo
+from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
 from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
@@ -30,31 +31,34 @@ from nf4conv.pipeline.shards import (
     ShardTask,
     fill,
     json_blobs,
+    pieces_of,
     weight_pieces,
     weight_tasks,
 )
 from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
+from nf4conv.pipeline.without_torch.convert import convert, most_elements
 from nf4conv.pipeline.without_torch.driver import DeviceMemory
 from nf4conv.pipeline.without_torch.reading import (
-    FLAG,
-    HEAD,
     Reading,
     Row,
-    add_tensor,
-    bring,
     bytes_of,
+    load,
     purposes_of_tensor,
     starts,
 )
-from nf4conv.pipeline.without_torch.worker import CudaWorker, Launch
+from nf4conv.pipeline.without_torch.worker import FLAG, HEAD, CudaWorker, Launch
 from nf4conv.report.measured import PieceErrors
 
-RETURNED: Final = 3 / 8
-"""Bytes that come back from the device for each that goes there; of 2-byte weights in blocks of 32: 1/4 in codes, 1/16
-in absmax, 1/64 in its codes."""
+_RETURNED: Final = 3 / 8
+"""Bytes of a packed weight for each that it had; of 2-byte weights in blocks of 32: 1/4 in codes, 1/16 in absmax, 1/64
+in its codes."""
+
+_DECODED: Final = 2  # pieces of a weight that is encoded which are decoded at a time, as far as a piece holds them
 
 _MEAN_ROOM: Final = 4 * 2**16
 """Bytes that the mean of a long vector needs for the sums of its parts."""
+
+_ENOUGH: Final = 2**62  # more elements than there are
 
 _SUMS: Final = 32  # bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64
 
@@ -70,67 +74,62 @@ def _purpose(format: Format, action: Action) -> Purpose:
 
 
 def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] | None:
-    """What kernels a plan needs; None if it needs more than is here: casts, transposed weights, some encodings.
+    """What kernels a plan needs; None if it needs more than is here: transposed weights, some encodings and dtypes.
 
     `is_compared` says whether errors are to be measured.
     """
-    found = {_purpose(plan.format, action) for action in (Action.PACK, Action.COMPARE)[: 1 + is_compared]}
+    found: set[Purpose] = set()
     for job in plan.jobs:
-        if isinstance(job, CopyJob):
-            if job.dtype != job.source.dtype or job.source.encoding is not None:
-                return None
-        elif job.stored is None:
-            pieces = _whole(job)
-            needed = purposes_of_tensor(pieces[0].tensor, TAGS[plan.format.dtype]) if pieces else None
-            if needed is None:
-                return None
-            found |= needed
-        elif is_compared:
+        needed = purposes_of_job(job, plan.format, is_compared=is_compared)
+        if needed is None:
             return None
+        found |= needed
     return frozenset(found)
+
+
+def purposes_of_job(job: Job, format: Format, *, is_compared: bool = False) -> frozenset[Purpose] | None:
+    """As `purposes_of`."""
+    if isinstance(job, CopyJob):
+        return purposes_of_tensor(pieces_of(job, _ENOUGH)[0].tensor, job.steps) if job.is_changed else frozenset()
+    if job.stored is not None:
+        return None if is_compared else frozenset()
+    pieces = _whole(job)
+    needed = purposes_of_tensor(pieces[0].tensor, _steps(job.source, format)) if pieces else None
+    actions = (Action.PACK, Action.COMPARE)[: 1 + is_compared]
+    return None if needed is None else needed | {_purpose(format, action) for action in actions}
+
+
+def returned_by(plan: Plan) -> float:
+    """Bytes that come back from the device for each that goes there; more of weights that are decoded there."""
+    packed = [job.source.encoding is not None for job in plan.jobs if isinstance(job, PackJob)]
+    return _RETURNED * (_DECODED if any(packed) else 1) if packed else 1.0
+
+
+def _steps(source: TensorInfo, format: Format) -> tuple[str, ...]:
+    """The dtypes that a weight goes through before it is packed."""
+    tag = TAGS[format.dtype]
+    return (tag,) if source.dtype == tag else (source.dtype, tag)
 
 
 def _whole(job: PackJob) -> list[Piece]:
     """A weight in one piece; none for one that must be read as a whole matrix."""
-    enough = 8 * max(job.elements, 1)
-    return weight_pieces(job, enough, enough, 1)
+    return weight_pieces(job, _ENOUGH, _ENOUGH, 1)
 
 
-def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[CudaWorker]]:
-    """Everything that is to be done for a shard, in pieces of so many bytes, of the source and decoded."""
+def shard_tasks(progress: ShardProgress, piece: int, returned: float = _RETURNED) -> list[ShardTask[CudaWorker]]:
+    """Everything that is to be done for a shard, in pieces of so many bytes; `returned` is that of the whole plan."""
     tag = TAGS[progress.format.dtype]
     tasks = weight_tasks(
         progress,
         piece,
-        piece * 8 // DTYPE_BITS[tag],
-        lambda job: max(aligned(job.source_bytes), aligned(bytes_of(tag, job.elements))),  # as it is read, and decoded
-        lambda job: job.source.encoding is not None,
+        lambda job: aligned(
+            max(job.source_bytes, bytes_of(tag, job.elements) // (_DECODED if job.source.encoding else 1))
+        ),
+        lambda job: (job.source.encoding is None, job.source.dtype),
         lambda progress, job, piece, gathered, worker: _pack(progress, [job], [piece], gathered, worker),
         lambda progress, jobs, worker: _pack(progress, jobs, [_whole(job)[0] for job in jobs], None, worker),
     )
-    return fill(progress, tasks, piece)
-
-
-def _load(reading: Reading, tensors: Sequence[TensorInfo], format: Format) -> tuple[list[int], list[Launch]]:
-    """Read weights, and decode them if they are encoded: all of them, or none.
-
-    Returns:
-        addresses: where each begins on the device, and where the last one ends.
-        launches: what decodes them.
-    """
-    worker, tag = reading.worker, TAGS[format.dtype]
-    placed = [add_tensor(reading, tensor) for tensor in tensors]
-    reading.read()
-    if tensors[0].encoding is None:
-        return [reading.address(place) for place in [*(parts["values"] for parts in placed), reading.stop]], []
-    positions = starts(aligned(bytes_of(tag, tensor.elements)) for tensor in tensors)
-    base = worker.scratch(positions[-1])
-    addresses = [base + position for position in positions]
-    for tensor, stop in zip(tensors, addresses[1:], strict=True):
-        gap = -bytes_of(tag, tensor.elements) % 64
-        worker.stream.clear(stop - gap, gap)  # the search for NaN looks at all of it
-    each = zip(tensors, placed, addresses, strict=False)
-    return addresses, [bring(reading, tensor, parts, tag, address) for tensor, parts, address in each]
+    return fill(progress, tasks, piece, partial(most_elements, piece=piece, returned=returned), convert)
 
 
 class _Output:
@@ -186,13 +185,13 @@ def _pack(
     comparing = worker.engine.kernels[_purpose(format, Action.COMPARE)] if results else None
     weights = [results[job.name].weight for job in jobs if comparing]
     scales = [_add_scales(reading, *of_weight) for of_weight in zip(weights, pieces, strict=False)]
-    addresses, launches = _load(reading, [piece.tensor for piece in pieces], format)
+    out = _Output([piece.tensor.elements for piece in pieces], format.blocksize)
+    out.add_codes(comparing.numbers["tile"] if comparing else 0)
+    if gathered is None:
+        out.add_scales(format.double_quant)
+    worker.reserve(result=out.size)
+    addresses, launches = load(reading, [piece.tensor for piece in pieces], _steps(jobs[0].source, format))
     with worker.timed(Activity.COMPUTE):
-        out = _Output([piece.tensor.elements for piece in pieces], format.blocksize)
-        out.add_codes(comparing.numbers["tile"] if comparing else 0)
-        if gathered is None:
-            out.add_scales(format.double_quant)
-        worker.reserve(result=out.size)
         base, kernels = worker.output.address, worker.engine.kernels[_purpose(format, Action.PACK)]
         if gathered is None:
             absmax = [base + out.absmax + 4 * place for place in out.absmax_starts[:-1]]
@@ -223,19 +222,18 @@ def _pack(
 
 
 def _look_for_non_finite(worker: CudaWorker, kernels: Kernels[int], start: int, stop: int) -> Launch:
-    """The launch that looks through some bytes on the device, and sets the flag, which is cleared now."""
-    worker.stream.clear(worker.output.address, HEAD)
+    """The launch that looks through some bytes on the device, and sets the flag."""
     words = (stop - start) // 4
     programs = -(-words // kernels.numbers["finite_tile"])
     return kernels.functions["finite"], programs, (start, worker.output.address + FLAG, words)
 
 
 def _check_finite(worker: CudaWorker, kernels: Kernels[int], jobs: Sequence[PackJob], addresses: Sequence[int]) -> None:
-    if not any(worker.result.view[FLAG : FLAG + 4]):
+    if not worker.is_flagged():
         return
     for job, start, stop in zip(jobs, addresses, addresses[1:], strict=False):
         worker.execute(0, [_look_for_non_finite(worker, kernels, start, stop)], HEAD)
-        if any(worker.result.view[FLAG : FLAG + 4]):
+        if worker.is_flagged():
             raise NonFiniteError(job)
 
 

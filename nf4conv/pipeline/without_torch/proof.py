@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from nf4conv.checkpoint.encoded_pieces import Piece
 from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
@@ -17,9 +18,10 @@ from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.checkpoint.unchanged import stored_format
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.pipeline.loop import Pipeline, Task
-from nf4conv.pipeline.same_bytes import Comparer
-from nf4conv.pipeline.shards import NonFiniteError, ShardProgress, ShardTask
-from nf4conv.pipeline.without_torch.pack import shard_tasks
+from nf4conv.pipeline.same_bytes import Comparer, is_same
+from nf4conv.pipeline.shards import CastError, NonFiniteError, ShardProgress, ShardTask
+from nf4conv.pipeline.without_torch.convert import write_converted
+from nf4conv.pipeline.without_torch.pack import purposes_of_job, shard_tasks
 from nf4conv.pipeline.without_torch.worker import CudaWorker
 from nf4conv.report.measured import ScaleErrors, WeightResult
 
@@ -74,12 +76,12 @@ class Proof(ShardProgress):
 
 def _attempt(task: ShardTask[CudaWorker], worker: CudaWorker) -> None:
     """Run a task; weights that are not finite stay unproved."""
-    with suppress(NonFiniteError):
+    with suppress(NonFiniteError, CastError):
         task(worker)
 
 
 def plan_of_proof(pairs: Pairs) -> Plan | None:
-    """What is to come out the same, without what is stored in another dtype than in the source, or encoded there.
+    """What is to come out the same, without kept tensors that take more than there are kernels for.
 
     None if weights are in several formats, in 4 bits in the source too, or not stored as bitsandbytes would.
     """
@@ -90,10 +92,11 @@ def plan_of_proof(pairs: Pairs) -> Plan | None:
         sizes = [part.nbytes for part in _parts(weight, job)]
         if sizes != [component.nbytes for component in job.components[:-1]]:
             return None
-    kept = [source for stored, source in pairs.copies if stored.dtype == source.dtype and source.encoding is None]
+    [format] = formats
     jobs: list[Job] = [job for _, job in pairs.weights]
-    jobs += [CopyJob(source, source.dtype, "") for source in kept]
-    return arrange([[job] for job in jobs], *formats, max_shard_size=2**62)
+    kept = (CopyJob(source, stored.dtype, "") for stored, source in pairs.copies)
+    jobs += [job for job in kept if purposes_of_job(job, format) is not None]
+    return arrange([[job] for job in jobs], format, max_shard_size=2**62)
 
 
 def _parts(weight: StoredWeight, job: PackJob) -> list[TensorInfo]:
@@ -129,9 +132,22 @@ def prove_written(
     worker: CudaWorker, progress: ShardProgress, stored: Mapping[str, StoredWeight], jobs: Sequence[PackJob], piece: int
 ) -> Mapping[str, WeightResult]:
     """Prove weights that have just been written, all but their blobs: those that are proved."""
-    # what is not the same has no name
-    comparer = Comparer(worker.reader, {0: TensorInfo("", "U8", (), *progress.writer.place(0), 2**62)}, worker.advance)
-    proof = Proof(jobs, progress.format, comparer, stored)
+    proof = Proof(jobs, progress.format, _written(worker, progress), stored)
     for task in proof.tasks(piece):
         task(worker)
     return {} if proof.unlike else proof.proved()
+
+
+def prove_kept(worker: CudaWorker, progress: ShardProgress, job: CopyJob, piece: Piece) -> bool:
+    """Whether a kept tensor, or a piece of it, that has just been written comes out the same."""
+    if not job.is_changed:
+        place = progress.writer.place(job.offset + piece.tensor.start - job.source.start)
+        return is_same(worker, piece.tensor.file_range, *place)
+    comparer = _written(worker, progress)
+    write_converted(comparer, [(job, piece)], worker)
+    return not comparer.unlike
+
+
+def _written(worker: CudaWorker, progress: ShardProgress) -> Comparer:
+    """What compares with a shard that is being written; what is not the same has no name."""
+    return Comparer(worker.reader, {0: TensorInfo("", "U8", (), *progress.writer.place(0), 2**62)}, worker.advance)

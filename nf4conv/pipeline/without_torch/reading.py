@@ -1,33 +1,24 @@
-"""Tensors on a bare GPU: read, and decoded where they are encoded.
+"""Tensors on a bare GPU: read, decoded where they are encoded, and cast.
 
 The counterpart of with_torch/reading.py. What a task needs goes up in one copy, in this order:
 
     file ranges, each at a multiple of 64 bytes | numbers that the host knows | tables of integers
-
-A weight that bitsandbytes packed to 4 bits is read with its JSON blob, which stays on the host but for the offset.
 """
 
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
-from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
-from nf4conv.errors import CodecError, SourceError
+from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, FileRange, TensorInfo
 from nf4conv.format.encodings import Method
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, nested_offset_of, parse_quant_state
+from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.pipeline.loop import aligned
 from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
-from nf4conv.pipeline.without_torch.worker import TABLE_ROOM, CudaWorker, Launch
-
-FLAG: Final = 0
-HEAD: Final = 256
-"""Where in a worker's output a task finds whether a weight is not finite; and where anything else begins."""
+from nf4conv.pipeline.without_torch.worker import FLAG, TABLE_ROOM, CudaWorker, Launch
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
-_NUMBER_ROOM: Final = 64
-_LONGEST_BLOB: Final = 2**20
 
 Row = tuple[int, int, int, int]
 """Of a kernel's table: three addresses and a count."""
@@ -81,10 +72,6 @@ class Reading:
         struct.pack_into("<f", self.worker.source.view, position, number)
         return self.address(position)
 
-    def content(self, position: int, size: int) -> bytes:
-        """What has been read, on the host."""
-        return bytes(self.worker.source.view[position : position + size])
-
     def table(self, columns: Sequence[Iterable[int]]) -> int:
         """The address of a table of integers, whose columns stand one after the other."""
         raw = array("q", [value for column in columns for value in column]).tobytes()
@@ -102,39 +89,76 @@ def add_tensor(reading: Reading, tensor: TensorInfo) -> dict[str, int]:
     """Add all that is needed of a tensor, or a piece of it: the positions of its parts, as they are stored, by role."""
     if tensor.encoding is None:
         return {"values": reading.add(tensor.file_range)}
-    parts = dict(tensor.encoding.parts)
-    if tensor.encoding.method is Method.BITSANDBYTES_4BIT:
-        parts.pop("quant_map", None)  # which the kernels have
-        blob = parts[blob_role(parts)]
-        if blob.nbytes > _LONGEST_BLOB:
-            raise SourceError(f"{blob.file}: {blob.name}: a quant state of impossible size")
-    places = {role: reading.add(part.file_range) for role, part in parts.items()}
+    # the kernels have bitsandbytes' code map, and what its quant state says is known
+    unread = ("quant_map", _blob_role(tensor.encoding)) if tensor.encoding.method is Method.BITSANDBYTES_4BIT else ()
+    places = {role: reading.add(part.file_range) for role, part in tensor.encoding.parts if role not in unread}
     # a number that the host knows: nested_offset, or the scale where there is none
     return {"number": reading.take(4), **places}
 
 
-def room_of(tensor: TensorInfo) -> int:
-    """At least the bytes of input that a tensor takes."""
-    if tensor.encoding is None:
-        return aligned(tensor.nbytes)
-    return sum(aligned(part.nbytes) for _, part in tensor.encoding.parts) + _NUMBER_ROOM
+def _blob_role(encoding: Encoding) -> str:
+    return next(role for role, _ in encoding.parts if role.startswith(QUANT_STATE_PREFIX))
 
 
-def blob_role(roles: Iterable[str]) -> str:
-    return next(role for role in roles if role.startswith(QUANT_STATE_PREFIX))
+def purposes_of_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Purpose] | None:
+    """What kernels bring a tensor from dtype to dtype, as of `load`; None if it needs more than is here."""
+    casts = [Purpose(Action.CAST, step) for step in pairwise(steps)]
+    decoding = [] if tensor.encoding is None else [_purpose(tensor, steps[0])]
+    found = frozenset(purpose for purpose in (*decoding, *casts) if purpose is not None)
+    return found if len(found) == len(casts) + len(decoding) and not (casts and {*steps} - {*DTYPE_NAMES}) else None
 
 
-def purposes_of_tensor(tensor: TensorInfo, tag: str) -> frozenset[Purpose] | None:
-    """What kernels bring a tensor to a dtype; None if it needs more than is here: other encodings, or a cast."""
-    if tensor.dtype == tag and tensor.encoding is None:
-        return frozenset()
-    purpose = _purpose(tensor, tag)
-    return None if purpose is None else frozenset({purpose})
+def load(
+    reading: Reading,
+    tensors: Sequence[TensorInfo],
+    steps: Sequence[str],
+    room: Callable[[int], int] | None = None,
+) -> tuple[list[int], list[Launch]]:
+    """Read tensors, decode them if they are encoded, as all of them are or none, and cast them.
+
+    Args:
+        reading: of a worker, whose output has room for the head.
+        tensors: as they are stored.
+        steps: the dtypes that they go through, from what they are stored in, or decoded to.
+        room: gives the address of so many bytes for the result, a multiple of 64; scratch memory if it is left out, or
+            what is only read stays where it is.
+
+    Returns:
+        addresses: where the result of each begins, and where the last one ends; between them are zeros.
+        launches: what decodes and casts them.
+    """
+    worker, encoded = reading.worker, [tensor for tensor in tensors if tensor.encoding is not None]
+    placed = [add_tensor(reading, tensor) for tensor in tensors]
+    reading.read()
+    places = [*(parts["values"] for parts in placed), reading.stop]
+    if encoded:
+        places = starts(aligned(bytes_of(steps[0], tensor.elements)) for tensor in tensors)
+    elements = places[-1] * 8 // DTYPE_BITS[steps[0]]
+    sizes = [bytes_of(tag, elements) for tag in steps]
+    elsewhere = {} if encoded else {0: reading.address(0)}
+    regions = _regions(worker, sizes, elsewhere if room is None else elsewhere | {len(steps) - 1: room(sizes[-1])})
+    launches: list[Launch] = []
+    for tensor, parts, start, stop in zip(encoded, placed, places, places[1:], strict=False):
+        if gap := -bytes_of(steps[0], tensor.elements) % 64:  # the search for NaN looks at all of it
+            worker.stream.clear(regions[0] + stop - gap, gap)
+        launches.append(bring(reading, tensor, parts, steps[0], regions[0] + start))
+    for step, (source, result) in zip(pairwise(steps), pairwise(regions), strict=True):
+        kernels = worker.engine.kernels[Purpose(Action.CAST, step)]
+        arguments = (source, result, worker.output.address + FLAG, elements)
+        launches.append((kernels.functions["cast"], -(-elements // kernels.numbers["tile"]), arguments))
+    return [regions[-1] + bytes_of(steps[-1], place * 8 // DTYPE_BITS[steps[0]]) for place in places], launches
+
+
+def _regions(worker: CudaWorker, sizes: Sequence[int], elsewhere: Mapping[int, int]) -> list[int]:
+    """Addresses of so many bytes each: some that are given, by place in the list, all others in scratch memory."""
+    needed = [0 if place in elsewhere else size for place, size in enumerate(sizes)]
+    base = worker.scratch(sum(needed)) if any(needed) else 0
+    return [elsewhere.get(place, base + start) for place, start in enumerate(starts(needed)[:-1])]
 
 
 def _purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     encoding = tensor.encoding
-    if encoding is None or tensor.dtype != tag or tag not in DTYPE_NAMES or tensor.elements == 0:
+    if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
         return None
     parts = dict(encoding.parts)
     values, scale = parts["values"], parts.get("scale")
@@ -149,8 +173,8 @@ def _purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             factors = [parts[role].dtype if role in parts else None for role in ("divisor", "multiplier")]
             group = pairs // scale.shape[1]
             return Purpose(Action.DECODE_FP4, (tag, scale.dtype, group, *factors, pairs % 16 == 0))
-        case Method.BITSANDBYTES_4BIT:
-            quant_type = blob_role(parts).removeprefix(QUANT_STATE_PREFIX)
+        case Method.BITSANDBYTES_4BIT if encoding.offset is not None:
+            quant_type = _blob_role(encoding).removeprefix(QUANT_STATE_PREFIX)
             return Purpose(Action.UNPACK, (DTYPE_NAMES[tag], quant_type, encoding.block[0]))
     return None
 
@@ -183,16 +207,10 @@ def _unpack(
     reading: Reading, tensor: TensorInfo, positions: Mapping[str, int], kernels: Kernels[int], target: int
 ) -> Launch:
     assert tensor.encoding is not None
-    parts, places = dict(tensor.encoding.parts), {role: reading.address(at) for role, at in positions.items()}
-    role, is_nested = blob_role(parts), "nested_absmax" in parts
-    try:
-        fields = parse_quant_state(reading.content(positions[role], parts[role].nbytes))
-        if is_nested:
-            reading.put(positions["number"], nested_offset_of(fields))
-    except CodecError as error:
-        raise SourceError(f"{tensor.file}: {tensor.name}: {error}") from error
+    places = {role: reading.address(position) for role, position in positions.items()}
+    reading.put(positions["number"], tensor.encoding.offset or 0.0)
     is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0
-    name = f"{'nested' if is_nested else 'plain'}_{'aligned' if is_aligned else 'any'}"
+    name = f"{'nested' if 'nested_absmax' in places else 'plain'}_{'aligned' if is_aligned else 'any'}"
     nested = [places.get(part, places["absmax"]) for part in ("nested_quant_map", "nested_absmax")]
     decoding = (places["values"], places["absmax"], *nested, places["number"], kernels.tables["values"])
     return kernels.functions[name], -(-tensor.elements // kernels.numbers["tile"]), (*decoding, target, tensor.elements)

@@ -22,6 +22,12 @@ from nf4conv.pipeline.without_torch.driver import (
 TABLE_ROOM: Final = 2**20
 """Bytes at the end of a worker's input for the tables of a batch: 13 integers for each of up to 4096 tensors."""
 
+FLAG: Final = 0
+HEAD: Final = 256
+"""Where in a worker's output kernels say that a weight is not finite, or that a cast made a value infinite, and where
+anything else begins. What a task finds set it clears: to clear it before each task would be one more call of the
+driver, whose lock all workers want."""
+
 _OUTPUT_SLACK: Final = 2**20
 """Bytes of a worker's output beyond what a full piece becomes: room for alignment."""
 
@@ -107,6 +113,7 @@ class CudaWorker(Worker):
         self.source, self.result = (PinnedMemory(size) for size in sizes)
         self.input, self.output = (engine.allocate(size) for size in sizes)
         self._scratch: DeviceMemory | None = None
+        self.clear_flag()
         super().__init__(reader, self.source.view, advance)
 
     def close(self) -> None:
@@ -125,11 +132,22 @@ class CudaWorker(Worker):
             self._buffer = self.source.view
         if result > len(self.result.view):
             self.result, self.output = self._larger(self.result, self.output, result)
+            self.clear_flag()
 
     def _larger(self, host: PinnedMemory, device: DeviceMemory, size: int) -> tuple[PinnedMemory, DeviceMemory]:
         host.free()
         self.engine.give_back(device)
         return PinnedMemory(size), self.engine.allocate(size)
+
+    def clear_flag(self) -> None:
+        self.stream.clear(self.output.address, HEAD)
+
+    def is_flagged(self) -> bool:
+        """Whether the last task's kernels have set the flag, which is cleared then."""
+        found = any(self.result.view[FLAG : FLAG + 4])
+        if found:
+            self.clear_flag()
+        return found
 
     def scratch(self, size: int) -> int:
         """The address of so many bytes on the device for what neither comes nor goes; they lose what they held."""

@@ -1,0 +1,54 @@
+"""Tensors that are kept, but decoded or cast, by workers without torch: the values are those of with_torch/pack.py.
+
+Some tensors, or a piece of one, go up in one copy; a launch decodes each that is encoded, and one for each step casts
+them all; the values come down in one copy.
+"""
+
+import math
+from collections.abc import Sequence
+
+from nf4conv.checkpoint.header import DTYPE_BITS
+from nf4conv.checkpoint.plan import CopyJob
+from nf4conv.checkpoint.writer import ShardWriter
+from nf4conv.pipeline.loop import Activity
+from nf4conv.pipeline.shards import CastError, CopyPart, ShardProgress
+from nf4conv.pipeline.without_torch.reading import Reading, bytes_of, load
+from nf4conv.pipeline.without_torch.worker import HEAD, CudaWorker
+
+
+def most_elements(job: CopyJob, piece: int, returned: float) -> int:
+    """Of a tensor, those that are taken at a time: a piece of so many bytes, and what is returned for it."""
+    bits = max(DTYPE_BITS[job.source.dtype], math.ceil(DTYPE_BITS[job.dtype] / returned))
+    return max(piece * 8 // bits, 64)
+
+
+def convert(progress: ShardProgress, parts: Sequence[CopyPart], worker: CudaWorker) -> None:
+    """Tensors, or parts of them, that go through the same dtypes, and are all encoded or none."""
+    write_converted(progress.writer, parts, worker)
+    if progress.audit is not None:
+        for job, piece in parts:
+            progress.audit.check_copy(worker, progress, job, piece)
+    progress.done()
+
+
+def write_converted(writer: ShardWriter, parts: Sequence[CopyPart], worker: CudaWorker) -> None:
+    """As `convert`; a CastError if finite values become infinite."""
+    (job, _), reading = parts[0], Reading(worker)
+
+    def room(size: int) -> int:
+        worker.reserve(result=HEAD + size)
+        return worker.output.address + HEAD
+
+    addresses, launches = load(reading, [piece.tensor for _, piece in parts], job.steps, room)
+    base = worker.output.address
+    with worker.timed(Activity.COMPUTE):
+        worker.execute(reading.stop, launches, addresses[-1] - base)
+    is_lost = worker.is_flagged()
+    with worker.timed(Activity.WRITE):
+        for (job, piece), address in zip(parts, addresses, strict=False):
+            start, size = address - base, bytes_of(job.dtype, piece.tensor.elements)
+            writer.write(job.offset + bytes_of(job.dtype, piece.start), worker.result.view[start : start + size])
+    if is_lost and len(parts) == 1:
+        raise CastError(job.source, job.dtype)
+    for part in parts if is_lost else ():  # which of them is it?
+        write_converted(writer, (part,), worker)
