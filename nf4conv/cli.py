@@ -35,7 +35,7 @@ _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _TABLES: Final = json.loads(Path(__file__).with_name("cli.json").read_bytes())
 """Options by the fields that they fill: groups in the order of --help, spellings, and what commands say of those they
-take; then what each command does, and examples. Sections of options that are not called as a command are shared."""
+take; then of each command its arguments, sections of options, help and examples."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -163,7 +163,16 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def _examples(lines: Sequence[str]) -> str | None:
+    return "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)]) if lines else None
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="\n\n".join(_TABLES["commands"]["main"]["help"]),
+    epilog=_examples(_TABLES["commands"]["main"]["examples"]),
+)
 @click.version_option(nf4conv.__version__, "-V", "--version", message="%(version)s")
 def main() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # called by another program than __main__.py
@@ -197,6 +206,7 @@ _KINDS: Final[dict[str, Any]] = {
     **dict.fromkeys(("dtype", "compute_dtype"), Dtype(DTYPES)),
     **dict.fromkeys(("max_shard_size", "buffer_size"), Size()),
     **dict.fromkeys(("json_file", "report", "text"), click.Path(dir_okay=False, path_type=Path)),
+    "source": Place("file"),
     "cache_dir": click.Path(file_okay=False, path_type=Path),
     "blocksize": int,
     "workers": click.IntRange(0, 1024),
@@ -216,20 +226,22 @@ _DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in da
 """By the field that an option fills; sizes as users write them."""
 
 
-def _takes(*sections: str) -> Callable[..., Any]:
-    """The options of some sections of cli.json."""
+def _command(function: Callable[..., None]) -> click.Command:
+    """The command of a function's name, with the arguments, options, help and examples that cli.json says."""
+    name = function.__name__
+    stated = _TABLES["commands"][name]
+    for section in stated["takes"]:
+        for field, help in _TABLES["options"][section].items():
+            function = _option(field, help, field in stated.get("requires", ()))(function)
+    for field, (metavar, completes) in reversed(stated["arguments"].items()):
+        function = click.argument(field, metavar=metavar, type=Place(completes))(function)
+    examples = _examples([f"{name} {line}" for line in stated["examples"]])
+    return main.command(name, help="\n\n".join(stated["help"]), epilog=examples)(function)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for section in sections:
-            for name, help in _TABLES["options"][section].items():
-                command = _option(name, help)(command)
-        return command
 
-    return decorate
-
-
-def _option(name: str, help: str) -> Callable[..., Any]:
+def _option(name: str, help: str, required: bool) -> Callable[..., Any]:
     default = _DEFAULTS.get(name)
+    given: dict[str, Any] = {"required": True} if required else {"default": default}  # None is one, too
     return click.option(
         *_TABLES["spellings"].get(name, [f"--{name.replace('_', '-')}"]),
         name,
@@ -237,15 +249,13 @@ def _option(name: str, help: str) -> Callable[..., Any]:
         metavar=_TABLES["metavars"].get(name),
         is_flag=default is False or None,
         multiple=default == (),
-        default=default,
+        **given,
         show_default=isinstance(default, str),
         help=f"{help} May be given again." if default == () else help,
     )
 
 
-@main.command()
-@click.argument("path", metavar="PATH|REPO", type=Place("file"))
-@_takes("repository", "json", "inspect")
+@_command
 def inspect(path: str, **chosen: Any) -> None:
     shown, where = _read(chosen, [path], SourceOptions)
     _quieten(True)
@@ -253,10 +263,7 @@ def inspect(path: str, **chosen: Any) -> None:
     shown.show(found, text.inspection_lines(found, _width(), every=shown.every))
 
 
-@main.command()
-@click.argument("source", metavar="SRC", type=Place("file"))
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@_takes("repository", "machine", "json", "writing", "quantize")
+@_command
 def quantize(source: str, out: str, **chosen: Any) -> None:
     _require("--tolerance", chosen["tolerance"] is not None, "--verify", chosen["verify"])
     _require("--public", chosen["public"], "--push-to-hub", chosen["push_to_hub"] is not None)
@@ -269,12 +276,7 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
     _carry_out(plan, run, execute, shown, text.quantization_lines, verb, last)
 
 
-@main.command()
-@click.argument("path", metavar="PATH", type=Place("file"))
-@click.option(
-    "--source", type=Place("file"), metavar="SRC", help="Compare every value with this, which it was made from."
-)
-@_takes("repository", "machine", "json", "verify")
+@_command
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
     places = [place for place in (source,) if place is not None]
     shown, run, options, where = _read(chosen, places, RunOptions, nf4conv.VerifyOptions, SourceOptions)
@@ -287,10 +289,7 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
     sys.exit(0 if found.passed else 1)
 
 
-@main.command()
-@click.argument("a", metavar="A", type=Place("file"))
-@click.argument("b", metavar="B", type=Place("file"))
-@_takes("repository", "machine", "json", "compare")
+@_command
 def compare(a: str, b: str, **chosen: Any) -> None:
     shown, run, options, where = _read(chosen, [a, b], RunOptions, nf4conv.CompareOptions, SourceOptions)
     plan = nf4conv.plan_comparison(a, b, options, where)
@@ -301,12 +300,7 @@ def compare(a: str, b: str, **chosen: Any) -> None:
     sys.exit(0 if found.passed else 1)
 
 
-@main.command()
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@click.option(
-    "--source", type=Place("dir"), metavar="SRC", help="Ask this model too, from which OUT was made.", required=True
-)
-@_takes("repository", "json", "evaluate")
+@_command
 def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     from tqdm import tqdm
 
@@ -318,10 +312,7 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     sys.exit(0 if found.passed else 1)
 
 
-@main.command()
-@click.argument("source", metavar="SRC", type=Place("file"))
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@_takes("repository", "machine", "json", "writing", "dequantize")
+@_command
 def dequantize(source: str, out: str, **chosen: Any) -> None:
     shown, run, options, where = _read(chosen, [source], RunOptions, nf4conv.DequantizeOptions, SourceOptions)
     plan = nf4conv.plan_dequantization(source, options, where)
@@ -329,22 +320,19 @@ def dequantize(source: str, out: str, **chosen: Any) -> None:
     _carry_out(plan, run, execute, shown, text.dequantization_lines, "decoding", "finishing")
 
 
-@main.command()
-@click.argument("out", metavar="OUT", type=Place("dir"))
-@_takes("json")
+@_command
 def finish(out: str, **chosen: Any) -> None:
     found = nf4conv.finish_checkpoint(out)
     _Shown(**chosen).show(found, text.finish_lines(found))
 
 
-@main.command()
-@_takes("json")
+@_command
 def env(**chosen: Any) -> None:
     found = nf4conv.environment()
     _Shown(**chosen).show(found, text.environment_lines(found))
 
 
-@main.command()
+@_command
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     program = get_completion_class(shell)
@@ -416,16 +404,3 @@ def _wrapped(line: str) -> str:
     if width is None or line.startswith(("load:", "push:")):
         return line
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _examples(lines: Iterable[str]) -> str:
-    return "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)])
-
-
-for _name, _command in {"main": main, **main.commands}.items():
-    _command.help = "\n\n".join(_TABLES["help"][_name])
-for _name, _lines in _TABLES["examples"].items():
-    main.commands[_name].epilog = _examples(f"{_name} {line}" for line in _lines)
-main.epilog = _examples(
-    f"{name} {_TABLES['examples'][name][0]}" for name in ("inspect", "quantize", "verify", "compare", "dequantize")
-)

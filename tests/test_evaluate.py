@@ -207,3 +207,8 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     shutil.copytree(made(tmp_path / "vit", "classifier")[1], tmp_path / "images")
     with pytest.raises(PlanError, match="does not say how many tokens it knows"):
         nf4conv.evaluate_checkpoint(tmp_path / "images", source, EvaluateOptions(text=ids), "cpu")
+
+
+def test_the_source_must_be_named(tmp_path: Path):
+    result = CliRunner().invoke(main, ["evaluate", str(tmp_path)])
+    assert (result.exit_code, "Missing option '--source'" in result.output) == (2, True)
