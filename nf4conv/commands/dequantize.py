@@ -21,17 +21,10 @@ from nf4conv.checkpoint.module_names import ModuleNames
 from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, unmatched, with_skip_list
 from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.commands import output
 from nf4conv.commands.complete import written
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
-from nf4conv.commands.output import (
-    WritingPlan,
-    check_apart,
-    ignore,
-    kept_as_stored,
-    notes_on_links,
-    read_front,
-    write_checkpoint,
-)
+from nf4conv.commands.output import WritingPlan
 from nf4conv.commands.parts import plan_part
 from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -140,14 +133,14 @@ def execute_dequantization(
 ) -> DequantizeReport:
     """Carry out a plan; arguments, result and errors as `dequantize_checkpoint`."""
     started = time.perf_counter()
-    run, progress, out = run or RunOptions(), progress or ignore, Path(out)
+    run, progress, out = run or RunOptions(), progress or output.ignore, Path(out)
     plan = plan_part(plan, run)
     if is_spread(run):
         return carry_out(plan, execute_dequantization, out, run, progress)
     if isinstance(plan, DequantizationPlan):
         report = _write_one(plan, out, run, progress)
     else:
-        check_apart(plan.folder.folder, out)
+        output.check_apart(plan.folder.folder, out)
         report = write_submodels(plan, out, run, progress, _write_one, lambda _: None)
     return replace(report, seconds=time.perf_counter() - started)
 
@@ -172,12 +165,12 @@ def _plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptio
     config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
     groups = list(_groups(opened, still_packed, options))
     dtype = options.dtype or dominant_dtype([job.source for group in groups for job in group])
-    output = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
+    files = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
     if config is not None and not still_packed:
         config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
-    front, complaint = read_front(opened) if options.lora else ({}, ())
-    notes = (*(opened.notes if options.lora else ()), *notes_on_links(opened), *complaint)
-    return DequantizationPlan(options, opened, output, config, notes, front=front)
+    front, complaint = output.read_front(opened) if options.lora else ({}, ())
+    notes = (*(opened.notes if options.lora else ()), *output.notes_on_links(opened), *complaint)
+    return DequantizationPlan(options, opened, files, config, notes, front=front)
 
 
 def _plan_submodel(
@@ -197,8 +190,8 @@ def _plan_submodel(
         return _plan_one(source, options, where)
     stored = open_stored(source, where)
     format = Format("nf4", 64, False, dominant_dtype(stored.tensors))
-    output = kept_as_stored(stored, format, options.max_shard_size)
-    return DequantizationPlan(options, stored, output, stored.config, notes_on_links(stored))
+    files = output.kept_as_stored(stored, format, options.max_shard_size)
+    return DequantizationPlan(options, stored, files, stored.config, output.notes_on_links(stored))
 
 
 def _new_config(
@@ -253,7 +246,7 @@ def _write_one(
 
     def write() -> dict[str, Any]:
         engine = writing_engine(plan.output, run)
-        return write_checkpoint(plan, out, run, progress, engine)
+        return output.write_checkpoint(plan, out, run, progress, engine)
 
     figures, totals = written(plan, out, run, progress, write), plan.totals()
     return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_before)
