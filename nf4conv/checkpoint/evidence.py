@@ -32,23 +32,15 @@ class Why(Enum):
     """With a detail."""
 
 
-_NAMES: Final[Mapping[str, str]] = {
-    kind: "|".join(patterns) for kind, patterns in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
-}
+_TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+_NAMES: Final[Mapping[str, str]] = {kind: "|".join(patterns) for kind, patterns in _TABLES["names"].items()}
 """Regular expressions for what parts of a path are called, of towers for what their names begin with."""
 
 _EMBEDDING: Final = re.compile(rf"^({_NAMES['embedding']})$")
 _HEAD: Final = re.compile(rf"(^|\.)({_NAMES['head']})(\.|$)")
 _ROUTER: Final = re.compile(rf"(^|\.)({_NAMES['router']})$")
 _TOWER: Final = re.compile(rf"^({_NAMES['tower']})")
-_ABOVE: Final = {
-    "a layer of the language model": re.compile(
-        r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\."
-    ),
-    "a number": re.compile(r"\.\d+\."),
-    "a layer that predicts more tokens": re.compile(r"(^|\.)(mtp\w*|nextn\w*)\."),
-    "a single expert": re.compile(r"(^|\.)experts\.\d+\."),
-}
+_ABOVE: Final = {what: re.compile(pattern) for what, pattern in _TABLES["above"].items()}
 _FLOAT32: Final = re.compile(_NAMES["float32"])
 
 

@@ -28,8 +28,7 @@ LIBRARY: Final = "nf4conv"
 
 T = TypeVar("T")
 
-_utils: Any = huggingface_hub.utils
-"""Its functions are exported by name only, and differ between releases."""
+_utils: Any = huggingface_hub.utils  # its functions are exported by name only, and differ between releases
 
 HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
     OSError,

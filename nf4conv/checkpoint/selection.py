@@ -26,8 +26,7 @@ NOTES: Final = {
 }
 """What to tell the user when many bytes are kept for a reason."""
 
-Parts = Sequence[tuple[str, Source]]
-"""The submodels of a diffusers pipeline by name, or one checkpoint without one."""
+Parts = Sequence[tuple[str, Source]]  # the submodels of a diffusers pipeline by name, or one checkpoint without one
 
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 

@@ -30,8 +30,7 @@ _FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n
 _LONGEST_FRONT_MATTER: Final = 2**17
 _LONGEST_CARD: Final = 2**20
 _BODY: Final = "what is below the front matter"
-_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
-"""What Markdown takes for more than a character, HTML in it included."""
+_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")  # what Markdown takes for more than a character, HTML in it included
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
 _EVALUATED: Final = "## Against the original"

@@ -175,16 +175,16 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
     weight, errors, error = result.weight, result.errors, result.relative_error
+    format = {name: getattr(weight.format, name) for name in ("quant_type", "blocksize", "dtype", "double_quant")}
+    counted = ("outside", "not_nearest", "squared_error", "squared_weight")
+    sums: dict[str, Any] = {name: getattr(errors, name, None) for name in counted}
     return WeightRow(
         name=weight.name,
         **place_of(weight.name)._asdict(),
         file=weight.values.file.name,
-        quant_type=weight.format.quant_type,
-        blocksize=weight.format.blocksize,
-        dtype=weight.format.dtype,
+        **format,
         shape=weight.shape,
         nested_offset=weight.nested_offset,
-        double_quant=weight.format.double_quant,
         parameters=weight.elements,
         bytes=weight.nbytes,
         relative_error=error,
@@ -192,11 +192,8 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
         snr_db=None if error is None else decibels(error),
         largest_error=None if errors is None else errors.max_error,
         largest_error_of_absmax=None if errors is None else errors.max_relative_error,
-        outside=None if errors is None else errors.outside,
-        not_nearest=None if errors is None else errors.not_nearest,
         bytes_differing=result.bytes_differing,
-        squared_error=None if errors is None else errors.squared_error,
-        squared_weight=None if errors is None else errors.squared_weight,
+        **sums,
     )
 
 

@@ -22,8 +22,7 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
 
-_LONGEST: Final = 120
-"""Seconds that compiling in several processes may take before it is done in this one."""
+_LONGEST: Final = 120  # seconds that compiling in several processes may take before it is done in this one
 
 
 class Variant(NamedTuple):
@@ -183,8 +182,7 @@ def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> C
     return Codec({"cast": Variant(cast.cast_kernel, (*examples, 1), cast.NUM_WARPS)}, {}, {"tile": cast.TILE.value})
 
 
-_waiting: list[Variant] = []
-"""What the processes that are forked now are to compile."""
+_waiting: list[Variant] = []  # what the processes that are forked now are to compile
 
 
 def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[dict[str, Any]]:

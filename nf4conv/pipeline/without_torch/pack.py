@@ -55,8 +55,7 @@ in its codes."""
 
 _DECODED: Final = 2  # pieces of a weight that is encoded which are decoded at a time, as far as a piece holds them
 
-_MEAN_ROOM: Final = 4 * 2**16
-"""Bytes that the mean of a long vector needs for the sums of its parts."""
+_MEAN_ROOM: Final = 4 * 2**16  # bytes that the mean of a long vector needs for the sums of its parts
 
 _ENOUGH: Final = 2**62  # more elements than there are
 

@@ -20,8 +20,7 @@ from nf4conv.pipeline.without_torch.worker import FLAG, TABLE_ROOM, CudaWorker, 
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 
-Row = tuple[int, int, int, int]
-"""Of a kernel's table: three addresses and a count."""
+Row = tuple[int, int, int, int]  # of a kernel's table: three addresses and a count
 
 
 def bytes_of(tag: str, elements: int) -> int:

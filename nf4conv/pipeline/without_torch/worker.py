@@ -28,11 +28,9 @@ HEAD: Final = 256
 anything else begins. What a task finds set it clears: to clear it before each task would be one more call of the
 driver, whose lock all workers want."""
 
-_OUTPUT_SLACK: Final = 2**20
-"""Bytes of a worker's output beyond what a full piece becomes: room for alignment."""
+_OUTPUT_SLACK: Final = 2**20  # bytes of a worker's output beyond what a full piece becomes: room for alignment
 
-Launch = tuple[Function, int, tuple[int, ...]]
-"""Kernel, programs, arguments."""
+Launch = tuple[Function, int, tuple[int, ...]]  # kernel, programs, arguments
 
 
 class CudaEngine:
