@@ -271,7 +271,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
     arguments = ["quantize", str(source), str(tmp_path / "out"), "--part", "1/2", "--push-to-hub", "me/it"]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
-    assert "--part does not go with --push-to-hub" in done.stderr
+    assert "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all parts" in done.stderr
     pipeline = tmp_path / "pipeline"
     shutil.copytree(source, pipeline / "text_encoder")
     index = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
@@ -298,7 +298,7 @@ def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tm
     shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run
     with pytest.raises(SourceError, match="NaN"):
         quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
-    with pytest.raises(OutputError, match="holds an unfinished run that is not in parts; resume it without --part"):
+    with pytest.raises(OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"):
         part(source, tmp_path / "single", "1/2")
     with pytest.raises(OutputError, match="not in parts"):
         finish_checkpoint(tmp_path / "single")

@@ -85,7 +85,7 @@ class SharedFolder(OutputFolder):
         """The plan that all parts are held to; an OutputError if this run is not one in parts."""
         plan: dict[str, Any] = self.read_run()["fingerprint"]
         if PARTS not in plan:
-            raise OutputError(f"{self.out}: holds an unfinished run that is not in parts; resume it without --part")
+            raise OutputError(f"{self.out}: holds an unfinished run that is not in parts; resume it as it was begun")
         names = map(PurePosixPath, (*plan[SHARDS], *plan[_AUXILIARY], plan["stem"]))
         if any(name.is_absolute() or ".." in name.parts for name in names):
             raise OutputError(f"{self.out}: its {RECORD} names files outside it; that is none of ours")

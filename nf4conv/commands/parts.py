@@ -23,15 +23,15 @@ _INDICES: Final = {
 """What may be set to the index of a process, to how many there are, and to the first index; of several the first."""
 
 
-def plan_part(plan: Any, run: RunOptions) -> Any:
+def plan_part(plan: Any, run: RunOptions, asked_by: str = "--part") -> Any:
     """The part of a quantization's or dequantization's plan that `run.part` names; all of it if none is named.
 
-    A PlanError if there is no such part, or if such a plan cannot be carried out in parts.
+    A PlanError if there is no such part, or if such a plan cannot be carried out in parts, as an option `asked_by`.
     """
     if run.part is None:
         return plan
     if isinstance(plan, DiffusersPlan):
-        how = "--part takes the components of a diffusers pipeline one by one: --subfolder NAME, into OUT/NAME"
+        how = f"{asked_by} takes the components of a diffusers pipeline one by one: --subfolder NAME, into OUT/NAME"
         raise PlanError(f"{plan.folder.place}: {how}")
     for what, is_given in {
         "--overwrite, which would delete what other parts make; remove OUT before they start": run.overwrite,
@@ -41,7 +41,7 @@ def plan_part(plan: Any, run: RunOptions) -> Any:
         ),
     }.items():
         if is_given:
-            raise PlanError(f"--part does not go with {what}")
+            raise PlanError(f"{asked_by} does not go with {what}")
     number, count = number_of(run.part)
     shares = _shares(plan.whole.shards, count)
     mine = tuple(shard for shard in plan.whole.shards if shares[shard.name] == number)

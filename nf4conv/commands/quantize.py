@@ -125,7 +125,7 @@ def execute_quantization(
     started = time.perf_counter()
     run, progress, out = run or RunOptions(), progress or ignore, Path(out)
     if run.part is not None and push is not None and push.push_to_hub is not None:
-        raise PlanError("--part does not go with --push-to-hub: a part is no model; push what `nf4conv finish` makes")
+        raise PlanError("--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all parts")
     plan = plan_part(plan, run)
     if is_spread(run):
         return carry_out(plan, partial(execute_quantization, push=push), out, run, progress)

@@ -54,7 +54,8 @@ def carry_out(
     if min(len(places), shards) == 1 and not run.ray:
         return execute(plan, out, replace(run, device=places[0][0]), progress)
     alone = replace(run, ray=False, device=places[0][0], overwrite=False)
-    plan_part(plan, replace(alone, part="1/1"))  # which says if this plan cannot be carried out in parts
+    asked_by = "--ray" if run.ray else f"--device {run.device}"
+    plan_part(plan, replace(alone, part="1/1"), asked_by)  # which says if this plan cannot be carried out in parts
     with _ray_tasks(run) if run.ray else _processes(places, alone) as (submit, count, each):
         if run.overwrite:
             with Workspace(out, {}, overwrite=True, checksum=False) as emptied:
