@@ -95,10 +95,10 @@ def decoded_tensors(
         raise SourceError(
             f"already quantized: quant_method {method}; give the checkpoint that it was made from: {reason}"
         )
-    by_name, blocks = {tensor.name: tensor for tensor in tensors}, tuple(_blocks(description or {}))
-    siblings = _Siblings(by_name, method, blocks, dtype, families_of(config), read)
     found: dict[str, TensorInfo] = {}
     if any(tensor.dtype not in _PLAIN for tensor in tensors):  # every encoding has parts in another dtype
+        by_name, blocks = {tensor.name: tensor for tensor in tensors}, tuple(_blocks(description or {}))
+        siblings = _Siblings(by_name, method, blocks, dtype, families_of(config), read)
         found = {tensor.name: decoded for tensor in tensors if (decoded := _decoded(tensor, siblings)) is not None}
     if not found and method is None:
         _check_unused(tensors)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nf4conv.checkpoint.hub import Fetched, Origin
 
 _HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
+_ENDS: Final = 2**14  # bytes at either end of a file, by which it is seen to have changed
 _FARTHEST: Final = 2**16
 """Bytes between two small tensors that are still read together: a request to the Hub costs more."""
 _LONGEST_READ: Final = 2**22
@@ -96,11 +97,11 @@ def _look_at(path: Path) -> tuple[Stamp, bytes]:
     """What a file is now, and its first bytes, the header included."""
     with named(path, SourceError), path.open("rb") as file:
         status = os.fstat(file.fileno())
-        head = file.read(_HEAD)
+        head = file.read(_ENDS)
         length = min(int.from_bytes(head[:LENGTH_BYTES], "little"), LONGEST_HEADER)  # a pickle has other first bytes
         head += file.read(max(LENGTH_BYTES + length - len(head), 0))
-        file.seek(max(status.st_size - _HEAD, 0))
-        ends = zlib.crc32(file.read(_HEAD), zlib.crc32(head))
+        file.seek(max(status.st_size - _ENDS, 0))
+        ends = zlib.crc32(file.read(_ENDS), zlib.crc32(head))
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends), head
 
 
