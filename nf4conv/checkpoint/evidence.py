@@ -79,15 +79,11 @@ class Evidence:
         )
 
     def kind_of(self, tensor: TensorInfo) -> tuple[object, ...]:
-        """What is the same only for tensors that no rule tells apart.
-
-        No rule asks for the number of an expert, and beside a weight rules look for tensors that are none.
-        """
+        """What tensors share that no rule tells apart: single experts with nothing beside them that is no weight."""
         stack, _, rest = tensor.name.partition(".experts.")
         number, _, rest = rest.partition(".")
-        if not (self.plain_experts and number.isdecimal()):
-            return (tensor.name,)
-        return stack, rest, tensor.shape, tensor.dtype, tensor.encoding is not None and is_in_4_bits(tensor)
+        is_told = not (self.plain_experts and number.isdecimal())
+        return (tensor.name,) if is_told else (stack, rest, tensor.shape, tensor.dtype, is_in_4_bits(tensor))
 
     def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
         """Why a tensor is certainly not the weight of an `nn.Linear`; None when it may be one."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
@@ -29,7 +30,9 @@ from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, componen
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 
 _LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
+_NBYTES: Final = attrgetter("nbytes")
 _SPELL: Final = json.JSONEncoder().encode  # as json.dumps, in half the time
+_ALIGNMENTS: Final = {dtype: max(bits // 8, 1) for dtype, bits in DTYPE_BITS.items()}
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
@@ -50,7 +53,7 @@ def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
     parts = components(format, shape)
     sizes = tuple(part.nbytes for part in parts)
     header = sum(1 + len(part.suffix) + _entry_size(part.dtype, part.shape) for part in parts)
-    kinds = tuple((-_alignment(part.dtype), f"packed {part.suffix}", place) for place, part in enumerate(parts[:-1]))
+    kinds = tuple((-_ALIGNMENTS[part.dtype], f"packed {part.suffix}", place) for place, part in enumerate(parts[:-1]))
     return Footprint(parts, sizes, kinds, sum(sizes), header)
 
 
@@ -274,10 +277,7 @@ def _split(groups: Sequence[Sequence[Job]], max_shard_size: int) -> Iterator[tup
     shard: list[Job] = []
     size = header = 0
     for group in groups:
-        group_size = group_header = 0
-        for job in group:
-            group_size += job.nbytes
-            group_header += _header_size(job)
+        group_size, group_header = sum(map(_NBYTES, group)), sum(map(_header_size, group))
         if shard and (size + group_size > max_shard_size or header + group_header > _LARGEST_HEADER):
             yield shard, header
             shard, size, header = [], 0, 0
@@ -306,7 +306,7 @@ def _place(name: str, jobs: list[Job], entries: int) -> Shard:
     packed: list[PackJob] = []
     for job in jobs:
         if isinstance(job, CopyJob):
-            copies[-_alignment(job.dtype)].append(job)
+            copies[-_ALIGNMENTS[job.dtype]].append(job)
         else:
             packed.append(job)
             job.offsets = [0] * len(job.footprint.kinds)
@@ -324,7 +324,3 @@ def _place(name: str, jobs: list[Job], entries: int) -> Shard:
     metadata = len(json.dumps({METADATA_KEY: {"format": "pt"}}))
     header = LENGTH_BYTES + metadata + entries
     return Shard(name, tuple(jobs), header + -header % 8, position, blobs_size)
-
-
-def _alignment(dtype: str) -> int:
-    return max(DTYPE_BITS[dtype] // 8, 1)

@@ -23,7 +23,6 @@ _LARGEST_READ: Final = 2**22
 _BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
 _IN_FLIGHT: Final = 32  # such reads, of all files
 _AT_A_TIME: Final = 8  # small reads, of as many files
-_MOST_AT_ONCE: Final = 32  # of them given to a thread: to hand over one takes as long as to read a page of the cache
 _SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
 
 
@@ -34,7 +33,7 @@ FoundT = TypeVar("FoundT")
 def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT]:
     """What is found by a small read for each item, in their order; the first error is raised."""
     waiting = list(items)
-    some = min(max(len(waiting) // (4 * _AT_A_TIME), 1), _MOST_AT_ONCE)
+    some = len(waiting) // (2 * _AT_A_TIME) + 1  # at once, for to hand over one takes as long as to read a page
     runs = [waiting[start : start + some] for start in range(0, len(waiting), some)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         return [found for run in pool.map(lambda run: list(map(find, run)), runs) for found in run]

@@ -172,7 +172,7 @@ def _decide(tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, un
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    is_sure = is_packed or bool(options.include)  # which it matches, or it would be unwanted
+    is_sure = is_packed or options.include  # which it matches, or it would be unwanted
     doubt = None if is_sure else evidence.why_unsure(module, tensor.shape)
     if doubt is not None:
         return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)

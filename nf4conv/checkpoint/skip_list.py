@@ -134,18 +134,13 @@ def _by_patterns(patterns: tuple[str, ...], end: str) -> Rule:
     return Rule(lambda path: path.endswith(patterns) or starts(path) is not None)
 
 
-def transformers_5(entries: Iterable[str]) -> Rule:
-    """How transformers 5.21 or newer takes a list."""
-    return _by_starts(entries, r"(?:(?<=\.)|(?=\.|$))")
-
-
 def transformers_5_0(entries: Iterable[str]) -> Rule:
     """How transformers 5.0 … 5.20 takes a list: "layers.1" also hits "layers.11"."""
-    return _by_starts(entries)
+    return transformers_5(entries, end="")
 
 
-def _by_starts(entries: Iterable[str], end: str = "") -> Rule:
-    """The rule of transformers 5, by which an entry matches to the `end` of a part, or to anywhere if that is empty."""
+def transformers_5(entries: Iterable[str], end: str = r"(?:(?<=\.)|(?=\.|$))") -> Rule:
+    """How transformers 5.21 or newer takes a list: an entry has to match to the `end` of a part, or to anywhere."""
     names = tuple(sorted(entries))
     if not all(map(is_name, names)):
         return _by_patterns(names, end)
