@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from nf4conv.codec.kernels import ahead, mean
-from nf4conv.pipeline.without_torch import bundle, worker
+from nf4conv.pipeline.without_torch import bundle, driver, worker
 from nf4conv.pipeline.without_torch.bundle import Kernels, Purpose
 
 _interpreting = threading.Lock()
@@ -104,10 +104,10 @@ def _bundles(
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer one GPU to the engine without torch."""
     _held.clear()
-    monkeypatch.setattr(worker, "device_count", lambda: 1)
-    monkeypatch.setattr(worker, "Device", HostDevice)
-    monkeypatch.setattr(worker, "DeviceMemory", HostMemory)
-    monkeypatch.setattr(worker, "PinnedMemory", HostMemory)
-    monkeypatch.setattr(worker, "Stream", HostStream)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "Device", HostDevice)
+    monkeypatch.setattr(driver, "DeviceMemory", HostMemory)
+    monkeypatch.setattr(driver, "PinnedMemory", HostMemory)
+    monkeypatch.setattr(driver, "Stream", HostStream)
     monkeypatch.setattr(worker, "load_bundles", _bundles)
     monkeypatch.setattr(mean, "resident_blocks", lambda _: 132 * 4)

@@ -16,7 +16,7 @@ from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.pipeline.engines import writing_engine
-from nf4conv.pipeline.without_torch import worker
+from nf4conv.pipeline.without_torch import driver
 from nf4conv.pipeline.without_torch.worker import CudaEngine
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_bytes_equal_those_of_the_torch_engine(tmp_path, monkeypatch):
     source = write_source(tmp_path / "source", torch.bfloat16)
     run = RunOptions(device="cuda", workers=4, buffer_size=8 * 2**20)
     quantize_checkpoint(source, tmp_path / "bare", None, run)
-    monkeypatch.setattr(worker, "device_count", lambda: 0)
+    monkeypatch.setattr(driver, "device_count", lambda: 0)
     quantize_checkpoint(source, tmp_path / "torch", None, run)
     bare, by_torch = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("bare", "torch"))
     assert bare == by_torch

@@ -29,7 +29,7 @@ from nf4conv import (
 )
 from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.errors import SourceError, VerificationError
-from nf4conv.pipeline.without_torch import worker
+from nf4conv.pipeline.without_torch import driver
 from nf4conv.pipeline.without_torch.worker import CudaEngine
 from nf4conv.report.as_json import content_of
 
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
 def by_torch(command: Callable[..., Any], *arguments: Any) -> Any:
     """The same without the driver: torch does it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "device_count", lambda: 0)
+        patch.setattr(driver, "device_count", lambda: 0)
         return command(*arguments, RunOptions("cuda" if ON_GPU else "cpu", 2, 2 * PIECE))
 
 

@@ -20,13 +20,7 @@ from nf4conv.format.layout import Format, block_count
 from nf4conv.pipeline import shards
 from nf4conv.pipeline.loop import Activity, aligned
 from nf4conv.pipeline.shards import CopyPart, Gathered, NonFiniteError, ShardProgress, ShardTask
-from nf4conv.pipeline.with_torch.reading import (
-    TORCH_DTYPES,
-    check_cast,
-    exactly_decoded,
-    read_matrix,
-    read_values,
-)
+from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, check_cast, exactly_decoded, read_matrix, read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker
 
 

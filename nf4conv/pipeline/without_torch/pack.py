@@ -23,29 +23,12 @@ from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import TAGS, Format, block_count
+from nf4conv.pipeline import shards
 from nf4conv.pipeline.loop import Activity, aligned
-from nf4conv.pipeline.shards import (
-    Gathered,
-    NonFiniteError,
-    ShardProgress,
-    ShardTask,
-    fill,
-    json_blobs,
-    pieces_of,
-    weight_pieces,
-    weight_tasks,
-)
 from nf4conv.pipeline.without_torch.bundle import Action, Kernels, Purpose
 from nf4conv.pipeline.without_torch.convert import convert, most_elements
 from nf4conv.pipeline.without_torch.driver import DeviceMemory
-from nf4conv.pipeline.without_torch.reading import (
-    Reading,
-    Row,
-    bytes_of,
-    load,
-    purposes_of_tensor,
-    starts,
-)
+from nf4conv.pipeline.without_torch.reading import Reading, Row, bytes_of, load, purposes_of_tensor, starts
 from nf4conv.pipeline.without_torch.worker import FLAG, HEAD, CudaWorker, Launch
 from nf4conv.report.measured import PieceErrors
 
@@ -89,7 +72,9 @@ def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] 
 def purposes_of_job(job: Job, format: Format, *, is_compared: bool = False) -> frozenset[Purpose] | None:
     """As `purposes_of`."""
     if isinstance(job, CopyJob):
-        return purposes_of_tensor(pieces_of(job, _ENOUGH)[0].tensor, job.steps) if job.is_changed else frozenset()
+        return (
+            purposes_of_tensor(shards.pieces_of(job, _ENOUGH)[0].tensor, job.steps) if job.is_changed else frozenset()
+        )
     if job.stored is not None:
         return None if is_compared else frozenset()
     pieces = _whole(job)
@@ -112,13 +97,15 @@ def _steps(source: TensorInfo, format: Format) -> tuple[str, ...]:
 
 def _whole(job: PackJob) -> list[Piece]:
     """A weight in one piece; none for one that must be read as a whole matrix."""
-    return weight_pieces(job, _ENOUGH, _ENOUGH, 1)
+    return shards.weight_pieces(job, _ENOUGH, _ENOUGH, 1)
 
 
-def shard_tasks(progress: ShardProgress, piece: int, returned: float = _RETURNED) -> list[ShardTask[CudaWorker]]:
+def shard_tasks(
+    progress: shards.ShardProgress, piece: int, returned: float = _RETURNED
+) -> list[shards.ShardTask[CudaWorker]]:
     """Everything that is to be done for a shard, in pieces of so many bytes; `returned` is that of the whole plan."""
     tag = TAGS[progress.format.dtype]
-    tasks = weight_tasks(
+    tasks = shards.weight_tasks(
         progress,
         piece,
         lambda job: aligned(
@@ -128,7 +115,7 @@ def shard_tasks(progress: ShardProgress, piece: int, returned: float = _RETURNED
         lambda progress, job, piece, gathered, worker: _pack(progress, [job], [piece], gathered, worker),
         lambda progress, jobs, worker: _pack(progress, jobs, [_whole(job)[0] for job in jobs], None, worker),
     )
-    return fill(progress, tasks, piece, partial(most_elements, piece=piece, returned=returned), convert)
+    return shards.fill(progress, tasks, piece, partial(most_elements, piece=piece, returned=returned), convert)
 
 
 class _Output:
@@ -171,10 +158,10 @@ class _Output:
 
 
 def _pack(
-    progress: ShardProgress,
+    progress: shards.ShardProgress,
     jobs: Sequence[PackJob],
     pieces: Sequence[Piece],
-    gathered: Gathered[DeviceMemory] | None,
+    gathered: shards.Gathered[DeviceMemory] | None,
     worker: CudaWorker,
 ) -> None:
     """Weights that fit into a worker's buffer together and are neighbours in the shard; or a piece of a large one."""
@@ -233,7 +220,7 @@ def _check_finite(worker: CudaWorker, kernels: Kernels[int], jobs: Sequence[Pack
     for job, start, stop in zip(jobs, addresses, addresses[1:], strict=False):
         worker.execute(0, [_look_for_non_finite(worker, kernels, start, stop)], HEAD)
         if worker.is_flagged():
-            raise NonFiniteError(job)
+            raise shards.NonFiniteError(job)
 
 
 def _quantize(reading: Reading, kernels: Kernels[int], rows: Sequence[Row]) -> list[Launch]:
@@ -280,7 +267,7 @@ def _compress(reading: Reading, kernels: Kernels[int], out: _Output, absmax: Seq
     return [*averaging, (kernels.functions["compress"], tiles, arguments)]
 
 
-def _write_scales(worker: CudaWorker, progress: ShardProgress, jobs: Sequence[PackJob], out: _Output) -> None:
+def _write_scales(worker: CudaWorker, progress: shards.ShardProgress, jobs: Sequence[PackJob], out: _Output) -> None:
     """Write all components of weights but their codes; they are complete then."""
     host, count = worker.result.view, len(jobs)
     maps = memoryview(_MAPS[progress.format.quant_type] * count)
@@ -296,11 +283,11 @@ def _write_scales(worker: CudaWorker, progress: ShardProgress, jobs: Sequence[Pa
         # parts stand in the order of layout.components, of which the packed codes are the first
         for offset, part in zip(jobs[0].offsets[1:], parts, strict=True):
             progress.writer.write(offset, part)
-    progress.packed(worker, jobs, json_blobs(progress.format, jobs, offsets))
+    progress.packed(worker, jobs, shards.json_blobs(progress.format, jobs, offsets))
 
 
 def _write_gathered(
-    worker: CudaWorker, kernels: Kernels[int], progress: ShardProgress, job: PackJob, absmax: DeviceMemory
+    worker: CudaWorker, kernels: Kernels[int], progress: shards.ShardProgress, job: PackJob, absmax: DeviceMemory
 ) -> None:
     """As `_write_scales` for a weight whose absmax has gathered on the device, which is given back."""
     with worker.timed(Activity.COMPUTE):

@@ -8,16 +8,8 @@ from typing import Final
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import Nf4convError
 from nf4conv.pipeline.loop import Worker
+from nf4conv.pipeline.without_torch import driver
 from nf4conv.pipeline.without_torch.bundle import Kernels, Purpose, load_bundles
-from nf4conv.pipeline.without_torch.driver import (
-    CudaOutOfMemoryError,
-    Device,
-    DeviceMemory,
-    Function,
-    PinnedMemory,
-    Stream,
-    device_count,
-)
 
 TABLE_ROOM: Final = 2**20
 """Bytes at the end of a worker's input for the tables of a batch: 13 integers for each of up to 4096 tensors."""
@@ -30,19 +22,19 @@ driver, whose lock all workers want."""
 
 _OUTPUT_SLACK: Final = 2**20  # bytes of a worker's output beyond what a full piece becomes: room for alignment
 
-Launch = tuple[Function, int, tuple[int, ...]]  # kernel, programs, arguments
+Launch = tuple[driver.Function, int, tuple[int, ...]]  # kernel, programs, arguments
 
 
 class CudaEngine:
     """One GPU, with kernels by purpose; `returned` bytes come back from it for each that goes there."""
 
-    def __init__(self, device: Device, kernels: Mapping[Purpose, Kernels[bytes]], returned: float) -> None:
+    def __init__(self, device: driver.Device, kernels: Mapping[Purpose, Kernels[bytes]], returned: float) -> None:
         self._device = device
         self._returned = returned
         self._lock = threading.Lock()
-        self._spare: list[DeviceMemory] = []
+        self._spare: list[driver.DeviceMemory] = []
         self._held = 0
-        stream = Stream()
+        stream = driver.Stream()
         self.kernels = {  # by purpose, with their tables on the device
             purpose: Kernels(
                 found.functions,
@@ -67,13 +59,13 @@ class CudaEngine:
                 yield worker
             finally:
                 worker.close()
-        except CudaOutOfMemoryError as error:
+        except driver.CudaOutOfMemoryError as error:
             raise Nf4convError(f"{self.device}: {error}; try a smaller --buffer-size, or --device cpu") from error
 
     def device_memory(self) -> int:
         return self._held
 
-    def allocate(self, size: int) -> DeviceMemory:
+    def allocate(self, size: int) -> driver.DeviceMemory:
         """Memory on the device, by preference some that was given back."""
         with self._lock:
             fitting = [memory for memory in self._spare if memory.size >= size]
@@ -82,16 +74,16 @@ class CudaEngine:
                 self._spare.remove(memory)
                 return memory
             self._held += size
-        return DeviceMemory(size)
+        return driver.DeviceMemory(size)
 
-    def give_back(self, memory: DeviceMemory) -> None:
+    def give_back(self, memory: driver.DeviceMemory) -> None:
         """Memory that no stream uses any more."""
         with self._lock:
             self._spare.append(memory)
 
-    def _upload(self, stream: Stream, content: bytes) -> int:
+    def _upload(self, stream: driver.Stream, content: bytes) -> int:
         memory = self.allocate(len(content))
-        pinned = PinnedMemory(len(content))
+        pinned = driver.PinnedMemory(len(content))
         pinned.view[:] = content
         stream.to_device(memory.address, pinned.address, len(content))
         stream.wait()
@@ -106,11 +98,11 @@ class CudaWorker(Worker):
         self, engine: CudaEngine, reader: Reader, sizes: tuple[int, int], advance: Callable[[int], None]
     ) -> None:
         self.engine = engine
-        self.stream = Stream()
+        self.stream = driver.Stream()
         # a piece of weights with room for tables, and what comes back; the same on the device
-        self.source, self.result = (PinnedMemory(size) for size in sizes)
+        self.source, self.result = (driver.PinnedMemory(size) for size in sizes)
         self.input, self.output = (engine.allocate(size) for size in sizes)
-        self._scratch: DeviceMemory | None = None
+        self._scratch: driver.DeviceMemory | None = None
         self.clear_flag()
         super().__init__(reader, self.source.view, advance)
 
@@ -132,10 +124,12 @@ class CudaWorker(Worker):
             self.result, self.output = self._larger(self.result, self.output, result)
             self.clear_flag()
 
-    def _larger(self, host: PinnedMemory, device: DeviceMemory, size: int) -> tuple[PinnedMemory, DeviceMemory]:
+    def _larger(
+        self, host: driver.PinnedMemory, device: driver.DeviceMemory, size: int
+    ) -> tuple[driver.PinnedMemory, driver.DeviceMemory]:
         host.free()
         self.engine.give_back(device)
-        return PinnedMemory(size), self.engine.allocate(size)
+        return driver.PinnedMemory(size), self.engine.allocate(size)
 
     def clear_flag(self) -> None:
         self.stream.clear(self.output.address, HEAD)
@@ -169,7 +163,7 @@ class CudaWorker(Worker):
 def gpu_named(device: str) -> int | None:
     """Which of the GPUs that the driver counts "auto", "cuda" or "cuda:N" is; None if there is no such."""
     name, _, index = device.partition(":")
-    is_there = name in ("auto", "cuda") and (index or "0").isdecimal() and int(index or 0) < device_count()
+    is_there = name in ("auto", "cuda") and (index or "0").isdecimal() and int(index or 0) < driver.device_count()
     return int(index or 0) if is_there else None
 
 
@@ -182,6 +176,6 @@ def bare_engine(device: str, purposes: Callable[[], Collection[Purpose] | None],
     needed = None if number is None else purposes()
     if number is None or needed is None:
         return None
-    found = Device(number)
+    found = driver.Device(number)
     bundles = load_bundles(found, needed)
     return None if bundles is None else CudaEngine(found, bundles, returned)
