@@ -19,7 +19,6 @@ QUANTIZATION_LEFTOVERS: Final = tuple(_NAMES["quantization"])
 
 _LEFT_OUT: Final = {*QUANTIZATION_LEFTOVERS, *(name for names in _NAMES["left out"].values() for name in names)}
 _FOREIGN_FOLDERS: Final = tuple(_NAMES["foreign folders"])
-
 _LARGEST_MODULES: Final = 2**20
 
 

@@ -37,7 +37,6 @@ _ACCEPTED: Final = tuple(_NAMES["accepted"])
 """Values of quant_method whose tensors are decoded. ModelOpt's has variants, such as modelopt_fp4."""
 _REFUSED: Final = {method: reason for reason, methods in _NAMES["refused"].items() for method in methods}
 _TWICE: Final = _REFUSED["gptq"]
-
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
 _PLAIN: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 _PARTS: Final = (*_PLAIN, *_FLOAT8, "U8", "I8", "F8_E8M0")  # of what is decoded, and of what it is decoded with

@@ -46,8 +46,7 @@ def _read() -> Iterator[tuple[str, Family]]:
         yield from ((name, Family(**(stated | pairs | heads))) for name in entry["model_types"])
 
 
-FAMILIES: Final[Mapping[str, Family]] = dict(_read())
-"""Of families.json, whose sections say why."""
+FAMILIES: Final[Mapping[str, Family]] = dict(_read())  # of families.json, whose sections say why
 
 
 def families_of(config: Mapping[str, Any]) -> tuple[Family, ...]:

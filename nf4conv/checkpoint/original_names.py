@@ -30,7 +30,6 @@ _BLOCKS: Final = (
 """Of Flux, of Stable Diffusion 3, and of the UNets. By layers outside of them tools recognise which model a file is."""
 
 _TELLING: Final = "*.transformer_blocks.0.attn2.to_k.weight"  # by whose width they recognise a UNet
-
 _SWAPPED: Final = "final_layer.adaLN_modulation.1"  # of Flux: has shift and scale the other way round than diffusers
 
 

@@ -34,8 +34,7 @@ from nf4conv.errors import OutputError, SourceError, named
 CHECKSUMS: Final = "SHA256SUMS"
 WORK_FOLDER: Final = ".nf4conv"
 RECORD: Final = "run.json"
-PARTS: Final = "number of parts"
-"""In the fingerprint of a folder that is filled in parts."""
+PARTS: Final = "number of parts"  # in the fingerprint of a folder that is filled in parts
 SHARDS: Final = "shards"
 _FINISH: Final = "run the parts that are missing, and then `nf4conv finish`"
 _MARKS: Final = ("config.json", "model_index.json", "adapter_config.json")

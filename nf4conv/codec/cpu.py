@@ -40,7 +40,6 @@ _COMPARED: Final = 1 << 15
 """Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they leave the cache."""
 
 _DECODED: Final = 1 << 17  # elements decoded at a time in a thread that is alone: 0.8 MB of temporaries
-
 _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
 TINIEST: Final = float(np.finfo(np.float32).tiny)

@@ -15,7 +15,6 @@ from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merg
 from nf4conv.codec.quant_state import Decoding
 
 _COMPARED: Final = 1 << 18  # elements at a time
-
 _MIN_SQUARED: Final = 2.0**-40  # scales from here on have squares that float32 holds, and so have their errors
 _MAX_SQUARED: Final = 2.0**50  # up to here
 

@@ -21,7 +21,6 @@ from nf4conv.codec.search import ROUND, UNIT
 from nf4conv.format.codebook import Codebook
 
 _CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
-
 _POSITIONS: Final = 2 * UNIT + 1
 
 

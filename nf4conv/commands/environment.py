@@ -1,11 +1,10 @@
 """`nf4conv env`: versions, GPUs, who would compute, and where things are kept."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from nf4conv.pipeline.loop import cores
-from nf4conv.pipeline.without_torch.bundle import kernel_folder
+from nf4conv.pipeline.without_torch.bundle import kernel_folder, version_of
 from nf4conv.report.results import Environment
 
 _PACKAGES: Final = (
@@ -20,15 +19,8 @@ def environment() -> Environment:
 
     gpus, engine = _computing()
     folders = {"kernels": str(kernel_folder()), "downloads": str(constants.HF_HUB_CACHE)}
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: version_of(name) or None for name in _PACKAGES}
     return Environment(platform.python_version(), platform.platform(), packages, cores(), gpus, engine, folders)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _computing() -> tuple[tuple[str, ...], str]:

@@ -81,8 +81,7 @@ class Worker:
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
 W = TypeVar("W", bound=Worker)
 
-Task = Callable[[W], None]
-"""A piece of work that no other task depends on."""
+Task = Callable[[W], None]  # a piece of work that no other task depends on
 
 
 class Engine(Protocol[W_co]):

@@ -162,7 +162,7 @@ def fill(
     groups: list[Sequence[ShardTask[Any]]] = [weights]
     for make, is_changed in ((_copy_raw, False), (convert, True)):
         kept = [job for job in progress.shard.jobs if isinstance(job, CopyJob) and job.is_changed is is_changed]
-        parts = ((job, part) for job in kept for part in pieces_of(job, at_a_time(job)))
+        parts = ((job, part) for job in kept for part in pieces_of(job.source, at_a_time(job)))
         tasks = batches(parts, share, piece, kind, LARGEST_BATCH)
         groups.append([ShardTask(some[0][0].source.file, partial(make, progress, some)) for some in tasks])
     stored = (job for job in progress.shard.jobs if isinstance(job, PackJob) and job.stored is not None)
@@ -171,9 +171,8 @@ def fill(
     return list(interleave(groups, len(groups)))
 
 
-def pieces_of(job: CopyJob, most: int) -> list[Piece]:
-    """A tensor that is kept in pieces of at most so many elements, if it can be cut so."""
-    source = job.source
+def pieces_of(source: TensorInfo, most: int) -> list[Piece]:
+    """A tensor in pieces of at most so many elements, if it can be cut so."""
     if source.encoding is None:
         return plain_pieces(source, most // 64 * 64)
     is_packed = source.encoding.method is Method.BITSANDBYTES_4BIT

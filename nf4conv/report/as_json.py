@@ -18,8 +18,7 @@ from nf4conv.checkpoint.writer import write_result
 from nf4conv.report import results
 from nf4conv.report.text import printable
 
-SCHEMA_VERSION: Final = 1
-"""Grows when a field is renamed, removed, or means something else; not when one is added."""
+SCHEMA_VERSION: Final = 1  # grows when a field is renamed, removed, or means something else; not when one is added
 
 Result: TypeAlias = (
     results.PlanReport | results.RunReport | results.VerifyReport | results.ComparisonReport | results.Inspection

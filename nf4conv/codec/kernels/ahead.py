@@ -21,7 +21,6 @@ from nf4conv.codec.quant_state import code_table
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
-
 _LONGEST: Final = 120  # seconds that compiling in several processes may take before it is done in this one
 
 

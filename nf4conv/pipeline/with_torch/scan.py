@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import Piece, encoded_pieces, plain_pieces
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.checkpoint.reader import Reader
@@ -17,6 +16,7 @@ from nf4conv.checkpoint.source import Source
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import RunOptions
 from nf4conv.pipeline.loop import Activity, make_pipeline
+from nf4conv.pipeline.shards import pieces_of
 from nf4conv.pipeline.with_torch.reading import read_values
 from nf4conv.pipeline.with_torch.worker import TorchEngine, TorchWorker
 
@@ -55,7 +55,7 @@ def find_unpackable(
         tasks = (
             partial(_count_piece, piece.tensor, limits[name] if format.double_quant else math.inf, counts, lock)
             for name, tensor in tensors.items()
-            for piece in _pieces(tensor, pipeline.piece)
+            for piece in pieces_of(tensor, pipeline.piece * 8 // DTYPE_BITS[tensor.dtype])
         )
         pipeline.run(tasks, reader)
     return {name: (count, what) for (name, what), count in sorted(counts.items(), reverse=True) if count}
@@ -68,9 +68,3 @@ def _open_reader(source: Source) -> Reader:
     from nf4conv.checkpoint.stream import RemoteReader  # importing huggingface_hub takes a while
 
     return RemoteReader(fetched.repository, fetched.absent)
-
-
-def _pieces(tensor: TensorInfo, piece: int) -> list[Piece]:
-    if tensor.encoding is not None:
-        return encoded_pieces(tensor, piece // 2)
-    return plain_pieces(tensor, piece // (DTYPE_BITS[tensor.dtype] // 8))

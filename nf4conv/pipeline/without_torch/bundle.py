@@ -107,12 +107,13 @@ def _sources() -> bytes:
 
 def _key(capability: tuple[int, int], purpose: Purpose) -> str:
     digest = hashlib.sha256(_sources())
-    choice = (capability, purpose.action.value, *purpose.details, _version("torch"), _version("triton"))
+    choice = (capability, purpose.action.value, *purpose.details, version_of("torch"), version_of("triton"))
     digest.update(repr(choice).encode())
     return digest.hexdigest()[:32]
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Of an installed package; empty for one that is not there."""
     try:
         return version(package)
     except PackageNotFoundError:  # torch's CPU build brings no Triton

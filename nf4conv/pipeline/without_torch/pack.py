@@ -37,11 +37,8 @@ _RETURNED: Final = 3 / 8
 in its codes."""
 
 _DECODED: Final = 2  # pieces of a weight that is encoded which are decoded at a time, as far as a piece holds them
-
 _MEAN_ROOM: Final = 4 * 2**16  # bytes that the mean of a long vector needs for the sums of its parts
-
 _ENOUGH: Final = 2**62  # more elements than there are
-
 _SUMS: Final = 32  # bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64
 
 _MAPS = {
@@ -72,9 +69,8 @@ def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] 
 def purposes_of_job(job: Job, format: Format, *, is_compared: bool = False) -> frozenset[Purpose] | None:
     """As `purposes_of`."""
     if isinstance(job, CopyJob):
-        return (
-            purposes_of_tensor(shards.pieces_of(job, _ENOUGH)[0].tensor, job.steps) if job.is_changed else frozenset()
-        )
+        whole = shards.pieces_of(job.source, _ENOUGH) if job.is_changed else []
+        return purposes_of_tensor(whole[0].tensor, job.steps) if whole else frozenset()
     if job.stored is not None:
         return None if is_compared else frozenset()
     pieces = _whole(job)
