@@ -1,12 +1,16 @@
 """What it costs to know that a result is right: `quantize --verify` and `verify --source --exact` beside `quantize`.
 
+And how far two checkpoints are apart: `compare` of the source with the result, and with a copy of itself, beside the
+same of another version of nf4conv, and beside reading both.
+
 Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are reported.
 
-Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
+Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--before TREE] [--out FILE.json]
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -26,20 +30,31 @@ KEPT = (
 """Of what a command tells."""
 
 
-def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, Any]]]:
-    out = scratch / "out"
+def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict[str, list[dict[str, Any]]]:
+    out, copy = scratch / "out", shutil.copytree(source, scratch / "copy")
     program = [sys.executable, "-m", "nf4conv"]
+    told = ["--quiet", "--json"]
+    apart, alike = ["compare", source, out, "--tolerance", 1], ["compare", source, copy]
     contestants = {
         "quantize": ["quantize", source, out, "--overwrite"],
         "verify": ["verify", out, "--source", source, "--exact"],
+        "compare": apart,
+        "compare, identical": alike,
+        **({"compare, before": apart, "compare, identical, before": alike} if before else {}),
         "quantize --verify": ["quantize", source, out, "--overwrite", "--verify"],
     }
+    commands = {
+        name: [*(["env", "-C", before] if "before" in name else []), *program, *words, *told]
+        for name, words in contestants.items()
+    }
+    threads = len(os.sched_getaffinity(0))
+    commands["reading both"] = [sys.executable, "-m", "benchmarks.reading", threads, source, copy]
     results = defaultdict(list)
     for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
-        for name, command in contestants.items():
-            if name != "verify":
+        for name, command in commands.items():
+            if "quantize" in name:
                 shutil.rmtree(out, ignore_errors=True)
-            found = run([*program, *map(str, command), "--quiet", "--json"])
+            found = run([*map(str, command)])
             results[name].append({key: found[key] for key in KEPT if key in found})
             print(f"{turn}: {name}: {found['wall_seconds']:.2f} s", file=sys.stderr, flush=True)
     return {name: found[1:] for name, found in results.items()}
@@ -50,11 +65,12 @@ def main() -> None:
     parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
     parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--before", type=Path, help="the folder that holds the package nf4conv of another version")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
-        results = measure(Path(scratch) / "source", Path(scratch), chosen.runs)
+        results = measure(Path(scratch) / "source", Path(scratch), chosen.runs, chosen.before)
     walls = {name: statistics.median(one["wall_seconds"] for one in found) for name, found in results.items()}
     ratios = {name: walls[name] / walls["quantize"] for name in walls}
     summary = {"shape": chosen.shape, "source_bytes": size, "wall_seconds": walls, "over_quantize": ratios}

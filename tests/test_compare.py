@@ -27,7 +27,7 @@ from nf4conv.report.rows import ComparedRow
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
-UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=12 * 2**16)  # pieces of 384 blocks of 128 values
+UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)  # pieces of at most 361 blocks of 128 values
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -364,6 +364,21 @@ def test_torch_is_not_imported_where_no_value_has_to_be_compared(packed, tmp_pat
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.gpu
+def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(packed):
+    for a, b in ((packed["source"], packed["nf4"]), (packed["float32"], packed["fp4"])):
+        report = compare(a, b, run=RunOptions("cuda"))  # compiles them
+        assert report.tensors == compare(a, b).tensors
+        program = (
+            "import sys\nfrom nf4conv.cli import main\n"
+            f"try:\n    main(['compare', {str(a)!r}, {str(b)!r}])\n"
+            "except SystemExit as end:\n    assert end.code == 1\n"
+            "assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        assert report.verdict in done.stdout
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

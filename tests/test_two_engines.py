@@ -22,6 +22,7 @@ from nf4conv import (
     QuantizeOptions,
     RunOptions,
     VerifyOptions,
+    compare_checkpoints,
     dequantize_checkpoint,
     plan_quantization,
     quantize_checkpoint,
@@ -29,9 +30,11 @@ from nf4conv import (
 )
 from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.errors import SourceError, VerificationError
+from nf4conv.pipeline.with_torch import difference
 from nf4conv.pipeline.without_torch import driver
 from nf4conv.pipeline.without_torch.worker import CudaEngine
 from nf4conv.report.as_json import content_of
+from nf4conv.report.measured import TensorDifference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -397,3 +400,109 @@ def test_a_bit_that_flips_on_the_way_to_the_disk(
         monkeypatch.setattr(CudaEngine, "device", "cpu")
     with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
         quantize_checkpoint(source, tmp_path / "out", None, replace(BARE, verify=True))
+
+
+def compared_alike(one: Path, other: Path, run: RunOptions = BARE, *, with_torch: bool = False) -> dict[str, str]:
+    """The status of each tensor, found without torch to the last digit as with it, whichever of the two is first."""
+    for a, b in ((one, other), (other, one)):
+        with pytest.MonkeyPatch.context() as patch:
+            if not with_torch:
+                patch.setattr("nf4conv.pipeline.engines.comparing_engine", None)
+            found = compare_checkpoints(a, b, None, run)
+        expected = by_torch(compare_checkpoints, a, b, None)
+        assert found.tensors == expected.tensors
+        assert (found.kinds, found.verdict) == (expected.kinds, expected.verdict)
+    return {row.name: row.status.value for row in found.tensors}
+
+
+def values_for(case: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32: what two tensors hold."""
+    a = torch.randn(40_000, generator=GENERATOR) * 0.05
+    b = a + torch.randn(40_000, generator=GENERATOR) * 1e-3
+    nan, inf = float("nan"), float("inf")
+    match case:
+        case "special":
+            values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, 6e-8, 1e-30, 65504.0, 1e-39])
+            return values.repeat_interleave(10), values.repeat(10)
+        case "specials alike":
+            values = torch.tensor([nan, -nan, inf, -inf, 0.0, -0.0])
+            return values, torch.cat([values[:4], -values[4:]])
+        case "large":
+            return a * 3e38, b * 1e38
+        case "equal":
+            return a.bfloat16().float() * 0 + 0.5, torch.full((40_000,), 0.5)
+        case "one":
+            return a[:1], b[:1]
+        case "empty":
+            return a[:0].view(0, 4), b[:0].view(0, 4)
+    return a, b
+
+
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+CASES = "ordinary", "special", "specials alike", "large", "equal", "one", "empty"
+
+
+@pytest.mark.parametrize("run", [BARE, replace(BARE, buffer_size=8 * PIECE)], ids=["small pieces", "large pieces"])
+def test_values_compared(tmp_path: Path, gpu: list[CudaEngine], run: RunOptions):
+    sides: tuple[dict[str, torch.Tensor], ...] = {}, {}
+    for case in CASES:
+        for first in FLOATS:
+            for second in FLOATS:
+                pair = zip(sides, values_for(case), (first, second), strict=True)
+                for side, values, dtype in pair:
+                    side[f"{case}.{first}.{second}".replace("torch.", "")] = values.to(dtype)
+    sides[0]["only a"], sides[1]["only b"] = torch.ones(2, 3), torch.ones(2, 3)
+    sides[0]["shape"], sides[1]["shape"] = torch.ones(2, 3), torch.ones(3, 2)
+    a, b = (write(tmp_path / name, side) for name, side in zip("ab", sides, strict=True))
+    found = compared_alike(a, b, run)
+    assert {*found.values()} == {"identical", "equal in value", "different", "another shape", "only in A", "only in B"}
+    assert len(gpu) == 2
+    assert found["specials alike.float32.bfloat16"] == found["empty.float32.float16"] == "equal in value"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoded_values_compared(tmp_path: Path, gpu: list[CudaEngine], kind: str):
+    description, parts = KINDS[kind]
+    tensors = {f"model.layers.0.mlp.up_proj.{suffix}": part for suffix, part in parts(136, 160).items()}
+    encoded = write(tmp_path / "encoded", tensors, description)
+    by_torch(quantize_checkpoint, encoded, tmp_path / "packed", None)
+    plain = torch.randn(136, 160, generator=GENERATOR).half()
+    other = write(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": plain})
+    assert {*compared_alike(encoded, tmp_path / "packed").values()} == {"different"}
+    assert {*compared_alike(encoded, other).values()} == {"different"}
+    assert len(gpu) == 4
+
+
+@pytest.mark.parametrize("options", [
+    QuantizeOptions(), QuantizeOptions("fp4", 128, double_quant=False), QuantizeOptions(blocksize=4096),
+], ids=["nested", "plain", "wide"])  # fmt: skip
+def test_packed_values_compared(tmp_path: Path, gpu: list[CudaEngine], options: QuantizeOptions):
+    source = write(tmp_path / "source", weights(torch.float16))
+    by_torch(quantize_checkpoint, source, tmp_path / "packed", options)
+    by_torch(quantize_checkpoint, source, tmp_path / "another", QuantizeOptions(blocksize=32))
+    by_torch(dequantize_checkpoint, tmp_path / "packed", tmp_path / "decoded", None)
+    different = {"different", "identical"}
+    assert {*compared_alike(source, tmp_path / "packed").values()} == different
+    assert {*compared_alike(tmp_path / "another", tmp_path / "packed").values()} == different
+    assert {*compared_alike(tmp_path / "packed", tmp_path / "decoded").values()} == {"equal in value", "identical"}
+    assert len(gpu) == 6
+
+
+def test_torch_compares_only_what_takes_it(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
+    name, run = "h.0.attn.c_attn.weight", RunOptions("auto", 2, 2 * PIECE)
+    tensors = {name: torch.randn(64, 192, generator=GENERATOR).half(), "bias": torch.ones(7)}
+    numbers = {"numbers": torch.arange(10), "double": torch.linspace(0, 1, 9).double()}
+    source = write(tmp_path / "source", tensors | numbers)
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
+    changed = {name: values + 1 for name, values in numbers.items()}
+    other = write(tmp_path / "other", tensors | changed | {"bias": torch.ones(7).half()})
+    assert compared_alike(source, tmp_path / "packed", run, with_torch=True)[name] == "different"
+    assert compared_alike(source, other, run, with_torch=True)["bias"] == "equal in value"
+    taken: list[TensorDifference] = []
+    genuine = difference.value_tasks
+    monkeypatch.setattr(difference, "value_tasks", lambda *given: (taken.extend(given[0]), genuine(*given))[1])
+    compare_checkpoints(source, other, None, run)
+    assert sorted(result.a.name for result in taken) == ["double", "numbers"]
+    assert gpu

@@ -203,3 +203,26 @@ def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
     bits = DTYPE_BITS[tensor.dtype]
     begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
     return tensor._replace(shape=(stop - start,), start=begin, stop=end)
+
+
+def pieces_alike(a: TensorInfo, b: TensorInfo, nbytes: int) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
+    """Two tensors of one shape, encoded or not, cut at the same places: (first element, piece of A, piece of B).
+
+    Two pieces have about so many bytes, unless rows are longer. Both tensors come whole if they cannot be cut alike.
+    """
+    most = nbytes * a.elements // (a.nbytes + b.nbytes)
+    if all(tensor.encoding is None or tensor.encoding.method is Method.BITSANDBYTES_4BIT for tensor in (a, b)):
+        a, b = (tensor._replace(shape=(tensor.elements, 1)) for tensor in (a, b))
+    elif is_stack_of_matrices(a) and is_stack_of_matrices(b):
+        for index in range(a.shape[0]):
+            for start, one, other in pieces_alike(matrix_of(a, index), matrix_of(b, index), nbytes):
+                yield index * math.prod(a.shape[1:]) + start, one, other
+        return
+    if not (can_cut_rows(a, 0) and can_cut_rows(b, 0)):
+        yield 0, a, b
+        return
+    columns, together = a.shape[1], math.lcm(_height(a), _height(b))
+    step = max(most // (columns * together), 1) * together
+    for start in range(0, a.shape[0], step):
+        span = start, min(start + step, a.shape[0])
+        yield start * columns, rows_of(a, *span), rows_of(b, *span)

@@ -2,7 +2,7 @@
 
 Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one in another format.
 
-Pipeline(byte tasks)     tensors that are stored alike, without torch
+Pipeline(byte tasks)     tensors that are stored alike, in host memory
 Pipeline(value tasks)    those whose bytes differ, and those that are not stored alike
 """
 
@@ -25,7 +25,7 @@ from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import comparing_engine, host_engine
+from nf4conv.pipeline.engines import compare_values, host_engine
 from nf4conv.pipeline.loop import make_pipeline
 from nf4conv.pipeline.same_bytes import byte_tasks
 from nf4conv.report.measured import TensorDifference
@@ -140,7 +140,8 @@ def execute_comparison(
     run, progress = run or RunOptions(), progress or ignore
     by_bytes = make_pipeline(host_engine(run), run, progress)
     results = {
-        name: TensorDifference(a, b, True if _is_stored_alike(a, b) else None) for name, (a, b) in plan.pairs.items()
+        name: TensorDifference(_decoded_as(a, b), _decoded_as(b, a), True if _is_stored_alike(a, b) else None)
+        for name, (a, b) in plan.pairs.items()
     }
     by_bytes.run(byte_tasks([result for result in results.values() if result.is_identical], by_bytes.piece))
     unlike = [
@@ -149,13 +150,7 @@ def execute_comparison(
         # of complex numbers only the bytes are compared
         if not result.is_identical and result.a.elements and "C64" not in (result.a.dtype, result.b.dtype)
     ]
-    device = "cpu"
-    if unlike:
-        from nf4conv.pipeline.with_torch.difference import value_tasks  # importing torch takes seconds
-
-        by_values = make_pipeline(comparing_engine(run), run, progress)
-        by_values.run(value_tasks(unlike, by_values.piece))
-        device = by_values.engine.device
+    device = compare_values(unlike, run, progress) if unlike else "cpu"
     found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
     rows = tuple(replace(row, passed=_passes(row, plan.options.tolerance)) for row in found)
     counts = Counter(row.status for row in rows)
@@ -170,6 +165,13 @@ def execute_comparison(
         settings={**asdict(plan.options), "device": device, "nf4conv": __version__, "torch": version("torch")},
         seconds=time.perf_counter() - started,
     )
+
+
+def _decoded_as(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
+    """A packed weight decodes to the dtype of what it is compared with: by way of its own, it would round twice."""
+    is_packed = tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
+    is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
+    return tensor._replace(dtype=other.dtype) if is_packed and is_plain_float else tensor
 
 
 def _is_stored_alike(a: TensorInfo, b: TensorInfo) -> bool:

@@ -11,10 +11,10 @@ from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import Plan
 from nf4conv.checkpoint.reader import Reader
 from nf4conv.options import RunOptions
-from nf4conv.pipeline.loop import Engine, make_pipeline
+from nf4conv.pipeline.loop import Engine, Pipeline, make_pipeline
 from nf4conv.pipeline.same_bytes import HostEngine
 from nf4conv.pipeline.shards import ShardProgress, ShardTask
-from nf4conv.report.measured import WeightResult
+from nf4conv.report.measured import TensorDifference, WeightResult
 
 ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
 """How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
@@ -44,10 +44,30 @@ def host_engine(run: RunOptions) -> HostEngine:
 
 
 def comparing_engine(run: RunOptions) -> Engine[Any]:
-    """The engine that verifies and compares; its tasks are those of with_torch/check.py and difference.py."""
+    """The engine that verifies, and that compares any values; its tasks are those of with_torch/."""
     from nf4conv.pipeline.with_torch.worker import TorchEngine
 
     return TorchEngine(run.device)
+
+
+def compare_values(results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]) -> str:
+    """Compare tensors value by value, with torch only those that take it; the device."""
+    from nf4conv.pipeline.without_torch import difference
+    from nf4conv.pipeline.without_torch.worker import bare_engine
+
+    needed = [difference.purposes_of(result) for result in results]
+    engine = bare_engine(run.device, lambda: frozenset[Any]().union(*filter(None, needed)) or None, returned=0)
+    if engine is not None:
+        pipeline: Pipeline[Any] = make_pipeline(engine, run, progress)
+        able = [result for result, purposes in zip(results, needed, strict=True) if purposes]
+        pipeline.run(difference.value_tasks(able, pipeline.piece))
+        results = [result for result, purposes in zip(results, needed, strict=True) if not purposes]
+    if results:
+        from nf4conv.pipeline.with_torch.difference import value_tasks
+
+        pipeline = make_pipeline(comparing_engine(run), run, progress)
+        pipeline.run(value_tasks(results, pipeline.piece))
+    return pipeline.engine.device
 
 
 def prove(

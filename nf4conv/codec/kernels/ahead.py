@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import cast, dequantize, error, fp4, mean, nested, pack, scaled
+from nf4conv.codec.kernels import cast, dequantize, difference, error, fp4, mean, nested, pack, scaled
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.scaled import kind_of, stored
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
@@ -122,6 +122,13 @@ def comparer(
     kernel = Variant(error.error_kernel, (torch.empty(0, dtype=dtype), packed, *decoding, *sums, *constants), num_warps)
     tables = {"values": _bytes(values), "bounds": _bytes(bounds), "nested": _bytes(code_table("dynamic", device))}
     return Codec({"compare": kernel}, tables, {"tile": tile * error.TILES.value})
+
+
+def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
+    """What finds out how far vectors are apart: the kernel "subtract", and "tile", elements that a program looks at."""
+    examples = [torch.empty(0, dtype=dtype) for dtype in (a, b, torch.float64)]
+    kernel = Variant(difference.difference_kernel, (*examples, 1, 1), difference.NUM_WARPS)
+    return Codec({"subtract": kernel}, {}, {"tile": difference.TILE.value * difference.STEPS.value})
 
 
 def scaled_decoder(

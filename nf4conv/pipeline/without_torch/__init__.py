@@ -1,10 +1,10 @@
-"""The engine on an NVIDIA GPU without torch: packing weights, encoded, cast or not, unpacking them, proving them right.
+"""The engine on an NVIDIA GPU without torch: packing, unpacking, proving and comparing weights, encoded, cast or not.
 
 Importing torch takes longer than quantizing an 8B model. So the kernels of codec/kernels are compiled once for a GPU,
 with torch and Triton at hand, and kept with their tables in bundles on disk; later runs load them with the few calls of
 the CUDA driver that they need, and touch their first byte within a second. The bytes are those of with_torch/, because
 the kernels are (tests/test_two_engines.py holds the two engines equal). Transposed weights, float64, and what is joined
-from several tensors, take torch; so do comparison, and what verification does not find right at once.
+from several tensors, take torch; so does what verification does not find right at once.
 
     driver.py   the CUDA driver API: context, streams, memory, launches
     bundle.py   compiled kernels on disk
@@ -13,4 +13,5 @@ from several tensors, take torch; so do comparison, and what verification does n
     pack.py     weights → 4 bits
     convert.py  4 bits → weights; whatever else is kept, but decoded or cast
     proof.py    what is stored against what pack.py makes
+    difference.py   how far values are apart
 """

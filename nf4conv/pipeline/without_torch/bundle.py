@@ -43,6 +43,7 @@ class Action(Enum):
     PACK = "encoder"
     UNPACK = "decoder"
     COMPARE = "comparer"
+    SUBTRACT = "subtractor"
     DECODE_SCALED = "scaled_decoder"
     DECODE_FP4 = "fp4_decoder"
     CAST = "caster"

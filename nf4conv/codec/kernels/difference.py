@@ -1,0 +1,44 @@
+"""Two vectors of floats → how far they are apart, in float64, as pipeline/with_torch/difference.py defines it.
+
+A program walks over STEPS tiles and writes one partial result of each kind, always the same ones.
+"""
+
+import triton.language as tl
+
+from nf4conv.codec.kernels.launch import kernel
+
+TILE = tl.constexpr(1024)
+STEPS = tl.constexpr(16)
+NUM_WARPS = 4
+
+
+@kernel
+def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
+    """Compare STEPS tiles of two vectors.
+
+    Pointers to tensors:
+        a_ptr, b_ptr: [n] float32, float16 or bfloat16, each of its own dtype.
+        sums_ptr: [4, programs] float64, written: as of report.measured.PieceDifference, in its order.
+    """
+    infinity = float("inf")
+    program = tl.program_id(0).to(tl.int64)
+    squared_difference = tl.zeros((TILE,), tl.float64)
+    squared_values = tl.zeros((TILE,), tl.float64)
+    largest = tl.zeros((TILE,), tl.float64)
+    differing = tl.zeros((TILE,), tl.float64)
+    for step in range(STEPS):
+        index = (program * STEPS + step) * TILE + tl.arange(0, TILE)
+        a = tl.load(a_ptr + index, mask=index < n, other=0.0).to(tl.float32).to(tl.float64)
+        b = tl.load(b_ptr + index, mask=index < n, other=0.0).to(tl.float32).to(tl.float64)
+        unequal = (a != b) & ((a == a) | (b == b))
+        distance = tl.abs(a - b)
+        distance = tl.where(unequal, tl.where(distance == distance, distance, infinity), 0.0)
+        values = tl.where(tl.abs(a) < infinity, a, 0.0)
+        squared_difference = tl.fma(distance, distance, squared_difference)
+        squared_values = tl.fma(values, values, squared_values)
+        largest = tl.maximum(largest, distance)
+        differing += tl.where(unequal, 1.0, 0.0)
+    tl.store(sums_ptr + program, tl.sum(squared_difference, axis=0))
+    tl.store(sums_ptr + programs + program, tl.sum(squared_values, axis=0))
+    tl.store(sums_ptr + 2 * programs + program, tl.max(largest, axis=0))
+    tl.store(sums_ptr + 3 * programs + program, tl.sum(differing, axis=0))
