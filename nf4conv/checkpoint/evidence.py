@@ -80,10 +80,11 @@ class Evidence:
 
     def kind_of(self, tensor: TensorInfo) -> tuple[object, ...]:
         """What tensors share that no rule tells apart: single experts with nothing beside them that is no weight."""
-        stack, _, rest = tensor.name.partition(".experts.")
+        stack, found, rest = tensor.name.partition(".experts.")
         number, _, rest = rest.partition(".")
-        is_told = not (self.plain_experts and number.isdecimal())
-        return (tensor.name,) if is_told else (stack, rest, tensor.shape, tensor.dtype, is_in_4_bits(tensor))
+        if not (found and self.plain_experts and number.isdecimal()):
+            return (tensor.name,)
+        return stack, rest, tensor.shape, tensor.dtype, tensor.encoding is not None and is_in_4_bits(tensor)
 
     def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
         """Why a tensor is certainly not the weight of an `nn.Linear`; None when it may be one."""

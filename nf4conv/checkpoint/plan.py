@@ -31,7 +31,7 @@ FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 
 _LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
 _NBYTES: Final = attrgetter("nbytes")
-_SPELL: Final = json.JSONEncoder().encode  # as json.dumps, in half the time
+_SPELL: Final = json.encoder.encode_basestring_ascii  # of a text, as json.dumps, in a fraction of the time
 _ALIGNMENTS: Final = {dtype: max(bits // 8, 1) for dtype, bits in DTYPE_BITS.items()}
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 

@@ -23,6 +23,7 @@ _LARGEST_READ: Final = 2**22
 _BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
 _IN_FLIGHT: Final = 32  # such reads, of all files
 _AT_A_TIME: Final = 8  # small reads, of as many files
+_LONG: Final = 1e-3  # seconds that such a read takes from a disk, or over a network, at least
 _SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
 
 
@@ -31,12 +32,21 @@ FoundT = TypeVar("FoundT")
 
 
 def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT]:
-    """What is found by a small read for each item, in their order; the first error is raised."""
-    waiting = list(items)
+    """What is found by a small read for each item, in their order; the first error is raised.
+
+    Threads are called as soon as a read takes long: those of the page cache they would only hinder.
+    """
+    left, at_once, last = iter(items), list[FoundT](), time.perf_counter()
+    for item in left:
+        at_once.append(find(item))
+        started, last = last, time.perf_counter()
+        if last - started > _LONG:
+            break
+    waiting = [*left]
     some = len(waiting) // (2 * _AT_A_TIME) + 1  # at once, for to hand over one takes as long as to read a page
     runs = [waiting[start : start + some] for start in range(0, len(waiting), some)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return [found for run in pool.map(lambda run: list(map(find, run)), runs) for found in run]
+        return at_once + [found for run in pool.map(lambda run: list(map(find, run)), runs) for found in run]
 
 
 class _Open:

@@ -241,9 +241,13 @@ def _read_headers(
     """What files were when their headers were read, and the tensors of all of them."""
     seen: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}
-    for file, (stamp, header) in zip(files, each(partial(_read_header, fetched), files), strict=True):
+    # threads wait for files, but would hinder each other in looking at what they have read
+    for file, (stamp, head, size) in zip(files, each(partial(_read_head, fetched), files), strict=True):
         if stamp is not None:
             stamps[file] = stamp
+        is_pickle = file.suffix != ".safetensors"
+        stop = 0 if is_pickle else header_stop(file, head, size)
+        header = read_pickle_header(file) if is_pickle else parse_header(head[LENGTH_BYTES:stop], file, size)
         if len(seen) + len(header) > MOST_TENSORS:
             raise SourceError(f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model has")
         for tensor in header:
@@ -255,16 +259,11 @@ def _read_headers(
     return stamps, tuple(seen.values())
 
 
-def _read_header(fetched: "Fetched | None", path: Path) -> tuple[Stamp | None, tuple[TensorInfo, ...]]:
-    """What a file was when it was read, None if it is of a commit, and its tensors."""
+def _read_head(fetched: "Fetched | None", path: Path) -> tuple[Stamp | None, bytes, int]:
+    """What a file was when it was read, None if it is of a commit; its first bytes, of its header all; its size."""
     if fetched is None or path not in fetched.absent or fetched.repository is None:
         stamp, head = _look_at(path)
-        if path.suffix == ".safetensors":
-            stop = header_stop(path, head, stamp.size)
-            tensors = parse_header(head[LENGTH_BYTES:stop], path, stamp.size)
-        else:
-            tensors = read_pickle_header(path)
-        return None if fetched is not None else stamp, tensors
+        return None if fetched is not None else stamp, head, stamp.size
     if path.suffix != ".safetensors":
         raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
     repository, file = fetched.repository, fetched.absent[path]
@@ -272,7 +271,7 @@ def _read_header(fetched: "Fetched | None", path: Path) -> tuple[Stamp | None, t
     stop = header_stop(path, head, file.size)
     if stop > len(head):
         head += repository.read(file, len(head), stop)
-    return None, parse_header(head[LENGTH_BYTES:stop], path, file.size)
+    return None, head, file.size
 
 
 def _check_index(
