@@ -22,6 +22,16 @@ def _work() -> int:
     return len(sorted(entries))
 
 
+def unit() -> float:
+    """Seconds of the processor that the piece of work takes, at the best of three tries, right now and here."""
+    tries = []
+    for _ in range(3):
+        before = time.process_time()
+        _work()
+        tries.append(time.process_time() - before)
+    return min(tries)
+
+
 class Stopwatch:
     """Measures processor time from its making on; wall time of other processes does not count."""
 
@@ -29,11 +39,5 @@ class Stopwatch:
         self._started = time.process_time()
 
     def units(self) -> float:
-        """The time so far, over that of the piece of work at the best of three tries, right now and here."""
-        seconds = time.process_time() - self._started
-        tries = []
-        for _ in range(3):
-            before = time.process_time()
-            _work()
-            tries.append(time.process_time() - before)
-        return seconds / min(tries)
+        """The time so far, over that of the piece of work."""
+        return (time.process_time() - self._started) / unit()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from checkpoints import contents, write_source
 from click.testing import CliRunner
+from pace import unit
 from safetensors.torch import save_file
 
 import nf4conv
@@ -40,7 +41,7 @@ def test_help_is_there_at_once():
         assert run("--help").returncode == 0
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))  # of the processor, which other programs do not lengthen
-    assert min(seconds) < 0.3, statistics.median(seconds)
+    assert min(seconds) < 2 * unit(), statistics.median(seconds)
 
 
 def test_version():

@@ -417,8 +417,8 @@ def compared_alike(one: Path, other: Path, run: RunOptions = BARE, *, with_torch
 
 def values_for(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     """float32: what two tensors hold."""
-    a = torch.randn(40_000, generator=GENERATOR) * 0.05
-    b = a + torch.randn(40_000, generator=GENERATOR) * 1e-3
+    a = torch.randn(20_000, generator=GENERATOR) * 0.05
+    b = a + torch.randn(20_000, generator=GENERATOR) * 1e-3
     nan, inf = float("nan"), float("inf")
     match case:
         case "special":
@@ -430,7 +430,7 @@ def values_for(case: str) -> tuple[torch.Tensor, torch.Tensor]:
         case "large":
             return a * 3e38, b * 1e38
         case "equal":
-            return a.bfloat16().float() * 0 + 0.5, torch.full((40_000,), 0.5)
+            return a.bfloat16().float() * 0 + 0.5, torch.full((20_000,), 0.5)
         case "one":
             return a[:1], b[:1]
         case "empty":
