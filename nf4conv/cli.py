@@ -23,9 +23,9 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 import nf4conv
+import nf4conv.report.text as text
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import CHOICES, DTYPES, RunOptions, SourceOptions
-from nf4conv.report import text
 from nf4conv.report.text import printable, progress, tell
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
