@@ -4,9 +4,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.nn.modules
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+
+# for CPUs with AVX512-BF16 it has a product that rounds scales, and fails where rows are no multiples of the blocksize
+bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 
 SIZES = {
     "llama": {

@@ -59,15 +59,9 @@ def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def own(file: Path) -> dict[str, ast.stmt]:
-    """The modules of ours that a file imports, but for rooms that hold nothing but their modules."""
+    """The modules of ours that a file imports."""
     found = {name.removeprefix("nf4conv."): node for name, node in imports(file) if name.startswith("nf4conv.")}
-    known = {name: node for name, node in found.items() if name in MODULES and name != name_of(file)}
-    return {name: node for name, node in known.items() if not is_room(MODULES[name])}
-
-
-def is_room(file: Path) -> bool:
-    """Whether there is nothing to import from a file but the modules beside it."""
-    return file.name == "__init__.py" and len(ast.parse(file.read_text()).body) == 1
+    return {name: node for name, node in found.items() if name in MODULES and name != name_of(file)}
 
 
 def libraries(file: Path) -> set[str]:

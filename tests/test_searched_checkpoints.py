@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import load
 from checkpoints import contents, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from test_encoded import (
     write,
 )
 from test_resume import stop_after_the_first_shard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nf4conv import (
     QuantizeOptions,
@@ -233,7 +234,7 @@ def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
     LlamaForCausalLM(config).float().save_pretrained(tmp_path / "source")
     options = dataclasses.replace(SEARCH, compute_dtype="float32")
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    model = load(tmp_path / "out", dtype=torch.float32)
     decoded = LlamaForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     tensors, names = tensors_of(tmp_path / "out"), dict(decoded.named_parameters())
     packed = sorted(name.removesuffix(".quant_map") for name in tensors if name.endswith(".quant_map"))
