@@ -28,6 +28,7 @@ from nf4conv import quantize_4bit
 Tensors = dict[str, torch.Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT8 = torch.float8_e4m3fn
+EXPERTS = 4
 
 
 def random_bytes(*shape: int, high: int = 120) -> torch.Tensor:
@@ -43,6 +44,20 @@ def fp8_blocks(name: str, rows: int, columns: int) -> Tensors:
     return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale_inv": scale}
 
 
+def fp8_tensor(name: str, rows: int, columns: int) -> Tensors:
+    return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale": torch.rand(1)}
+
+
+def mxfp8(name: str, rows: int, columns: int) -> Tensors:
+    scale = random_bytes(rows, columns // 32, high=8) + 118
+    return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale": scale}
+
+
+def int8(name: str, rows: int, columns: int) -> Tensors:
+    values = random_bytes(rows, columns, high=256).view(torch.int8)
+    return {name: values, f"{name}_scale": torch.rand(rows, 1)}
+
+
 def fp8_channels(name: str, rows: int, columns: int) -> Tensors:
     return {name: random_bytes(rows, columns).view(FLOAT8), f"{name}_scale": torch.rand(rows, 1)}
 
@@ -50,6 +65,23 @@ def fp8_channels(name: str, rows: int, columns: int) -> Tensors:
 def mxfp4(name: str, rows: int, columns: int) -> Tensors:
     scale = random_bytes(rows, columns // 32, high=8) + 124
     return {f"{name}_packed": random_bytes(rows, columns // 2, high=256), f"{name}_scale": scale}
+
+
+def gpt_oss(name: str, rows: int, columns: int) -> Tensors:
+    """Four experts for a matrix of a feed-forward network, which stay in 16 bits; attention is in bfloat16."""
+    if ".mlp." not in name:
+        return bfloat16(name, rows, columns)
+    stem, shape = name.removesuffix(".weight"), (EXPERTS, rows // EXPERTS, columns // 32)
+    blocks = random_bytes(*shape, 16, high=256)
+    return {f"{stem}_blocks": blocks, f"{stem}_scales": random_bytes(*shape, high=8) + 118}
+
+
+def bfloat16_experts(name: str, rows: int, columns: int) -> Tensors:
+    """As `gpt_oss` is decoded."""
+    if ".mlp." not in name:
+        return bfloat16(name, rows, columns)
+    stacked = torch.randn(EXPERTS, columns, rows // EXPERTS, dtype=torch.bfloat16, device=DEVICE)
+    return {name.removesuffix(".weight"): stacked}
 
 
 def nvfp4(name: str, rows: int, columns: int) -> Tensors:
@@ -74,6 +106,11 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
     "bfloat16": (bfloat16, None),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "fp8 channels": (fp8_channels, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "fp8 tensor": (fp8_tensor, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "mxfp8": (mxfp8, {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}),
+    "int8": (int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+    "gpt-oss mxfp4": (gpt_oss, {"quant_method": "mxfp4"}),
+    "bfloat16 experts": (bfloat16_experts, None),
     "mxfp4": (mxfp4, {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}),
     "nvfp4": (nvfp4, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
     "bitsandbytes 8-bit": (bitsandbytes_8bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -89,7 +126,8 @@ Run = tuple[str, list[str]]
 
 PLAIN: Run = ("bfloat16", ["quantize"])
 ROWS: dict[str, tuple[Run, Run]] = {
-    **{encoding: ((encoding, ["quantize"]), PLAIN) for encoding in ENCODINGS if encoding != "bfloat16"},
+    **{encoding: ((encoding, ["quantize"]), PLAIN) for encoding in ENCODINGS if "bfloat16" not in encoding},
+    "gpt-oss mxfp4": (("gpt-oss mxfp4", ["quantize"]), ("bfloat16 experts", ["quantize"])),
     "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),
     "quantize --dtype float16": (("bfloat16", ["quantize", "--dtype", "float16"]), PLAIN),
     "dequantize --dtype float16": (

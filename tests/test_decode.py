@@ -135,7 +135,7 @@ def test_gpt_oss_experts_come_out_transposed():
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 1, 0, 15] = 0x21, 0xF0
     scales = torch.tensor([[[127], [128]]], dtype=torch.uint8)
-    decoded = decode(Method.STACKED_MXFP4, {"values": blocks, "scale": scales}, (), BF16)
+    decoded = decode(Method.FP4_TRANSPOSED, {"values": blocks.flatten(2), "scale": scales}, (), BF16)
     assert decoded.shape == (1, 32, 2)
     assert decoded[0, :2, 0].tolist() == [0.5, 1.0]
     assert decoded[0, 31, 1].item() == -12.0
@@ -170,7 +170,8 @@ def test_fp4_experts_of_deepseek_are_those_of_transformers():
 def test_gpt_oss_experts_are_those_of_transformers():
     blocks, scales = random_bytes(3, 48, 5, 16), (random_bytes(3, 48, 5, seed=4) >> 2) + 96
     expected = convert_moe_packed_tensors(blocks, scales)
-    same_bits(decode(Method.STACKED_MXFP4, {"values": blocks, "scale": scales}, (), BF16), expected)
+    parts = {"values": blocks.flatten(2), "scale": scales}
+    same_bits(decode(Method.FP4_TRANSPOSED, parts, (), BF16), expected)
 
 
 def scheme(**weights: object) -> QuantizationScheme:
@@ -273,7 +274,7 @@ def test_many_chunks_are_one_tensor():
         (Method.SCALED, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(2, 2)}, ()),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(4, 4)}, ()),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(3, 1)}, ()),
-        (Method.STACKED_MXFP4, {"values": random_bytes(2, 4, 1, 8), "scale": random_bytes(2, 4, 1)}, ()),
+        (Method.FP4_TRANSPOSED, {"values": random_bytes(2, 4, 4), "scale": random_bytes(2, 4, 1)}, ()),
         (Method.INT8_ROWS, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
     ],
     ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "int8"],

@@ -37,7 +37,7 @@ CASES = {
         Method.FP4, (300, 64), {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))}, (),
     ),
     "experts of gpt-oss": (
-        Method.STACKED_MXFP4, (3, 64, 90), {"values": (U8, (3, 90, 2, 16)), "scale": (U8, (3, 90, 2))}, (),
+        Method.FP4_TRANSPOSED, (3, 64, 90), {"values": (U8, (3, 90, 32)), "scale": (U8, (3, 90, 2))}, (),
     ),
     "a vector": (Method.SCALED, (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
 }  # fmt: skip

@@ -255,6 +255,23 @@ def test_encoded_tensors_that_are_kept(
     assert len(gpu) == 2
 
 
+def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
+    """They are stored [out, in], decoded to [in, out], and kept so."""
+    experts, tensors = "model.layers.0.mlp.experts", {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
+    for name, (rows, groups) in {"gate_up_proj": (72, 2), "down_proj": (37, 3)}.items():
+        tensors[f"{experts}.{name}_blocks"] = _raw(3, rows * groups, 16).view(3, rows, groups, 16)
+        tensors[f"{experts}.{name}_scales"] = _raw(3, rows, groups, high=8) + 120
+    source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
+    quantize_checkpoint(source, tmp_path / "bare", None, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    without_torch(monkeypatch)
+    quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
+    found = compared_alike(source, tmp_path / "audited")
+    assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == ["equal in value"] * 2
+    assert len(gpu) == 4
+
+
 @pytest.mark.parametrize("name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"])
 def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[CudaEngine], name: str):
     tensors = weights(torch.float32)

@@ -152,7 +152,8 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None
     if len(tensor.shape) != 4 or tensor.shape[3] != 16 or scales.shape != tensor.shape[:3]:
         raise _misfit(tensor, scales)
     experts, rows, groups, _ = tensor.shape
-    encoding = Encoding(Method.STACKED_MXFP4, (("values", tensor), ("scale", scales)))
+    values = tensor._replace(shape=(experts, rows, 16 * groups))
+    encoding = Encoding(Method.FP4_TRANSPOSED, (("values", values), ("scale", scales)))
     return tensor._replace(name=stem, dtype=siblings.dtype, shape=(experts, 32 * groups, rows), encoding=encoding)
 
 

@@ -15,7 +15,7 @@ from nf4conv.format.encodings import Method
 from nf4conv.format.layout import block_count
 
 _BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4, Method.BITSANDBYTES_4BIT)
-_BY_MATRICES: Final = (Method.SCALED, Method.STACKED_MXFP4)
+_BY_MATRICES: Final = (Method.SCALED, Method.FP4_TRANSPOSED)
 
 
 class Piece(NamedTuple):
@@ -55,8 +55,7 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
         (role, _cut(part, index, index + 1) if len(part.shape) > 1 and part.shape[0] == tensor.shape[0] else part)
         for role, part in encoding.parts
     ]
-    if encoding.method is not Method.STACKED_MXFP4:  # whose decoder takes stacks only
-        cut = [(role, part._replace(shape=part.shape[1:]) if len(part.shape) == 3 else part) for role, part in cut]
+    cut = [(role, part._replace(shape=part.shape[1:]) if len(part.shape) == 3 else part) for role, part in cut]
     return tensor._replace(shape=tensor.shape[1:], encoding=encoding._replace(parts=tuple(cut)))
 
 

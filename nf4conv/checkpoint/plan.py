@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -194,7 +194,7 @@ class Plan:
     def jobs(self) -> Iterator[Job]:
         return (job for shard in self.shards for job in shard.jobs)
 
-    @property
+    @cached_property
     def largest_size(self) -> int:
         """The most bytes that all shards together can take."""
         return sum(shard.largest_size for shard in self.shards)

@@ -46,10 +46,12 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
     except DiffusersFolderError:
         folder = open_diffusers(path, where)
         sources = {name: open_stored(folder.place, place) for name, place in folder.submodels.items()}
-    rows, kinds, notes, findings = list[InspectedRow](), list[InspectedKind](), list[str](), list[Finding]()
+    rows, kinds, findings = list[InspectedRow](), list[InspectedKind](), list[Finding]()
+    files, notes = list[str](), list[str]()
     for name, source in sources.items():
         small = read_together(source, [tensor for tensor in source.tensors if _describes(tensor)])
-        mine, prefix = [*_rows(source, small)], _prefix(name)
+        mine, prefix = [*_rows(source, small)], name and f"{name}/"
+        files += (f"{prefix}{file.name}" for file in source.files)
         rows += (inside(name, row) for row in mine)
         kinds += (inside(name, kind) for kind in _kinds(mine))
         notes += (f"{prefix}{note}" for note in unusual((row.name, row.format) for row in mine))
@@ -58,7 +60,7 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
     configs = [source.config or {} for source in sources.values()]
     return Inspection(
         path=str(path),
-        files=tuple(f"{_prefix(name)}{file.name}" for name, source in sources.items() for file in source.files),
+        files=tuple(files),
         config=next((found for found in map(quantization_of, configs) if found is not None), None),
         model_type=configs[0].get("model_type") if "" in sources else None,
         made=next(filter(None, (read_record(source.folder) for source in sources.values())), None),
@@ -69,11 +71,6 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         totals=InspectionTotals.of(rows),
         findings=tuple(findings),
     )
-
-
-def _prefix(submodel: str) -> str:
-    """What stands before the names of its files; nothing if it is no submodel."""
-    return f"{submodel}/" if submodel else ""
 
 
 def _describes(tensor: TensorInfo) -> bool:

@@ -84,9 +84,14 @@ class HostEngine:
         return 0
 
 
+def compare_with(worker: Worker, file: Path, start: int) -> Comparer:
+    """What compares with a file from some byte on; what is not the same has no name."""
+    return Comparer(worker.reader, {0: TensorInfo("", "U8", (), file, start, 2**62)}, worker.advance)
+
+
 def is_same(worker: Worker, file_range: FileRange, file: Path, start: int) -> bool:
     """Whether a range of one file, at most a piece long, is in another one from some byte on."""
-    comparer = Comparer(worker.reader, {0: TensorInfo("", "U8", (), file, start, 2**62)}, worker.advance)
+    comparer = compare_with(worker, file, start)
     worker.copy(*file_range, comparer, 0)
     return not comparer.unlike
 

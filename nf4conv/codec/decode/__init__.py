@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nf4conv.codec.decode.fp4 import decode_fp4, decode_stacked_mxfp4
+from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
@@ -30,11 +30,10 @@ def decode(
             return decode_scaled(parts["values"], parts.get("scale"), block, dtype)
         case Method.INT8_ROWS:
             return decode_int8_rows(parts["values"], parts["scale"], dtype)
-        case Method.FP4:
-            scales = parts["scale"], parts.get("divisor"), parts.get("multiplier")
-            return decode_fp4(parts["values"], *scales, dtype)
-        case Method.STACKED_MXFP4:
-            return decode_stacked_mxfp4(parts["values"], parts["scale"], dtype)
+        case Method.FP4 | Method.FP4_TRANSPOSED:
+            values, factors = parts["values"], (parts.get("divisor"), parts.get("multiplier"))
+            decoded = decode_fp4(values.flatten(0, -2), parts["scale"].flatten(0, -2), *factors, dtype)
+            return decoded if method is Method.FP4 else decoded.view(*values.shape[:-1], -1).mT.contiguous()
         case Method.BITSANDBYTES_4BIT | Method.BITSANDBYTES_4BIT_TRANSPOSED:
             components = {role: part for role, part in parts.items() if role != "values"}
             state, packed = QuantState.from_components(components), parts["values"].view(torch.uint8)

@@ -56,21 +56,6 @@ def decode_fp4(
     return out
 
 
-def decode_stacked_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode the experts of gpt-oss, which are stored [expert, out, in] and loaded [expert, in, out] of a dtype.
-
-    Blocks are [experts, out, groups, 16] uint8, two values each, and scales [experts, out, groups] uint8; a CodecError
-    if they do not fit each other. The result is [experts, 32 × groups, out].
-    """
-    if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
-        raise CodecError(f"scales of shape {list(scales.shape)} for MXFP4 blocks of shape {list(blocks.shape)}")
-    experts, rows, groups, _ = blocks.shape
-    out = torch.empty((experts, 32 * groups, rows), dtype=dtype, device=blocks.device)
-    for expert in range(experts):
-        out[expert] = decode_fp4(blocks[expert].view(rows, -1), scales[expert], None, None, dtype).t()
-    return out
-
-
 def pair_values(values: torch.Tensor) -> torch.Tensor:
     """[..., n] bytes → [..., 2n] float32, by a table of all pairs."""
     singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)

@@ -161,8 +161,11 @@ def fp4_decoder(
     divisor: torch.dtype | None,
     multiplier: torch.dtype | None,
     aligned: bool,
+    transposed: bool,
 ) -> Codec:
     """What decodes MXFP4 and NVFP4, as fp4.decode_fp4; `aligned` says if rows are multiples of 16 pairs.
+
+    `transposed` says that what is decoded is written as [columns, rows].
 
     Returns:
         kernels: "decode".
@@ -171,7 +174,7 @@ def fp4_decoder(
     scales = torch.empty(0, dtype=scale)
     factors = [stored(scales if dtype is None else torch.empty(0, dtype=dtype)) for dtype in (divisor, multiplier)]
     values, result = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=out)
-    constants = (group_pairs, kind_of(scales), divisor is not None, multiplier is not None, aligned)
+    constants = (group_pairs, kind_of(scales), divisor is not None, multiplier is not None, aligned, transposed)
     arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants)
     kernels = {"decode": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
     return Codec(kernels, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value})

@@ -32,7 +32,7 @@ def decode_fp4(
     _launch(
         -(-rows // TILE_ROWS.value) * pair_tiles,
         (values.view(torch.uint8), stored(scale), *map(stored, factors), out, rows, pairs, pair_tiles, scale.shape[1]),
-        (pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None, is_aligned),
+        (pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None, is_aligned, False),
         (out.dtype, *(factor.dtype for factor in factors)),
         NUM_WARPS,
     )
@@ -54,6 +54,7 @@ def fp4_kernel(
     DIVIDE: tl.constexpr,
     MULTIPLY: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """Decode TILE_ROWS rows of TILE_PAIRS pairs.
 
@@ -61,7 +62,7 @@ def fp4_kernel(
         values_ptr: [rows, pairs] uint8, the low nibble first.
         scale_ptr: [rows, groups] 8-bit, of the kind SCALE, one for GROUP_PAIRS pairs.
         divisor_ptr, multiplier_ptr: [1] float; read where DIVIDE, MULTIPLY.
-        out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written.
+        out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written; transposed where TRANSPOSED.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
@@ -80,7 +81,7 @@ def fp4_kernel(
         scale = scale * tl.load(multiplier_ptr).to(tl.float32)
     values = tl.interleave(_e2m1(codes & 15) * scale, _e2m1(codes >> 4) * scale)
     column = first * 2 + tl.arange(0, 2 * TILE_PAIRS)[None, :]
-    out_index = row * pairs * 2 + column
+    out_index = column * rows + row if TRANSPOSED else row * pairs * 2 + column
     tl.store(out_ptr + out_index, values.to(out_ptr.dtype.element_ty), mask=(row < rows) & (column < pairs * 2))
 
 

@@ -21,6 +21,7 @@ from nf4conv.report.measured import PieceDifference, TensorDifference
 
 Piece = tuple[TensorDifference, int, TensorInfo, TensorInfo]  # where what is found goes, first element, A, B
 
+_ENOUGH: Final = 2**62  # more bytes than there are
 _SLACK: Final = 2**12  # bytes that two tensors, or pieces of them, take beside those that grow with them
 _SUMS: Final = 32  # bytes of a program's sums, see kernels/difference.py: four float64
 
@@ -28,7 +29,8 @@ _SUMS: Final = 32  # bytes of a program's sums, see kernels/difference.py: four 
 def purposes_of(result: TensorDifference) -> frozenset[Purpose] | None:
     """What kernels compare two tensors; None if that needs more than is here: other dtypes, and other encodings."""
     tags = result.a.dtype, result.b.dtype
-    needed = [purposes_of_tensor(tensor, (tensor.dtype,)) for tensor in (result.a, result.b)]
+    _, *pieces = next(pieces_alike(result.a, result.b, _ENOUGH))
+    needed = [purposes_of_tensor(piece, (piece.dtype,)) for piece in pieces]
     if None in needed or not {*tags} <= {*DTYPE_NAMES}:
         return None
     return frozenset({Purpose(Action.SUBTRACT, tags)}).union(*filter(None, needed))

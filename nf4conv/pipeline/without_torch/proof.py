@@ -18,7 +18,7 @@ from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.checkpoint.unchanged import stored_format
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.pipeline.loop import Pipeline, Task
-from nf4conv.pipeline.same_bytes import Comparer, is_same
+from nf4conv.pipeline.same_bytes import Comparer, compare_with, is_same
 from nf4conv.pipeline.shards import CastError, NonFiniteError, ShardProgress, ShardTask
 from nf4conv.pipeline.without_torch.convert import write_converted
 from nf4conv.pipeline.without_torch.pack import purposes_of_job, shard_tasks
@@ -132,7 +132,7 @@ def prove_written(
     worker: CudaWorker, progress: ShardProgress, stored: Mapping[str, StoredWeight], jobs: Sequence[PackJob], piece: int
 ) -> Mapping[str, WeightResult]:
     """Prove weights that have just been written, all but their blobs: those that are proved."""
-    proof = Proof(jobs, progress.format, _written(worker, progress), stored)
+    proof = Proof(jobs, progress.format, compare_with(worker, *progress.writer.place(0)), stored)
     for task in proof.tasks(piece):
         task(worker)
     return {} if proof.unlike else proof.proved()
@@ -143,11 +143,6 @@ def prove_kept(worker: CudaWorker, progress: ShardProgress, job: CopyJob, piece:
     if not job.is_changed:
         place = progress.writer.place(job.offset + piece.tensor.start - job.source.start)
         return is_same(worker, piece.tensor.file_range, *place)
-    comparer = _written(worker, progress)
+    comparer = compare_with(worker, *progress.writer.place(0))
     write_converted(comparer, [(job, piece)], worker)
     return not comparer.unlike
-
-
-def _written(worker: CudaWorker, progress: ShardProgress) -> Comparer:
-    """What compares with a shard that is being written; what is not the same has no name."""
-    return Comparer(worker.reader, {0: TensorInfo("", "U8", (), *progress.writer.place(0), 2**62)}, worker.advance)

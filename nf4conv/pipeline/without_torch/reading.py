@@ -167,11 +167,12 @@ def _purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             by_127 = encoding.method is Method.INT8_ROWS
             details = (values.dtype, scale_tag, encoding.block or (1, 1), by_127, values.shape[1] % 16 == 0)
             return Purpose(Action.DECODE_SCALED, (tag, *details))
-        case Method.FP4 if scale is not None:
+        case Method.FP4 | Method.FP4_TRANSPOSED if scale is not None and len(values.shape) == 2:
             pairs = values.shape[1]
             factors = [parts[role].dtype if role in parts else None for role in ("divisor", "multiplier")]
             group = pairs // scale.shape[1]
-            return Purpose(Action.DECODE_FP4, (tag, scale.dtype, group, *factors, pairs % 16 == 0))
+            layout = pairs % 16 == 0, encoding.method is Method.FP4_TRANSPOSED
+            return Purpose(Action.DECODE_FP4, (tag, scale.dtype, group, *factors, *layout))
         case Method.BITSANDBYTES_4BIT if encoding.offset is not None:
             quant_type = _blob_role(encoding).removeprefix(QUANT_STATE_PREFIX)
             return Purpose(Action.UNPACK, (DTYPE_NAMES[tag], quant_type, encoding.block[0]))
