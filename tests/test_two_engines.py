@@ -4,6 +4,7 @@ Without a GPU the driver and the compiler are played (host_driver.py), and torch
 """
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.errors import SourceError, VerificationError
 from nf4conv.pipeline.with_torch import difference
 from nf4conv.pipeline.without_torch import driver
-from nf4conv.pipeline.without_torch.worker import CudaEngine
+from nf4conv.pipeline.without_torch.worker import CudaEngine, CudaWorker
 from nf4conv.report.as_json import content_of
 from nf4conv.report.measured import TensorDifference
 
@@ -256,15 +257,20 @@ def test_encoded_tensors_that_are_kept(
 
 
 def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
-    """They are stored [out, in], decoded to [in, out], and kept so."""
+    """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer it comes down to."""
     experts, tensors = "model.layers.0.mlp.experts", {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
-    for name, (rows, groups) in {"gate_up_proj": (72, 2), "down_proj": (37, 3)}.items():
-        tensors[f"{experts}.{name}_blocks"] = _raw(3, rows * groups, 16).view(3, rows, groups, 16)
-        tensors[f"{experts}.{name}_scales"] = _raw(3, rows, groups, high=8) + 120
+    for name, shape in {"gate_up_proj": (1, 600, 128) if ON_GPU else (1, 72, 8), "down_proj": (3, 37, 3)}.items():
+        tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
+        tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})
+    monkeypatch.setattr("nf4conv.pipeline.without_torch.worker._OUTPUT_SLACK", 4096)
+    fetched = []
+    genuine = CudaWorker.fetch
+    monkeypatch.setattr(CudaWorker, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1])
     by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
     same(tmp_path / "bare", tmp_path / "torch")
+    assert any(start for start, *_ in fetched)
     without_torch(monkeypatch)
     quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
     found = compared_alike(source, tmp_path / "audited")

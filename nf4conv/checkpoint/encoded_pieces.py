@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo
 from nf4conv.checkpoint.plan import PackJob
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.encodings import Method
@@ -123,11 +123,6 @@ def _height(tensor: TensorInfo) -> int:
     return encoding.block[0] if encoding.block else 1
 
 
-def _encoding(tensor: TensorInfo) -> Encoding:
-    assert tensor.encoding is not None
-    return tensor.encoding
-
-
 def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
     size = part.nbytes // part.shape[0]
     shape = (last - first, *part.shape[1:])
@@ -136,13 +131,15 @@ def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """A weight that bitsandbytes packed to 4 bits, in pieces; arguments as `encoded_pieces`. Their shape is flat."""
-    spans = packed_spans(tensor.elements, _encoding(tensor).block[0], most, unit)
+    assert tensor.encoding is not None
+    spans = packed_spans(tensor.elements, tensor.encoding.block[0], most, unit)
     return [Piece(packed_part(tensor, *span), span[0]) for span in spans or [(0, 0)]]
 
 
 def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
     """Elements start … stop of a weight that bitsandbytes packed, still packed; start and stop as of `cut_parts`."""
-    encoding = _encoding(tensor)
+    encoding = tensor.encoding
+    assert encoding is not None
     parts = tuple(cut_parts(dict(encoding.parts), encoding.block[0], start, stop).items())
     return tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=parts))
 

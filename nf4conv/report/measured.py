@@ -57,8 +57,7 @@ class WeightResult:
             self.improper += count
 
     def add_piece(self, start: int, errors: PieceErrors) -> None:
-        with self._lock:
-            self._pieces[start] = errors
+        self._pieces[start] = errors
 
     @property
     def errors(self) -> PieceErrors | None:
@@ -110,11 +109,9 @@ class TensorDifference:
     # whether all bytes are equal; None where the two are not stored alike, or not compared yet
     is_identical: bool | None = None
     _pieces: dict[int, PieceDifference] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_piece(self, start: int, difference: PieceDifference) -> None:
-        with self._lock:
-            self._pieces[start] = difference
+        self._pieces[start] = difference
 
     @property
     def difference(self) -> PieceDifference | None:

@@ -46,15 +46,13 @@ def find_unpackable(
     They are NaN or infinite, or so large that the mean of the scales may become so.
     """
     counts, lock = Counter[tuple[str, str]](), threading.Lock()
-    limits = {
-        job.source.name: _LARGEST_SUM / max(block_count(job.source.elements, format.blocksize), 1) for job in jobs
-    }
+    blocksize, largest = format.blocksize, _LARGEST_SUM if format.double_quant else math.inf
     pipeline = make_pipeline(TorchEngine(run.device), run, lambda _: None)
     tensors = {job.source.name: job.source for job in jobs}
     with _open_reader(source) as reader:
         tasks = (
-            partial(_count_piece, piece.tensor, limits[name] if format.double_quant else math.inf, counts, lock)
-            for name, tensor in tensors.items()
+            partial(_count_piece, piece.tensor, largest / (block_count(tensor.elements, blocksize) or 1), counts, lock)
+            for tensor in tensors.values()
             for piece in pieces_of(tensor, pipeline.piece * 8 // DTYPE_BITS[tensor.dtype])
         )
         pipeline.run(tasks, reader)

@@ -33,6 +33,17 @@ def convert(progress: ShardProgress, parts: Sequence[CopyPart], worker: CudaWork
 
 def write_converted(writer: ShardWriter, parts: Sequence[CopyPart], worker: CudaWorker) -> None:
     """As `convert`; a CastError if finite values become infinite."""
+    job, piece = parts[0]
+    is_large = len(parts) == 1 and HEAD + bytes_of(job.dtype, piece.tensor.elements) > len(worker.result.view)
+    (_write_bit_by_bit if is_large else _write_at_once)(writer, parts, worker)
+    is_lost = worker.is_flagged()
+    if is_lost and len(parts) == 1:
+        raise CastError(job.source, job.dtype)
+    for part in parts if is_lost else ():  # which of them is it?
+        write_converted(writer, (part,), worker)
+
+
+def _write_at_once(writer: ShardWriter, parts: Sequence[CopyPart], worker: CudaWorker) -> None:
     (job, _), reading = parts[0], Reading(worker)
 
     def room(size: int) -> int:
@@ -43,12 +54,22 @@ def write_converted(writer: ShardWriter, parts: Sequence[CopyPart], worker: Cuda
     base = worker.output.address
     with worker.timed(Activity.COMPUTE):
         worker.execute(reading.stop, launches, addresses[-1] - base)
-    is_lost = worker.is_flagged()
     with worker.timed(Activity.WRITE):
         for (job, piece), address in zip(parts, addresses, strict=False):
             start, size = address - base, bytes_of(job.dtype, piece.tensor.elements)
             writer.write(job.offset + bytes_of(job.dtype, piece.start), worker.result.view[start : start + size])
-    if is_lost and len(parts) == 1:
-        raise CastError(job.source, job.dtype)
-    for part in parts if is_lost else ():  # which of them is it?
-        write_converted(writer, (part,), worker)
+
+
+def _write_bit_by_bit(writer: ShardWriter, parts: Sequence[CopyPart], worker: CudaWorker) -> None:
+    """What cannot be cut, and is larger than the buffer that it comes down to."""
+    [(job, piece)], reading = parts, Reading(worker)
+    [address, _], launches = load(reading, [piece.tensor], job.steps)
+    with worker.timed(Activity.COMPUTE):
+        worker.execute(reading.stop, launches, HEAD)
+    buffer, size = worker.result.view[HEAD:], bytes_of(job.dtype, piece.tensor.elements)
+    for at in range(0, size, len(buffer)):
+        part = buffer[: size - at]
+        with worker.timed(Activity.COMPUTE):
+            worker.fetch(HEAD, address + at, len(part))
+        with worker.timed(Activity.WRITE):
+            writer.write(job.offset + bytes_of(job.dtype, piece.start) + at, part)

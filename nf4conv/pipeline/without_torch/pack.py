@@ -57,13 +57,8 @@ def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] 
 
     `is_compared` says whether errors are to be measured.
     """
-    found: set[Purpose] = set()
-    for job in plan.jobs:
-        needed = purposes_of_job(job, plan.format, is_compared=is_compared)
-        if needed is None:
-            return None
-        found |= needed
-    return frozenset(found)
+    needed = {purposes_of_job(job, plan.format, is_compared=is_compared) for job in plan.jobs}
+    return None if None in needed else frozenset[Purpose]().union(*filter(None, needed))
 
 
 def purposes_of_job(job: Job, format: Format, *, is_compared: bool = False) -> frozenset[Purpose] | None:
@@ -294,8 +289,7 @@ def _write_gathered(
             launches = _compress(reading, kernels, out, [absmax.address])
             worker.execute(reading.stop, launches, out.visible)
         else:
-            worker.stream.to_host(worker.result.address + out.absmax, absmax.address, 4 * out.blocks[0])
-            worker.stream.wait()
+            worker.fetch(out.absmax, absmax.address, 4 * out.blocks[0])
     worker.engine.give_back(absmax)
     _write_scales(worker, progress, [job], out)
 

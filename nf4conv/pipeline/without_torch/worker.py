@@ -156,7 +156,11 @@ class CudaWorker(Worker):
         for function, programs, arguments in launches:
             if programs:
                 function.launch(self.stream, programs, arguments)
-        self.stream.to_host(self.result.address, self.output.address, download)
+        self.fetch(0, self.output.address, download)
+
+    def fetch(self, start: int, address: int, size: int) -> None:
+        """Copy so many bytes on the device to a place in the result, once all before is done, and wait for it."""
+        self.stream.to_host(self.result.address + start, address, size)
         self.stream.wait()
 
 
