@@ -24,6 +24,8 @@ class Gpu:
 
     ordinal = 0
 
+    def use(self) -> None: ...
+
     def capability(self) -> tuple[int, int]:
         return 9, 0
 

@@ -259,7 +259,7 @@ def test_encoded_tensors_that_are_kept(
 def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
     """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer it comes down to."""
     experts, tensors = "model.layers.0.mlp.experts", {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
-    for name, shape in {"gate_up_proj": (1, 600, 128) if ON_GPU else (1, 72, 8), "down_proj": (3, 37, 3)}.items():
+    for name, shape in {"gate_up_proj": (1, 600, 128) if ON_GPU else (1, 168, 32), "down_proj": (3, 37, 3)}.items():
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from nf4conv import codec, format
 from nf4conv.checkpoint.writer import write_file
 from nf4conv.errors import OutputError
-from nf4conv.pipeline.without_torch.driver import Device, Function, Stream
+from nf4conv.pipeline.without_torch.driver import CudaError, Device, Function, Stream
 
 T = TypeVar("T")
 
@@ -57,23 +57,23 @@ class Purpose(NamedTuple):
 
 
 def load_bundles(device: Device, purposes: Iterable[Purpose]) -> dict[Purpose, Kernels[bytes]] | None:
-    """The kernels for some purposes on the current device; compiled now, with torch, if this is the first time.
+    """The kernels for some purposes on a device, from now on the current one; compiled now, with torch, the first time.
 
     None if torch has no CUDA here, or takes means in an order that our kernels do not repeat, or if the GPU is too old.
     """
     capability, folder = device.capability(), kernel_folder()
     paths = {purpose: folder and folder / f"{_key(capability, purpose)}.json" for purpose in purposes}
     contents = {purpose: content for purpose, path in paths.items() if path and (content := _read(path)) is not None}
-    missing = [purpose for purpose in paths if purpose not in contents]
-    if missing:
+    if missing := [purpose for purpose in paths if purpose not in contents]:
         logging.getLogger("nf4conv").warning("compiling kernels for this GPU, once; later runs find them in the cache")
-        compiled = _compile(device.ordinal, capability, missing)
+        compiled = _compile(device, capability, missing)
         if compiled is None:
             return None
         for purpose, content in compiled.items():
             contents[purpose] = content
             if (path := paths[purpose]) is not None:
                 _keep(path, content)
+    device.use()
     return {purpose: _loaded(content) for purpose, content in contents.items()}
 
 
@@ -149,23 +149,23 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
 
 
 def _compile(
-    ordinal: int, capability: tuple[int, int], purposes: Sequence[Purpose]
+    gpu: Device, capability: tuple[int, int], purposes: Sequence[Purpose]
 ) -> dict[Purpose, dict[str, Any]] | None:
-    # Triton hashes half a gigabyte of itself before it compiles: it can do so while torch is imported
-    hashing = threading.Thread(target=_hash_triton)
-    hashing.start()
+    meanwhile = threading.Thread(target=_prepare, args=(gpu,))
+    meanwhile.start()
     import torch
 
     from nf4conv.codec import ops, reference  # importing torch takes seconds
 
-    device = torch.device("cuda", ordinal)
+    meanwhile.join()
+    gpu.use()
+    device = torch.device("cuda", gpu.ordinal)
     if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
     from nf4conv.codec.kernels import ahead, mean  # importing torch takes seconds
 
     with torch.cuda.device(device):
         codecs = {purpose: make_codec(device, purpose) for purpose in purposes}
-        hashing.join()
         variants = [variant for found in codecs.values() for variant in found.kernels.values()]
         kernels = iter(ahead.compiled(variants, capability))
         contents = {
@@ -190,8 +190,10 @@ def _launch(
     functions[name].launch(stream, programs, values)
 
 
-def _hash_triton() -> None:
-    with suppress(ImportError):  # torch's CPU build brings no Triton
+def _prepare(gpu: Device) -> None:
+    """What can be done while torch is imported: make a context; and Triton hashes half a gigabyte of itself."""
+    with suppress(ImportError, CudaError):  # torch's CPU build brings no Triton; the other is met again
+        gpu.use()
         from triton.runtime.cache import triton_key
 
         triton_key()

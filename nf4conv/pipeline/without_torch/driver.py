@@ -42,14 +42,12 @@ def _library() -> ctypes.CDLL:
     library.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
     library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
     library.cuMemHostAlloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint]
-    library.cuMemFreeHost.argtypes = [ctypes.c_void_p]
     library.cuModuleLoadData.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.cuStreamCreate.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
-    library.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
-    library.cuStreamDestroy_v2.argtypes = [ctypes.c_void_p]
-    library.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+    for name in ("cuMemFreeHost", "cuStreamSynchronize", "cuStreamDestroy_v2", "cuCtxSetCurrent"):
+        getattr(library, name).argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -87,11 +85,11 @@ class Device:
         _call("cuInit", 0)
         self.ordinal = ordinal
         self._context = ctypes.c_void_p()
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
-        self.use()
 
     def use(self) -> None:
-        """Make this the calling thread's device."""
+        """Make this the calling thread's device; the first time it makes the context, in a third of a second."""
+        if not self._context:
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
         _call("cuCtxSetCurrent", self._context)
 
     def capability(self) -> tuple[int, int]:
