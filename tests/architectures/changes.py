@@ -143,7 +143,8 @@ CHANGES: dict[str, dict[str, object]] = {
             "num_attention_heads": 2,
             "window_block_indices": [0],
             "out_indices": [1, 2],
-        }
+        },
+        "projector_scale_factors": [1.0],  # of none, which is the default, there are weights without elements
     },
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "hidden_size": 64, "expand": 2, "n_groups": 1},
     "MaskFormerForInstanceSegmentation": {
