@@ -141,6 +141,12 @@ def test_gpt_oss_experts_come_out_transposed():
     assert decoded[0, 31, 1].item() == -12.0
 
 
+@pytest.mark.parametrize(("experts", "rows"), [(0, 4), (2, 0)])
+def test_stacks_without_elements(experts: int, rows: int):
+    parts = {"values": random_bytes(experts, rows, 32), "scale": random_bytes(experts, rows, 2)}
+    assert decode(Method.FP4_TRANSPOSED, parts, (), BF16).shape == (experts, 64, rows)
+
+
 def test_int8_rows_by_hand():
     values = torch.tensor([[127, -127, 0], [1, 64, -128]], dtype=torch.int8)
     decoded = decode(Method.INT8_ROWS, {"values": values, "scale": torch.tensor([2.0, 127.0])}, (), BF16)
@@ -275,9 +281,11 @@ def test_many_chunks_are_one_tensor():
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(4, 4)}, ()),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(3, 1)}, ()),
         (Method.FP4_TRANSPOSED, {"values": random_bytes(2, 4, 4), "scale": random_bytes(2, 4, 1)}, ()),
+        (Method.FP4_TRANSPOSED, {"values": random_bytes(2, 4, 16), "scale": random_bytes(4, 2, 1)}, ()),
+        (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(1)}, ()),
         (Method.INT8_ROWS, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
     ],
-    ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "int8"],
+    ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "stack", "vector", "int8"],
 )
 def test_scales_that_do_not_fit_are_refused(method: str, parts: dict[str, torch.Tensor], block: tuple[int, ...]):
     with pytest.raises(CodecError, match="scales"):

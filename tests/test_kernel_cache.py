@@ -4,6 +4,7 @@ import json
 import os
 import pwd
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from nf4conv.codec.kernels import launch
 from nf4conv.pipeline.without_torch import bundle
 from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundles
+from nf4conv.pipeline.without_torch.driver import CudaError
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
@@ -24,7 +26,11 @@ class Gpu:
 
     ordinal = 0
 
-    def use(self) -> None: ...
+    def __init__(self) -> None:
+        self.is_in_use = False
+
+    def use(self) -> None:
+        self.is_in_use = True
 
     def capability(self) -> tuple[int, int]:
         return 9, 0
@@ -96,6 +102,30 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     assert bundle.kernel_folder() is None
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
+
+
+def test_kernels_are_loaded_on_the_device_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu, loaded = Gpu(), []
+    bundle._keep(tmp_path / f"nf4conv/{bundle._key(gpu.capability(), PURPOSE)}.json", CONTENT)
+    monkeypatch.setattr(bundle, "_loaded", lambda content: loaded.append((content, gpu.is_in_use)))
+    assert load_bundles(gpu, [PURPOSE]) == {PURPOSE: None}  # type: ignore[arg-type]
+    assert loaded == [(CONTENT, True)]
+
+
+def test_a_context_is_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch):
+    """By a thread of its own; what fails there fails again where it can be told."""
+    gpu, users = Gpu(), []
+
+    def use() -> None:
+        users.append(threading.current_thread())
+        raise CudaError("full")
+
+    monkeypatch.setattr(gpu, "use", use)
+    with pytest.raises(CudaError, match="full"):
+        bundle._compile(gpu, gpu.capability(), [PURPOSE])  # type: ignore[arg-type]
+    assert len({*users}) == 2
+    assert users[-1] is threading.current_thread()
 
 
 def test_triton_keeps_nothing_at_a_home_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -256,13 +256,16 @@ def test_encoded_tensors_that_are_kept(
     assert len(gpu) == 2
 
 
-def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
     """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer it comes down to."""
-    experts, tensors = "model.layers.0.mlp.experts", {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
-    for name, shape in {"gate_up_proj": (1, 600, 128) if ON_GPU else (1, 168, 32), "down_proj": (3, 37, 3)}.items():
+    experts, q_proj = "model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj.weight"
+    large = (1, 600, 128) if ON_GPU else (1, 168, 32)
+    tensors = {q_proj: torch.ones(64, 64, dtype=dtype)}
+    for name, shape in {"gate_up_proj": large, "down_proj": (3, 37, 3)}.items():
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
-    source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})
+    source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
     monkeypatch.setattr("nf4conv.pipeline.without_torch.worker._OUTPUT_SLACK", 4096)
     fetched = []
     genuine = CudaWorker.fetch
@@ -271,11 +274,27 @@ def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: 
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
     same(tmp_path / "bare", tmp_path / "torch")
     assert any(start for start, *_ in fetched)
+    if dtype == torch.float16:  # which cannot hold all that is stored
+        tensors[f"{experts}.gate_up_proj_scales"][0, 5, 7] = 150
+        lost = write(tmp_path / "lost", tensors, {"quant_method": "mxfp4"}, dtype)
+        with pytest.raises(SourceError, match=r"experts\.gate_up_proj: has values too large for float16"):
+            quantize_checkpoint(lost, tmp_path / "out", None, BARE)
     without_torch(monkeypatch)
     quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
     found = compared_alike(source, tmp_path / "audited")
     assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == ["equal in value"] * 2
-    assert len(gpu) == 4
+    assert len(gpu) == (5 if dtype == torch.float16 else 4)
+
+
+@pytest.mark.parametrize("scale", [(3, 1, 1), (3, 40, 1), (3, 2, 2)], ids=["tensor", "rows", "blocks"])
+def test_stacks_of_8_bit_matrices_are_compared(tmp_path: Path, scale: tuple[int, ...]):
+    name = "model.layers.0.mlp.experts.down_proj"
+    values, scales = _raw(3, 40, 48, high=120).view(E4M3), torch.rand(scale, generator=GENERATOR).half().float()
+    description = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    encoded = {name: values, f"{name}_scale_inv": scales}
+    a = write(tmp_path / "a", encoded, description)
+    b = write(tmp_path / "b", {name: torch.rand(3, 40, 48, generator=GENERATOR).half()})
+    assert compared_alike(a, b) == {name: "different"}
 
 
 @pytest.mark.parametrize("name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"])

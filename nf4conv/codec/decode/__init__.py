@@ -21,9 +21,9 @@ def decode(
 ) -> torch.Tensor:
     """Decode one tensor, which is contiguous then; a CodecError if its parts contradict each other.
 
-    The parts are the tensors that a method takes, by role, in the shapes and dtypes in which they are stored, and
-    `block` the values that share a scale, [rows, columns], or empty where the shape of the scales tells: all as
-    checkpoint/encoded.py has found out. The result is float32, float16 or bfloat16.
+    The parts are the tensors that a method takes, by role, in the shapes and dtypes in which they are stored, but that
+    gpt-oss's values are [experts, out, in / 2]; `block` are the values that share a scale, [rows, columns], or empty
+    where the shape of the scales tells: as checkpoint/encoded.py finds out. The result is float32, float16 or bfloat16.
     """
     match method:
         case Method.SCALED:
@@ -31,9 +31,9 @@ def decode(
         case Method.INT8_ROWS:
             return decode_int8_rows(parts["values"], parts["scale"], dtype)
         case Method.FP4 | Method.FP4_TRANSPOSED:
-            values, factors = parts["values"], (parts.get("divisor"), parts.get("multiplier"))
-            decoded = decode_fp4(values.flatten(0, -2), parts["scale"].flatten(0, -2), *factors, dtype)
-            return decoded if method is Method.FP4 else decoded.view(*values.shape[:-1], -1).mT.contiguous()
+            scales = parts["scale"], parts.get("divisor"), parts.get("multiplier")
+            decoded = decode_fp4(parts["values"], *scales, dtype)
+            return decoded if method is Method.FP4 else decoded.mT.contiguous()
         case Method.BITSANDBYTES_4BIT | Method.BITSANDBYTES_4BIT_TRANSPOSED:
             components = {role: part for role, part in parts.items() if role != "values"}
             state, packed = QuantState.from_components(components), parts["values"].view(torch.uint8)

@@ -27,23 +27,23 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Decode a matrix to [rows, columns] `dtype`; a CodecError if the scales do not fit the values.
+    """Decode matrices to [..., rows, columns] `dtype`; a CodecError if the scales do not fit the values.
 
-    The values are [rows, columns / 2] uint8 or int8, two each, the scales [rows, groups]: E8M0 as float8_e8m0fnu or
-    uint8, or float8_e4m3fn. They are divided by the divisor, and multiplied with the multiplier: one float32, or None.
+    The values are [..., rows, columns / 2] uint8 or int8, two each, the scales [..., rows, groups]: E8M0 as
+    float8_e8m0fnu or uint8, or float8_e4m3fn, divided by the divisor, multiplied with the multiplier: float32 or None.
     """
-    rows, pairs = values.shape
-    groups = scale.shape[-1]
-    if scale.shape != (rows, groups) or groups == 0 or pairs % groups or 2 * pairs // groups not in (16, 32):
+    rows, pairs, groups = values.shape[:-1], values.shape[-1], scale.shape[-1:].numel()
+    if scale.shape[:-1] != rows or groups == 0 or pairs % groups or 2 * pairs // groups not in (16, 32):
         raise CodecError(
             f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, expected one for each "
             "16 or 32 values of a row"
         )
-    out = torch.empty((rows, 2 * pairs), dtype=dtype, device=values.device)
+    out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
+    values, scale, flat = (part.flatten(0, -2) for part in (values, scale, out))
     if has_kernels(values.device):
         from nf4conv.codec.kernels import fp4  # importing Triton takes a second
 
-        fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, out)
+        fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, flat)
         return out
     scale = scale_values(scale)
     if divisor is not None:
@@ -52,7 +52,7 @@ def decode_fp4(
         scale = scale * multiplier.reshape(()).to(torch.float32)
     for part in chunks(values, 2 * pairs):
         decoded = pair_values(values[part]).view(-1, groups, 2 * pairs // groups)
-        out[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)
+        flat[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)
     return out
 
 

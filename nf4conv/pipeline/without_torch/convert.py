@@ -1,7 +1,7 @@
 """Tensors that are kept, but decoded or cast, by workers without torch: the values are those of with_torch/pack.py.
 
 Some tensors, or a piece of one, go up in one copy; a launch decodes each that is encoded, and one for each step casts
-them all; the values come down in one copy.
+them all; the values come down in one copy, or bit by bit where they are larger than the buffer for that.
 """
 
 import math
