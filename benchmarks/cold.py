@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end import keep, run
+from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 
 MIB = 2**20
@@ -74,8 +74,7 @@ def read_all(folder: Path, threads: int, block: int, *, is_direct: bool) -> dict
 
 def quantize(source: Path, out: Path, tree: Path) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
-    program = f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()"
-    found = run([sys.executable, "-c", program, "quantize", str(source), str(out), "--json", "--quiet"])
+    found = run([*program_of(tree), "quantize", str(source), str(out), "--json", "--quiet"])
     shutil.rmtree(out, ignore_errors=True)
     return found
 

@@ -44,6 +44,11 @@ def run(command: list[str]) -> dict[str, Any]:
     return {"wall_seconds": wall, **json.loads(lines)}
 
 
+def program_of(tree: Path) -> list[str]:
+    """What begins a command of the nf4conv whose package is in a folder."""
+    return [sys.executable, "-c", f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()"]
+
+
 def measure(source: Path, scratch: Path, runs: int, peers: set[str]) -> dict[str, list[dict[str, Any]]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)

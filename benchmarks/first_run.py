@@ -8,22 +8,14 @@ Usage: python -m benchmarks.first_run [--folder DIR] [--runs 3] [--before TREE] 
 import argparse
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.end_to_end import keep, run
+from benchmarks.cold import quantize
+from benchmarks.end_to_end import keep
 from benchmarks.synthetic import Llama, write_checkpoint
-
-
-def seconds(tree: Path, source: Path, scratch: Path) -> float:
-    """Of a whole command."""
-    shutil.rmtree(scratch / "out", ignore_errors=True)
-    program = f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()"
-    command = [sys.executable, "-c", program, "quantize", str(source), str(scratch / "out"), "--json", "--quiet"]
-    return float(run(command)["wall_seconds"])
 
 
 def main() -> None:
@@ -42,7 +34,8 @@ def main() -> None:
             for name, tree in trees.items():
                 caches = {"XDG_CACHE_HOME": "kernels", "TRITON_CACHE_DIR": "triton"}
                 os.environ |= {key: str(scratch / f"{kind} {turn} {name}") for key, kind in caches.items()}
-                found[name].append([seconds(tree, scratch / "source", scratch) for _ in ("first", "second")])
+                runs = (quantize(scratch / "source", scratch / "out", tree) for _ in ("first", "second"))
+                found[name].append([run["wall_seconds"] for run in runs])
                 print(f"{turn}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     more = {name: statistics.median(first - second for first, second in runs) for name, runs in found.items()}
     print(json.dumps(more, indent=2))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import keep, run
+from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 
 KEPT = (
@@ -32,7 +32,6 @@ KEPT = (
 
 def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict[str, list[dict[str, Any]]]:
     out, copy = scratch / "out", shutil.copytree(source, scratch / "copy")
-    program = [sys.executable, "-m", "nf4conv"]
     told = ["--quiet", "--json"]
     apart, alike = ["compare", source, out, "--tolerance", 1], ["compare", source, copy]
     contestants = {
@@ -44,7 +43,7 @@ def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict
         "quantize --verify": ["quantize", source, out, "--overwrite", "--verify"],
     }
     commands = {
-        name: [*(["env", "-C", before] if "before" in name else []), *program, *words, *told]
+        name: [*program_of(before if before and "before" in name else Path.cwd()), *words, *told]
         for name, words in contestants.items()
     }
     threads = len(os.sched_getaffinity(0))
