@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     start: int  # elements of the whole tensor before it
 
 
-def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
+def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
     """An encoded tensor in pieces that are decoded one by one, in order; the whole of it if it cannot be cut so.
 
     A piece has at most so many elements, unless its rows are longer. Every piece begins at a multiple of a unit of
@@ -33,13 +33,12 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """
     size = math.prod(tensor.shape[1:])
     if is_stack_of_matrices(tensor) and size % unit == 0:
-        matrices = (matrix_of(tensor, index) for index in range(tensor.shape[0]))
-        return [
-            Piece(piece.tensor, index * size + piece.start)
-            for index, matrix in enumerate(matrices)
-            for piece in encoded_pieces(matrix, most, unit)
-        ]
-    return [Piece(rows_of(tensor, *span), span[0] * size) for span in _row_spans(tensor, most, unit)]
+        for index in range(tensor.shape[0]):
+            for piece, start in encoded_pieces(matrix_of(tensor, index), most, unit):
+                yield Piece(piece, index * size + start)
+        return
+    for span in _row_spans(tensor, most, unit):
+        yield Piece(rows_of(tensor, *span), span[0] * size)
 
 
 def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
@@ -185,7 +184,7 @@ def matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
         if not can_cut_rows(source, matrix.rows[0]):
             return []
         source = rows_of(source, *matrix.rows)
-    return encoded_pieces(source, most, unit)
+    return [*encoded_pieces(source, most, unit)]
 
 
 def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:

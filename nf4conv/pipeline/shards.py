@@ -171,7 +171,7 @@ def fill(
     return list(interleave(groups, len(groups)))
 
 
-def pieces_of(source: TensorInfo, most: int) -> list[Piece]:
+def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:
     """A tensor in pieces of at most so many elements, if it can be cut so."""
     if source.encoding is None:
         return plain_pieces(source, most // 64 * 64)

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import Piece, cut_elements, cut_parts, encoded_pieces, packed_spans, plain_pieces
+from nf4conv.checkpoint.encoded_pieces import Piece, cut_elements, cut_parts, packed_spans
 from nf4conv.checkpoint.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.checkpoint.pairing import Pairs
 from nf4conv.checkpoint.plan import PackJob
@@ -29,7 +29,7 @@ from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.pipeline.loop import Activity, Task
 from nf4conv.pipeline.same_bytes import byte_tasks
-from nf4conv.pipeline.shards import Gathered, weight_pieces
+from nf4conv.pipeline.shards import Gathered, pieces_of, weight_pieces
 from nf4conv.pipeline.with_torch.pack import part_of
 from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, packed_piece, read_matrix, read_values
 from nf4conv.pipeline.with_torch.worker import TorchWorker
@@ -82,7 +82,7 @@ def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iter
     for stored, source in pairs.copies:
         result = results[stored.name]
         step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
-        pieces = plain_pieces(source, step) if source.encoding is None else encoded_pieces(source, piece // 4)
+        pieces = pieces_of(source, step if source.encoding is None else piece // 4)
         yield from (partial(compare_copy, result, part) for part in pieces)
 
 

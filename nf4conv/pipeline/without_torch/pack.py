@@ -64,8 +64,9 @@ def purposes_of(plan: Plan, *, is_compared: bool = False) -> frozenset[Purpose] 
 def purposes_of_job(job: Job, format: Format, *, is_compared: bool = False) -> frozenset[Purpose] | None:
     """As `purposes_of`."""
     if isinstance(job, CopyJob):
-        whole = shards.pieces_of(job.source, _ENOUGH) if job.is_changed else []
-        return purposes_of_tensor(whole[0].tensor, job.steps) if whole else frozenset()
+        pieces = shards.pieces_of(job.source, _ENOUGH) if job.is_changed else ()
+        first = next(iter(pieces), None)  # as all others are
+        return frozenset() if first is None else purposes_of_tensor(first.tensor, job.steps)
     if job.stored is not None:
         return None if is_compared else frozenset()
     pieces = _whole(job)
