@@ -10,9 +10,8 @@ import pytest
 from pace import Stopwatch
 
 from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, parse_header
-from nf4conv.checkpoint.plan import CopyJob, PackJob, make_plan
+from nf4conv.checkpoint.plan import CopyJob, PackJob, make_plan, plan_fingerprint
 from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, select
-from nf4conv.commands.output import plan_fingerprint
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions

@@ -11,6 +11,7 @@ Within an alignment, tensors of one kind stand together in the order of the jobs
 small tensors are neighbours too and can be written together.
 """
 
+import hashlib
 import json
 import math
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from nf4conv.checkpoint.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
@@ -202,6 +204,23 @@ class Plan:
 
 def component_name(job: PackJob, component: Component) -> str:
     return f"{job.matrix.name}.{component.suffix}" if component.suffix else job.matrix.name
+
+
+def source_files(shards: Iterable[Shard]) -> set[Path]:
+    """The source files that shards are made from; of encoded tensors, those of their largest parts."""
+    return {job.source.file for shard in shards for job in shard.jobs}
+
+
+def plan_fingerprint(output: Plan) -> str:
+    """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
+    digest = hashlib.sha256()
+    for shard in output.shards:
+        digest.update(repr((shard.name, [(job.name, _kind(job)) for job in shard.jobs])).encode())
+    return digest.hexdigest()
+
+
+def _kind(job: Job) -> str:
+    return "copied" if isinstance(job, CopyJob) else "unchanged" if job.stored else "packed"
 
 
 def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:

@@ -83,6 +83,21 @@ class Stamp(NamedTuple):
     ends: int  # CRC-32 of its first and last bytes, between them the header
 
 
+def source_stamps(source: Source) -> dict[str, list[int]]:
+    """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
+    stamps: dict[str, list[int]] = {} if source.fetched is None else {str(source): []}
+    return stamps | {_relative(source, file): [stamp.size, stamp.modified] for file, stamp in source.stamps.items()}
+
+
+def source_changes(source: Source) -> dict[str, int]:
+    """When the kernel last saw each weight file change: what came of another is not kept, for bytes may have."""
+    return {_relative(source, file): stamp.changed for file, stamp in source.stamps.items()}
+
+
+def _relative(source: Source, file: Path) -> str:
+    return str(file.relative_to(source.folder) if file.is_relative_to(source.folder) else file)
+
+
 def changed_files(stamps: "Mapping[Path, Stamp]") -> list[Path]:
     """The files that are not what they were when their source was opened; a SourceError if one is gone."""
     return [file for file, stamp in zip(stamps, each(stamp_of, stamps), strict=True) if stamp != stamps[file]]

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 from nf4conv import __version__
 from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
 from nf4conv.checkpoint.making import read_record
-from nf4conv.checkpoint.source import read_json
+from nf4conv.checkpoint.source import read_json, source_changes, source_stamps
 from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished, tidy
-from nf4conv.commands.output import WritingPlan, source_changes, source_stamps, space_needed
+from nf4conv.commands.output import WritingPlan, space_needed
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.report.loading import Loading, advice, diffusers_loading, gpu_bytes
 from nf4conv.report.results import DequantizeReport, QuantizeReport

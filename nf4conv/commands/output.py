@@ -3,11 +3,10 @@
 space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json: it makes the folder a checkpoint.
 """
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -19,9 +18,9 @@ from nf4conv import __version__
 from nf4conv.checkpoint.auxiliary import auxiliary_files
 from nf4conv.checkpoint.making import MAKING, as_bytes, record_of
 from nf4conv.checkpoint.parts import SharedFolder
-from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange
+from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange, plan_fingerprint, source_files
 from nf4conv.checkpoint.reader import Reader, digest_of
-from nf4conv.checkpoint.source import Source, changed_files
+from nf4conv.checkpoint.source import Source, changed_files, source_changes, source_stamps
 from nf4conv.checkpoint.workspace import PARTS, SHARDS, OutputFolder, Workspace
 from nf4conv.checkpoint.writer import ShardWriter, let_go
 from nf4conv.errors import OutputError, SourceError, VerificationError
@@ -165,33 +164,6 @@ def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         **plan.decided(),
         "plan": plan_fingerprint(plan.whole),
     }
-
-
-def plan_fingerprint(output: Plan) -> str:
-    """What becomes of each tensor, and in which file: one that is decided anew on resuming must be decided alike."""
-    digest = hashlib.sha256()
-    for shard in output.shards:
-        digest.update(repr((shard.name, [(job.name, _kind(job)) for job in shard.jobs])).encode())
-    return digest.hexdigest()
-
-
-def _kind(job: Job) -> str:
-    return "copied" if isinstance(job, CopyJob) else "unchanged" if job.stored else "packed"
-
-
-def source_stamps(source: Source) -> dict[str, list[int]]:
-    """Size and time of change of each weight file, by which a changed source is noticed; a commit cannot change."""
-    stamps: dict[str, list[int]] = {} if source.fetched is None else {str(source): []}
-    return stamps | {_relative(source, file): [stamp.size, stamp.modified] for file, stamp in source.stamps.items()}
-
-
-def source_changes(source: Source) -> dict[str, int]:
-    """When the kernel last saw each weight file change: what came of another is not kept, for bytes may have."""
-    return {_relative(source, file): stamp.changed for file, stamp in source.stamps.items()}
-
-
-def _relative(source: Source, file: Path) -> str:
-    return str(file.relative_to(source.folder) if file.is_relative_to(source.folder) else file)
 
 
 def _require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
@@ -407,11 +379,6 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
         needed=(source_files(shards) - source_files(others)) & fetched.absent.keys(),
         folder=folder.downloads,
     )
-
-
-def source_files(shards: Iterable[Shard]) -> set[Path]:
-    """The source files that shards are made from; of encoded tensors, those of their largest parts."""
-    return {job.source.file for shard in shards for job in shard.jobs}
 
 
 def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from nf4conv.checkpoint.plan import Shard
+from nf4conv.checkpoint.plan import Shard, source_files
 from nf4conv.commands.diffusers import DiffusersPlan
-from nf4conv.commands.output import Part, source_files
+from nf4conv.commands.output import Part
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
 

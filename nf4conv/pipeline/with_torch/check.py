@@ -80,10 +80,9 @@ def _computed(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task[T
 def copy_tasks(pairs: Pairs, results: dict[str, CopyResult], piece: int) -> Iterator[Task[TorchWorker]]:
     """The comparison of every other tensor with its source."""
     for stored, source in pairs.copies:
-        result = results[stored.name]
-        step = piece * 8 // (DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]) // 64 * 64
-        pieces = pieces_of(source, step if source.encoding is None else piece // 4)
-        yield from (partial(compare_copy, result, part) for part in pieces)
+        bits = DTYPE_BITS[stored.dtype] + DTYPE_BITS[source.dtype]
+        most = piece * 8 // bits if source.encoding is None else piece // 4
+        yield from (partial(compare_copy, results[stored.name], part) for part in pieces_of(source, most))
 
 
 def _check_scales(result: WeightResult, start: int, stop: int, worker: TorchWorker) -> None:
