@@ -1,4 +1,6 @@
-"""The codec against bitsandbytes: the GPU's table where there is a GPU, else the CPU's. Arguments go to either."""
+"""The codec against bitsandbytes: the GPU's table where there is a GPU, else the CPU's. Arguments
+go to either.
+"""
 
 import torch
 

@@ -1,11 +1,12 @@
 """The codec on the CPU beside bitsandbytes' own, in one process, taking turns.
 
-    python -m benchmarks.codec_cpu [--rounds 7] [--threads 1 2] [--output benchmarks/results/codec_cpu.json]
+    python -m benchmarks.codec_cpu [--rounds 7] [--threads 1 2] [--output
+    benchmarks/results/codec_cpu.json]
 
-Each round runs every contestant once on the same 8192 × 4096 weight, and a ratio is the median of the rounds' ratios:
-whatever else the machine does meanwhile slows both. Before anything is timed, results are held to the reference and to
-bitsandbytes: NF4 codes are equal, and so are the decoded values. The load average goes on record: a figure from a busy
-machine is no figure.
+Each round runs every contestant once on the same 8192 × 4096 weight, and a ratio is the median of
+the rounds' ratios: whatever else the machine does meanwhile slows both. Before anything is timed,
+results are held to the reference and to bitsandbytes: NF4 codes are equal, and so are the decoded
+values. The load average goes on record: a figure from a busy machine is no figure.
 """
 
 import argparse
@@ -58,27 +59,47 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(
-    names: tuple[str, str, str], contestants: tuple[Callable[[], object], ...], elements: int, rounds: int
+    names: tuple[str, str, str],
+    contestants: tuple[Callable[[], object], ...],
+    elements: int,
+    rounds: int,
 ) -> Row:
     """Time nf4conv, bitsandbytes and a copy in turns, `rounds` times after one unmeasured round."""
     for run in contestants:
         run()
     taken = [[seconds(run) for run in contestants] for _ in range(rounds)]
     ratios = [theirs / ours for ours, theirs, _ in taken]
-    ours, theirs, copy = (elements / statistics.median(column) / 1e6 for column in zip(*taken, strict=True))
-    return Row(torch.get_num_threads(), *names, ours, theirs, copy, statistics.median(ratios), min(ratios), max(ratios))
+    ours, theirs, copy = (
+        elements / statistics.median(column) / 1e6 for column in zip(*taken, strict=True)
+    )
+    return Row(
+        torch.get_num_threads(),
+        *names,
+        ours,
+        theirs,
+        copy,
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+    )
 
 
 def check(weight: torch.Tensor, quant_type: str) -> None:
     packed, state = quantize_4bit(weight, quant_type, 64, double_quant=False)
     expected = torch.empty_like(packed)
-    reference.quantize_blocks(weight.view(-1), expected.view(-1), torch.empty_like(state.absmax), quant_type, 64)
+    reference.quantize_blocks(
+        weight.view(-1), expected.view(-1), torch.empty_like(state.absmax), quant_type, 64
+    )
     assert torch.equal(packed, expected)
-    theirs, their_state = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=False)
+    theirs, their_state = functional.quantize_4bit(
+        weight, quant_type=quant_type, compress_statistics=False
+    )
     if quant_type == "nf4":
         differing = (packed.view(-1) != theirs.view(-1)).count_nonzero().item()
         assert differing <= (8 if weight.dtype == torch.float32 else 0), differing
-    assert torch.equal(dequantize_4bit(theirs, their_state), functional.dequantize_4bit(theirs, their_state))
+    assert torch.equal(
+        dequantize_4bit(theirs, their_state), functional.dequantize_4bit(theirs, their_state)
+    )
 
 
 def rows_for(dtype: str, quant_type: str, rounds: int) -> list[Row]:
@@ -87,10 +108,14 @@ def rows_for(dtype: str, quant_type: str, rounds: int) -> list[Row]:
     rows = []
     for nested in (False, True):
         mark = "nested" if nested else "plain"
-        packed, state = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested)
+        packed, state = functional.quantize_4bit(
+            weight, quant_type=quant_type, compress_statistics=nested
+        )
         quantize = (
             lambda nested=nested: quantize_4bit(weight, quant_type, 64, nested),
-            lambda nested=nested: functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested),
+            lambda nested=nested: functional.quantize_4bit(
+                weight, quant_type=quant_type, compress_statistics=nested
+            ),
             weight.clone,
         )
         decode = (
@@ -98,9 +123,18 @@ def rows_for(dtype: str, quant_type: str, rounds: int) -> list[Row]:
             lambda packed=packed, state=state: functional.dequantize_4bit(packed, state),
             weight.clone,
         )
-        search = (lambda nested=nested: quantize_4bit(weight, quant_type, 64, nested, "search"), *quantize[1:])
-        for verb, contestants in (("quantize", quantize), ("search", search), ("dequantize", decode)):
-            rows.append(compare((f"{verb} {mark}", dtype, quant_type), contestants, weight.numel(), rounds))
+        search = (
+            lambda nested=nested: quantize_4bit(weight, quant_type, 64, nested, "search"),
+            *quantize[1:],
+        )
+        for verb, contestants in (
+            ("quantize", quantize),
+            ("search", search),
+            ("dequantize", decode),
+        ):
+            rows.append(
+                compare((f"{verb} {mark}", dtype, quant_type), contestants, weight.numel(), rounds)
+            )
             print(format_row(rows[-1]), flush=True)
     return rows
 
@@ -119,9 +153,13 @@ def cpu_model() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()})
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/codec_cpu.json"))
     arguments = parser.parse_args()
     machine = {
@@ -134,7 +172,10 @@ def main() -> None:
         **{name: version(name) for name in ("torch", "numpy", "bitsandbytes")},
     }
     print(json.dumps(machine))
-    print("million elements a second, medians; ratio nf4conv : bitsandbytes, median (least … greatest)")
+    print(
+        "million elements a second, medians; ratio nf4conv : bitsandbytes, median (least … "
+        "greatest)"
+    )
     print("| threads | operation | type | code | nf4conv | bitsandbytes | copy | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     rows: list[Row] = []

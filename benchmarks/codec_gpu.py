@@ -1,11 +1,13 @@
-"""The codec on a GPU against bitsandbytes, Unsloth's kernel and a copy of the same bytes, side by side in one run.
+"""The codec on a GPU against bitsandbytes, Unsloth's kernel and a copy of the same bytes, side by
+side in one run.
 
     python -m benchmarks.codec_gpu [--json FILE [--svg FILE]] [--commit HASH]
 
-Device times are medians of CUDA events over graph replays, the providers taking turns; inputs of small shapes rotate
-through buffers that together exceed the L2 cache. "wall" is what a Python caller pays for one call of a loop of them.
-Bytes counted: dequantize n · (2 + 1/2 + 1/64), quantize n · (input + 1/2 + 4/64). bitsandbytes quantizes on the legacy
-default stream, which no graph can capture, so quantizers are timed with events around plain calls.
+Device times are medians of CUDA events over graph replays, the providers taking turns; inputs of
+small shapes rotate through buffers that together exceed the L2 cache. "wall" is what a Python
+caller pays for one call of a loop of them. Bytes counted: dequantize n · (2 + 1/2 + 1/64), quantize
+n · (input + 1/2 + 4/64). bitsandbytes quantizes on the legacy default stream, which no graph can
+capture, so quantizers are timed with events around plain calls.
 """
 
 import argparse
@@ -57,7 +59,11 @@ def main() -> None:
     rows += quantize_rows((8192, 28672), torch.float32, "nf4", False)
     rows += quantize_rows((8192, 28672), torch.float16, "nf4", False)
     rows += quantize_rows((4096, 4096), torch.bfloat16, "nf4", True)
-    for dtype, quant_type in ((torch.bfloat16, "nf4"), (torch.bfloat16, "fp4"), (torch.float32, "nf4")):
+    for dtype, quant_type in (
+        (torch.bfloat16, "nf4"),
+        (torch.bfloat16, "fp4"),
+        (torch.float32, "nf4"),
+    ):
         rows += search_rows(dtype, quant_type)
     rows += error_rows()
     print_table(rows)
@@ -70,7 +76,9 @@ def main() -> None:
 
 def parsed(description: str | None) -> argparse.Namespace:
     """What a benchmark on a GPU is told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
     parser.add_argument("--svg", type=Path, help="where to draw them")
     parser.add_argument("--commit", help="recorded; by default what git says")
@@ -81,11 +89,14 @@ def versions(commit: str | None) -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0],
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "bitsandbytes": bitsandbytes.__version__,
-        "commit": commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
+        "commit": commit
+        or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -107,7 +118,9 @@ def dequantize_rows(shape: tuple[int, ...], quant_type: str) -> list[dict[str, o
 
 def dequantize_calls(shape: tuple[int, ...], quant_type: str) -> dict[str, Call]:
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02)
-    packed, state = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=True)
+    packed, state = functional.quantize_4bit(
+        weight, quant_type=quant_type, compress_statistics=True
+    )
     out = torch.empty_like(weight)
     calls: dict[str, Call] = {
         "nf4conv": partial(ops.dequantize_4bit, packed, state, out),
@@ -136,7 +149,9 @@ def wall_rows(shape: tuple[int, ...]) -> list[dict[str, object]]:
     moved = int(shape[0] * shape[1] * (2 + 1 / 2 + 1 / 64))
     chosen = {name: calls[name] for name in ("nf4conv", "bitsandbytes", "Unsloth") if name in calls}
     timed = take_turns({name: partial(wall, call) for name, call in chosen.items()})
-    rows = [row("dequantize, wall a call", shape, name, value, moved) for name, value in timed.items()]
+    rows = [
+        row("dequantize, wall a call", shape, name, value, moved) for name, value in timed.items()
+    ]
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     fresh = {
@@ -144,7 +159,9 @@ def wall_rows(shape: tuple[int, ...]) -> list[dict[str, object]]:
         "bitsandbytes": partial(wall, partial(functional.dequantize_4bit, packed, state)),
     }
     title = "dequantize without out=, wall a call"
-    return rows + [row(title, shape, name, value, moved) for name, value in take_turns(fresh).items()]
+    return rows + [
+        row(title, shape, name, value, moved) for name, value in take_turns(fresh).items()
+    ]
 
 
 def quantize_rows(
@@ -158,10 +175,18 @@ def quantize_rows(
         ours = partial(ops.quantize_4bit, weight, quant_type)
     else:
         ours = partial(kernels.quantize_blocks, weight.view(-1), packed, absmax, quant_type, 64)
-    theirs = partial(functional.quantize_4bit, weight, quant_type=quant_type, compress_statistics=double_quant)
-    timed = {"nf4conv": loop(ours, 20), "bitsandbytes": loop(theirs, 4), "copy": loop(copy_call(moved), 20)}
+    theirs = partial(
+        functional.quantize_4bit, weight, quant_type=quant_type, compress_statistics=double_quant
+    )
+    timed = {
+        "nf4conv": loop(ours, 20),
+        "bitsandbytes": loop(theirs, 4),
+        "copy": loop(copy_call(moved), 20),
+    }
     name = f"quantize {quant_type} from {str(dtype)[6:]}, {'whole nested call' if double_quant else 'packed + absmax'}"
-    rows = [row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()]
+    rows = [
+        row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()
+    ]
     torch.cuda.empty_cache()
     return rows
 
@@ -169,14 +194,22 @@ def quantize_rows(
 def search_rows(dtype: torch.dtype, quant_type: str) -> list[dict[str, object]]:
     weight = torch.randn(1 << 28, device="cuda", dtype=dtype).mul_(0.02)
     moved = int(weight.numel() * (dtype.itemsize + 1 / 2 + 4 / 64))
-    results = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="cuda"), torch.empty(1 << 22, device="cuda")
+    results = (
+        torch.empty(weight.numel() // 2, dtype=torch.uint8, device="cuda"),
+        torch.empty(1 << 22, device="cuda"),
+    )
     timed = {
         "nf4conv": loop(partial(kernels.search_blocks, weight, *results, quant_type, 64), 10),
-        "nf4conv, absmax": loop(partial(kernels.quantize_blocks, weight, *results, quant_type, 64), 20),
+        "nf4conv, absmax": loop(
+            partial(kernels.quantize_blocks, weight, *results, quant_type, 64), 20
+        ),
         "copy": loop(copy_call(moved), 20),
     }
     name = f"search {quant_type} from {str(dtype)[6:]}, packed + scales"
-    return [row(name, tuple(weight.shape), provider, value, moved) for provider, value in take_turns(timed).items()]
+    return [
+        row(name, tuple(weight.shape), provider, value, moved)
+        for provider, value in take_turns(timed).items()
+    ]
 
 
 def error_rows() -> list[dict[str, object]]:
@@ -184,14 +217,21 @@ def error_rows() -> list[dict[str, object]]:
     packed, state = ops.quantize_4bit(weight)
     moved = int(weight.numel() * (2 + 1 / 2 + 1 / 64))
     timed = {
-        "nf4conv": loop(partial(kernels.error_sums, weight.view(-1), packed.view(-1), decoding_of(state)), 10),
+        "nf4conv": loop(
+            partial(kernels.error_sums, weight.view(-1), packed.view(-1), decoding_of(state)), 10
+        ),
         "dequantize, then torch": loop(partial(materialised_error, weight, packed, state), 3),
         "copy": loop(copy_call(moved), 10),
     }
-    return [row("error sums", tuple(weight.shape), name, value, moved) for name, value in take_turns(timed).items()]
+    return [
+        row("error sums", tuple(weight.shape), name, value, moved)
+        for name, value in take_turns(timed).items()
+    ]
 
 
-def materialised_error(weight: torch.Tensor, packed: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ...]:
+def materialised_error(
+    weight: torch.Tensor, packed: torch.Tensor, state: QuantState
+) -> tuple[torch.Tensor, ...]:
     error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
     return error.abs().max(), error.double().square().sum(), weight.double().square().sum()
 
@@ -257,7 +297,9 @@ def wall(call: Call, repeats: int = 300) -> float:
     return (time.perf_counter() - start) / repeats * 1e6
 
 
-def row(kernel: str, shape: tuple[int, ...], provider: str, microseconds: float, moved: int) -> dict[str, object]:
+def row(
+    kernel: str, shape: tuple[int, ...], provider: str, microseconds: float, moved: int
+) -> dict[str, object]:
     return {
         "kernel": kernel,
         "shape": "×".join(map(str, shape)),
@@ -278,7 +320,10 @@ def print_table(rows: list[dict[str, object]]) -> None:
         for one in sorted(members, key=lambda member: float(str(member["microseconds"]))):
             ratio = float(str(one["microseconds"])) / float(str(ours))
             speed = one["gigabytes_per_second"]
-            print(f"  {one['provider']:36} {one['microseconds']:>10} µs {speed:>8} GB/s  {ratio:6.3f}× our time")
+            print(
+                f"  {one['provider']:36} {one['microseconds']:>10} µs {speed:>8} GB/s  "
+                f"{ratio:6.3f}× our time"
+            )
 
 
 if __name__ == "__main__":

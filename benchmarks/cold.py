@@ -1,10 +1,13 @@
-"""Files that are not in the page cache: `nf4conv quantize` beside what the disk gives to whoever only reads.
+"""Files that are not in the page cache: `nf4conv quantize` beside what the disk gives to whoever
+only reads.
 
-Floors read every byte of a checkpoint, by O_DIRECT and through the page cache, with 1 to 32 threads. Before every run
-the page cache lets go of the files: of everything by root, and of these files by anybody. The contestants take turns in
-random order; medians are reported. Warm, for comparison, runs the command once more on what is in memory then.
+Floors read every byte of a checkpoint, by O_DIRECT and through the page cache, with 1 to 32
+threads. Before every run the page cache lets go of the files: of everything by root, and of these
+files by anybody. The contestants take turns in random order; medians are reported. Warm, for
+comparison, runs the command once more on what is in memory then.
 
-Usage: python -m benchmarks.cold --folder DIR_ON_DISK [--memory DIR] [--layers 12] [--runs 2] [--before TREE]
+Usage: python -m benchmarks.cold --folder DIR_ON_DISK [--memory DIR] [--layers 12] [--runs 2]
+[--before TREE]
                                  [--out FILE.json]
 """
 
@@ -30,7 +33,13 @@ from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 
 MIB = 2**20
-FLOORS = ((1, 8, True), (32, 8, True), (8, 8, False), (32, 8, False), (32, 1, False))  # threads, MiB, direct or not
+FLOORS = (
+    (1, 8, True),
+    (32, 8, True),
+    (8, 8, False),
+    (32, 8, False),
+    (32, 1, False),
+)  # threads, MiB, direct or not
 
 
 def forget(folder: Path) -> None:
@@ -47,8 +56,13 @@ def forget(folder: Path) -> None:
 
 def read_all(folder: Path, threads: int, block: int, *, is_direct: bool) -> dict[str, Any]:
     """Read every byte of the shards, in blocks."""
-    files = [os.open(file, os.O_RDONLY | (os.O_DIRECT if is_direct else 0)) for file in folder.glob("*.safetensors")]
-    blocks = iter([(file, start) for file in files for start in range(0, os.fstat(file).st_size, block)])
+    files = [
+        os.open(file, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+        for file in folder.glob("*.safetensors")
+    ]
+    blocks = iter(
+        [(file, start) for file in files for start in range(0, os.fstat(file).st_size, block)]
+    )
     lock, total = threading.Lock(), [0] * threads
 
     def work(number: int) -> None:
@@ -79,7 +93,9 @@ def quantize(source: Path, out: Path, tree: Path) -> dict[str, Any]:
     return found
 
 
-def measure(source: Path, memory: Path, runs: int, before: Path | None) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    source: Path, memory: Path, runs: int, before: Path | None
+) -> dict[str, list[dict[str, Any]]]:
     contestants: dict[str, Callable[[], dict[str, Any]]] = {}
     for threads, block, is_direct in FLOORS:
         name = f"{'O_DIRECT' if is_direct else 'buffered'}, {threads} threads, {block} MiB"
@@ -87,7 +103,9 @@ def measure(source: Path, memory: Path, runs: int, before: Path | None) -> dict[
     trees = {"": Path.cwd()} | ({} if before is None else {", before": before})
     for name, tree in trees.items():
         contestants[f"quantize{name}"] = warm = partial(quantize, source, memory / "out", tree)
-        contestants[f"quantize{name}, OUT on the disk"] = partial(quantize, source, source.with_name("out"), tree)
+        contestants[f"quantize{name}, OUT on the disk"] = partial(
+            quantize, source, source.with_name("out"), tree
+        )
         warm()  # compiles kernels
     results = defaultdict(list)
     for turn in range(runs):
@@ -95,7 +113,11 @@ def measure(source: Path, memory: Path, runs: int, before: Path | None) -> dict[
         for name in random.Random(turn).sample(names, len(names)):
             forget(source)
             results[name].append(contestants[name]())
-            print(f"{turn}: {name}: {results[name][-1]['wall_seconds']:.2f} s", file=sys.stderr, flush=True)
+            print(
+                f"{turn}: {name}: {results[name][-1]['wall_seconds']:.2f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     for _ in range(runs):
         for name, tree in trees.items():
             results[f"quantize{name}, warm"].append(quantize(source, memory / "out", tree))
@@ -105,10 +127,16 @@ def measure(source: Path, memory: Path, runs: int, before: Path | None) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="on the disk that is measured")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for the result that goes to memory")
-    parser.add_argument("--layers", type=int, default=12, help="of 0.44 GB each, and 2.1 GB beside them")
+    parser.add_argument(
+        "--memory", type=Path, default=Path("/dev/shm"), help="for the result that goes to memory"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=12, help="of 0.44 GB each, and 2.1 GB beside them"
+    )
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--before", type=Path, help="another tree of nf4conv, which takes turns with this one")
+    parser.add_argument(
+        "--before", type=Path, help="another tree of nf4conv, which takes turns with this one"
+    )
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     shape = SHAPES["8b"]
@@ -119,7 +147,10 @@ def main() -> None:
     ):
         size = write_checkpoint(replace(shape, layers=chosen.layers), Path(folder) / "source")
         results = measure(Path(folder) / "source", Path(memory), chosen.runs, chosen.before)
-    walls = {name: statistics.median(found["wall_seconds"] for found in runs) for name, runs in results.items()}
+    walls = {
+        name: statistics.median(found["wall_seconds"] for found in runs)
+        for name, runs in results.items()
+    }
     floors = {name: seconds for name, seconds in walls.items() if "threads" in name}
     best = min(floors, key=floors.__getitem__)
     summary = {
@@ -127,7 +158,9 @@ def main() -> None:
         "wall_seconds": walls,
         "gb_per_second": {name: size / seconds / 1e9 for name, seconds in walls.items()},
         "best_floor": best,
-        "over_best_floor": {name: seconds / walls[best] for name, seconds in walls.items() if name not in floors},
+        "over_best_floor": {
+            name: seconds / walls[best] for name, seconds in walls.items() if name not in floors
+        },
         "pipeline_over_best_floor": {
             name: statistics.median(found["pipeline_seconds"] for found in runs) / walls[best]
             for name, runs in results.items()

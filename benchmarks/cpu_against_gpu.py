@@ -1,9 +1,11 @@
-"""Bytes of the CPU path against those of bitsandbytes CUDA, on values whose quotients often lie on a cut.
+"""Bytes of the CPU path against those of bitsandbytes CUDA, on values whose quotients often lie on
+a cut.
 
-    python -m benchmarks.cpu_against_gpu [--elements 1073741824] [--output benchmarks/results/cpu_against_gpu_h200.json]
+    python -m benchmarks.cpu_against_gpu [--elements 1073741824] [--output
+    benchmarks/results/cpu_against_gpu_h200.json]
 
-Every dtype and data type gets that many elements, nested and plain, in equal shares of six kinds: numbers of few bits,
-which tie with cuts, and random ones. One machine computes both sides.
+Every dtype and data type gets that many elements, nested and plain, in equal shares of six kinds:
+numbers of few bits, which tie with cuts, and random ones. One machine computes both sides.
 """
 
 import argparse
@@ -29,7 +31,9 @@ def integers(low: int, high: int) -> torch.Tensor:
 
 def scales(low: int, high: int) -> torch.Tensor:
     """A power of two for each block of 64."""
-    return torch.exp2(torch.randint(low, high, (CHUNK // 64,), device="cuda").float()).repeat_interleave(64)
+    return torch.exp2(
+        torch.randint(low, high, (CHUNK // 64,), device="cuda").float()
+    ).repeat_interleave(64)
 
 
 def few() -> torch.Tensor:
@@ -38,13 +42,17 @@ def few() -> torch.Tensor:
 
 
 def heavy() -> torch.Tensor:
-    """Student's t with 3 degrees of freedom: a normal number over the root of a mean of three squares."""
+    """Student's t with 3 degrees of freedom: a normal number over the root of a mean of three
+    squares.
+    """
     mean = sum(torch.randn(CHUNK, device="cuda").square() for _ in range(3)) / 3
     return torch.randn(CHUNK, device="cuda") * torch.rsqrt(mean) * 0.02
 
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
-    "odd numbers times powers of two": lambda: (2 * integers(-8, 8) + 1) * torch.exp2(integers(-9, -1)),
+    "odd numbers times powers of two": lambda: (
+        (2 * integers(-8, 8) + 1) * torch.exp2(integers(-9, -1))
+    ),
     "integers up to 24": lambda: integers(-24, 25),
     "multiples of 1/24": lambda: integers(-24, 25) / 24 * scales(-12, 4),
     "five values a block": few,
@@ -54,12 +62,16 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def differing(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found.view(-1).view(torch.uint8) != expected.cpu().view(-1).view(torch.uint8)).sum())
+    return int(
+        (found.view(-1).view(torch.uint8) != expected.cpu().view(-1).view(torch.uint8)).sum()
+    )
 
 
 def compare(weight: torch.Tensor, quant_type: str) -> dict[str, int]:
     """Differing bytes of codes, absmax, nested codes, nested absmax and offset."""
-    theirs, plain = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=False)
+    theirs, plain = functional.quantize_4bit(
+        weight, quant_type=quant_type, compress_statistics=False
+    )
     _, nested = functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=True)
     host = weight.cpu()
     packed = torch.empty(host.numel() // 2, dtype=torch.uint8)
@@ -78,9 +90,13 @@ def compare(weight: torch.Tensor, quant_type: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=1 << 30)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/cpu_against_gpu_h200.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/cpu_against_gpu_h200.json")
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows = []
@@ -97,11 +113,18 @@ def main() -> None:
                 for part, count in compare(weight, quant_type).items():
                     entry[1][part] = entry[1].get(part, 0) + count
         for (kind, quant_type), (elements, found) in counts.items():
-            rows.append({"dtype": name, "quant_type": quant_type, "values": kind, "elements": elements} | found)
+            rows.append(
+                {"dtype": name, "quant_type": quant_type, "values": kind, "elements": elements}
+                | found
+            )
         total = sum(sum(found.values()) for _, found in counts.values())
         elements = sum(elements for elements, _ in counts.values()) // 2
         seconds = time.perf_counter() - started
-        print(f"{name}: {elements:,} elements each of NF4 and FP4, {total} bytes differ, {seconds:.0f} s", flush=True)
+        print(
+            f"{name}: {elements:,} elements each of NF4 and FP4, {total} bytes differ, "
+            f"{seconds:.0f} s",
+            flush=True,
+        )
     machine = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,10 +1,13 @@
-"""What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same model in bfloat16.
+"""What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same
+model in bfloat16.
 
-And what casts cost: packing and decoding with `--dtype float16`, beside the same without it. Every run is a fresh
-process on files in memory or a warm page cache; each takes turns with what it is compared with. Random
-bytes are as good as weights: nothing here depends on their values but that they are finite. All layers hold the same.
+And what casts cost: packing and decoding with `--dtype float16`, beside the same without it. Every
+run is a fresh process on files in memory or a warm page cache; each takes turns with what it is
+compared with. Random bytes are as good as weights: nothing here depends on their values but that
+they are finite. All layers hold the same.
 
-Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ROW ...]
+Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ROW
+...]
 """
 
 import argparse
@@ -68,7 +71,9 @@ def mxfp4(name: str, rows: int, columns: int) -> Tensors:
 
 
 def gpt_oss(name: str, rows: int, columns: int) -> Tensors:
-    """Four experts for a matrix of a feed-forward network, which stay in 16 bits; attention is in bfloat16."""
+    """Four experts for a matrix of a feed-forward network, which stay in 16 bits; attention is in
+    bfloat16.
+    """
     if ".mlp." not in name:
         return bfloat16(name, rows, columns)
     stem, shape = name.removesuffix(".weight"), (EXPERTS, rows // EXPERTS, columns // 32)
@@ -99,13 +104,19 @@ def bitsandbytes_8bit(name: str, rows: int, columns: int) -> Tensors:
 
 def bitsandbytes_4bit(name: str, rows: int, columns: int) -> Tensors:
     packed, state = quantize_4bit(torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE))
-    return {name: packed, **{f"{name}.{suffix}": part for suffix, part in state.components().items()}}
+    return {
+        name: packed,
+        **{f"{name}.{suffix}": part for suffix, part in state.components().items()},
+    }
 
 
 ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | None]] = {
     "bfloat16": (bfloat16, None),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "fp8 channels": (fp8_channels, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "fp8 channels": (
+        fp8_channels,
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    ),
     "fp8 tensor": (fp8_tensor, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "mxfp8": (mxfp8, {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}),
     "int8": (int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
@@ -113,7 +124,10 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
     "bfloat16 experts": (bfloat16_experts, None),
     "mxfp4": (mxfp4, {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}),
     "nvfp4": (nvfp4, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
-    "bitsandbytes 8-bit": (bitsandbytes_8bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes 8-bit": (
+        bitsandbytes_8bit,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ),
     "bitsandbytes 4-bit": (
         bitsandbytes_4bit,
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -126,7 +140,11 @@ Run = tuple[str, list[str]]
 
 PLAIN: Run = ("bfloat16", ["quantize"])
 ROWS: dict[str, tuple[Run, Run]] = {
-    **{encoding: ((encoding, ["quantize"]), PLAIN) for encoding in ENCODINGS if "bfloat16" not in encoding},
+    **{
+        encoding: ((encoding, ["quantize"]), PLAIN)
+        for encoding in ENCODINGS
+        if "bfloat16" not in encoding
+    },
     "gpt-oss mxfp4": (("gpt-oss mxfp4", ["quantize"]), ("bfloat16 experts", ["quantize"])),
     "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),
     "quantize --dtype float16": (("bfloat16", ["quantize", "--dtype", "float16"]), PLAIN),
@@ -147,11 +165,17 @@ def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
         layer = name.split(".")[2] if ".layers." in name else "rest"
         if layer in ("rest", "0"):
             is_linear = len(dimensions) == 2 and layer != "rest"
-            tensors = encode(name, *dimensions) if is_linear else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
+            tensors = (
+                encode(name, *dimensions)
+                if is_linear
+                else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
+            )
             files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
     for file, tensors in files.items():
         save_file(
-            {name: tensor.cpu().clone() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"}
+            {name: tensor.cpu().clone() for name, tensor in tensors.items()},
+            folder / file,
+            metadata={"format": "pt"},
         )
     first = (folder / "model-0.safetensors").read_bytes()
     size = int.from_bytes(first[:8], "little")
@@ -160,15 +184,21 @@ def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
         header = first[8 : 8 + size].replace(b".layers.0.", f".layers.{layer}.".encode())
         header += b" " * (-len(header) % 8)
         with (folder / f"model-{layer}.safetensors").open("wb") as file:
-            file.writelines([len(header).to_bytes(8, "little"), header, memoryview(first)[8 + size :]])
+            file.writelines(
+                [len(header).to_bytes(8, "little"), header, memoryview(first)[8 + size :]]
+            )
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(repeat, range(1, shape.layers)))
     weight_map = dict.fromkeys(files["model-rest.safetensors"], "model-rest.safetensors")
     for layer in range(shape.layers):
-        names = [name.replace(".layers.0.", f".layers.{layer}.") for name in files["model-0.safetensors"]]
+        names = [
+            name.replace(".layers.0.", f".layers.{layer}.") for name in files["model-0.safetensors"]
+        ]
         weight_map |= dict.fromkeys(names, f"model-{layer}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     config = shape.config() | ({} if description is None else {"quantization_config": description})
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -180,14 +210,25 @@ def convert(of: Run, scratch: Path) -> dict[str, Any]:
     return run([sys.executable, "-m", "nf4conv", *given])
 
 
-def summarize(name: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(
+    name: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Medians of a row's runs, and their ratio to those of what ran beside them."""
     medians = {
         key: statistics.median(result[key] for result in results)
-        for key in ("wall_seconds", "pipeline_seconds", "host_peak_bytes", "host_baseline_bytes", "device_peak_bytes")
+        for key in (
+            "wall_seconds",
+            "pipeline_seconds",
+            "host_peak_bytes",
+            "host_baseline_bytes",
+            "device_peak_bytes",
+        )
     }
     moved = results[0]["bytes_before"] + results[0]["bytes_after"]
-    others = {key: statistics.median(result[key] for result in beside) for key in ("wall_seconds", "pipeline_seconds")}
+    others = {
+        key: statistics.median(result[key] for result in beside)
+        for key in ("wall_seconds", "pipeline_seconds")
+    }
     return {
         "row": name,
         "source_bytes": results[0]["bytes_before"],
@@ -198,7 +239,8 @@ def summarize(name: str, results: list[dict[str, Any]], beside: list[dict[str, A
         **{f"beside_{key}": value for key, value in others.items()},
         "over_beside": medians["wall_seconds"] / others["wall_seconds"],
         "over_beside_by_turn": [
-            one["wall_seconds"] / two["wall_seconds"] for one, two in zip(results, beside, strict=True)
+            one["wall_seconds"] / two["wall_seconds"]
+            for one, two in zip(results, beside, strict=True)
         ],
         "seconds_by_activity": results[-1]["seconds_by_activity"],
     }
@@ -214,8 +256,12 @@ def measure(name: str, scratch: Path, runs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b"))
-    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument(
+        "--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b")
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoints; default: a temporary folder"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()

@@ -1,9 +1,12 @@
-"""Whole commands, side by side: `nf4conv quantize`, the same with transformers + bitsandbytes, and a raw byte mover.
+"""Whole commands, side by side: `nf4conv quantize`, the same with transformers + bitsandbytes, and
+a raw byte mover.
 
-Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are
-reported. The floor (benchmarks/floor.py) moves the same bytes with the same number of threads.
+Every run is a fresh process on the same files with a warm page cache; the contestants take turns;
+medians are reported. The floor (benchmarks/floor.py) moves the same bytes with the same number of
+threads.
 
-Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--search] [--out FILE.json]
+Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--search] [--out
+FILE.json]
 """
 
 import argparse
@@ -25,15 +28,17 @@ import torch
 
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
-from nf4conv.pipeline.loop import make_pipeline
-from nf4conv.pipeline.with_torch.worker import TorchEngine
+from nf4conv.run.loop import make_pipeline
+from nf4conv.run.with_torch.worker import TorchEngine
 
 SEARCH = "nf4conv --scales search"
 PEER = "transformers + bitsandbytes"
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """Run one process; its JSON output plus wall seconds and peak resident bytes by the kernel's accounting."""
+    """Run one process; its JSON output plus wall seconds and peak resident bytes by the kernel's
+    accounting.
+    """
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     output, errors = process.communicate()
@@ -46,10 +51,16 @@ def run(command: list[str]) -> dict[str, Any]:
 
 def program_of(tree: Path) -> list[str]:
     """What begins a command of the nf4conv whose package is in a folder."""
-    return [sys.executable, "-c", f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()"]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()",
+    ]
 
 
-def measure(source: Path, scratch: Path, runs: int, peers: set[str]) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    source: Path, scratch: Path, runs: int, peers: set[str]
+) -> dict[str, list[dict[str, Any]]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)
     pipeline = make_pipeline(TorchEngine(device), defaults, lambda _: None)
@@ -66,8 +77,14 @@ def measure(source: Path, scratch: Path, runs: int, peers: set[str]) -> dict[str
         ],
         PEER: lambda out: [python, "-m", "benchmarks.peer", str(source), out, device],
     }
-    contestants = {name: command for name, command in contestants.items() if name in {"nf4conv", "floor"} | peers}
-    for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
+    contestants = {
+        name: command
+        for name, command in contestants.items()
+        if name in {"nf4conv", "floor"} | peers
+    }
+    for turn in range(
+        runs + 1
+    ):  # the first turn warms caches and compiles kernels, and is not counted
         for name, command in contestants.items():
             if turn == 0 and name == PEER:
                 continue
@@ -76,7 +93,9 @@ def measure(source: Path, scratch: Path, runs: int, peers: set[str]) -> dict[str
             result = run(command(str(out)))
             results[name].append(result)
             print(
-                f"{'warm-up' if turn == 0 else f'run {turn}'}: {name}: {result['wall_seconds']:.2f} s", file=sys.stderr
+                f"{'warm-up' if turn == 0 else f'run {turn}'}: {name}: "
+                f"{result['wall_seconds']:.2f} s",
+                file=sys.stderr,
             )
     return {name: entries[-runs:] for name, entries in results.items()}
 
@@ -85,12 +104,16 @@ def median(results: list[dict[str, Any]], key: str) -> float:
     return statistics.median(result[key] for result in results)
 
 
-def machine(libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bitsandbytes")) -> dict[str, Any]:
+def machine(
+    libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bitsandbytes"),
+) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     driver = None
     if gpu:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(
+            "\n"
+        )[0]
     return {
         "gpu": gpu,
         "driver": driver,
@@ -101,7 +124,9 @@ def machine(libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bi
 
 
 def keep(out: Path | None, content: dict[str, Any], *libraries: str, **about: Any) -> None:
-    """Write what was measured to a file, if there is to be one, with the machine and what else is said about it."""
+    """Write what was measured to a file, if there is to be one, with the machine and what else is
+    said about it.
+    """
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         on = machine(libraries) if libraries else machine()
@@ -110,10 +135,16 @@ def keep(out: Path | None, content: dict[str, Any], *libraries: str, **about: An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
-    parser.add_argument("--folder", type=Path, help="where to put the checkpoint; default: a temporary folder")
+    parser.add_argument(
+        "--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoint; default: a temporary folder"
+    )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--no-peer", action="store_true", help="leave out transformers + bitsandbytes")
+    parser.add_argument(
+        "--no-peer", action="store_true", help="leave out transformers + bitsandbytes"
+    )
     parser.add_argument("--search", action="store_true", help="also with --scales search")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
@@ -121,22 +152,31 @@ def main() -> None:
         source = Path(scratch) / "source"
         size = write_checkpoint(SHAPES[chosen.shape], source)
         peers = set() if chosen.no_peer else {PEER}
-        results = measure(source, Path(scratch), chosen.runs, peers | {SEARCH} if chosen.search else peers)
+        results = measure(
+            source, Path(scratch), chosen.runs, peers | {SEARCH} if chosen.search else peers
+        )
     ours = results["nf4conv"]
     summary = {
         "shape": chosen.shape,
         "source_bytes": size,
-        "wall_seconds": {name: median(entries, "wall_seconds") for name, entries in results.items()},
+        "wall_seconds": {
+            name: median(entries, "wall_seconds") for name, entries in results.items()
+        },
         "pipeline_seconds": median(ours, "pipeline_seconds"),
         "floor_seconds": median(results["floor"], "seconds"),
-        "pipeline_over_floor": median(ours, "pipeline_seconds") / median(results["floor"], "seconds"),
-        "start_up_and_finish_seconds": statistics.median(r["wall_seconds"] - r["pipeline_seconds"] for r in ours),
+        "pipeline_over_floor": median(ours, "pipeline_seconds")
+        / median(results["floor"], "seconds"),
+        "start_up_and_finish_seconds": statistics.median(
+            r["wall_seconds"] - r["pipeline_seconds"] for r in ours
+        ),
         "host_peak_bytes": median(ours, "host_peak_bytes"),
         "host_baseline_bytes": median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
     }
     if chosen.search:
-        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / median(ours, "wall_seconds")
+        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / median(
+            ours, "wall_seconds"
+        )
     peer = results.get(PEER)
     if peer:
         summary["speedup"] = median(peer, "wall_seconds") / median(ours, "wall_seconds")

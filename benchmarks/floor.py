@@ -1,9 +1,10 @@
-"""The floor under nf4conv's commands: moves the same bytes with the same threads and computes nothing.
+"""The floor under nf4conv's commands: moves the same bytes with the same threads and computes
+nothing.
 
-Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a thread), brings KEPT
-bytes back for each byte read, and writes those to files as large, and as many at a time, as nf4conv does, because one
-file takes the writes of one thread at a time. Prints the seconds from the first read to the last write, without
-start-up, as JSON.
+Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a
+thread), brings KEPT bytes back for each byte read, and writes those to files as large, and as many
+at a time, as nf4conv does, because one file takes the writes of one thread at a time. Prints the
+seconds from the first read to the last write, without start-up, as JSON.
 
 Usage: python -m benchmarks.floor SOURCE OUT DEVICE THREADS PIECE_BYTES KEPT
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from nf4conv.pipeline.loop import interleave
+from nf4conv.run.loop import interleave
 
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""
@@ -28,7 +29,9 @@ FILES_AT_A_TIME = 8
 
 
 class Job(NamedTuple):
-    """A piece to move: what to read from where, and where in which file to write what is kept of it."""
+    """A piece to move: what to read from where, and where in which file to write what is kept of
+    it.
+    """
 
     reading: int
     start: int
@@ -47,16 +50,23 @@ def plan(sources: Iterable[Path], out: Path, piece: int, kept_ratio: float) -> l
         for start in range(0, size, piece):
             if written >= SHARD_SIZE * len(files):
                 files.append([])
-                first, writing = written, os.open(out / f"{len(files)}.safetensors", os.O_RDWR | os.O_CREAT)
+                first, writing = (
+                    written,
+                    os.open(out / f"{len(files)}.safetensors", os.O_RDWR | os.O_CREAT),
+                )
             length = min(piece, size - start)
-            files[-1].append(Job(reading, start, length, writing, written - first, int(length * kept_ratio)))
+            files[-1].append(
+                Job(reading, start, length, writing, written - first, int(length * kept_ratio))
+            )
             written += files[-1][-1].kept
     for jobs in files:
         os.ftruncate(jobs[-1].writing, jobs[-1].place + jobs[-1].kept)
     return list(interleave(files, FILES_AT_A_TIME))
 
 
-def move(jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int) -> tuple[float, float]:
+def move(
+    jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int
+) -> tuple[float, float]:
     """Carry out the jobs; when the first began and the last ended, by time.perf_counter."""
     todo, lock, ready = iter(jobs), threading.Lock(), threading.Barrier(threads + 1)
     cuda = device.type == "cuda"

@@ -1,9 +1,11 @@
-"""Dequantizers of others for the GPU benchmark: imported from their packages, or re-created from public descriptions.
+"""Dequantizers of others for the GPU benchmark: imported from their packages, or re-created from
+public descriptions.
 
-Unsloth's kernel is run from its own package if that is importable (`unsloth/kernels/nf4.py`, AGPL: never copied here).
-The kernels of two public challenge entries are re-created from what their authors describe: Weitkamp's V0 (absmax
-decoded by a launch of its own), V1 (fused, two strided stores), V2 (fused, interleaved store) and V3 (fused, each byte
-loaded for each of its two elements), in blocks of 512 bytes; and ghostway0's (fused, strided, tiles of 1024 bytes).
+Unsloth's kernel is run from its own package if that is importable (`unsloth/kernels/nf4.py`, AGPL:
+never copied here). The kernels of two public challenge entries are re-created from what their
+authors describe: Weitkamp's V0 (absmax decoded by a launch of its own), V1 (fused, two strided
+stores), V2 (fused, interleaved store) and V3 (fused, each byte loaded for each of its two
+elements), in blocks of 512 bytes; and ghostway0's (fused, strided, tiles of 1024 bytes).
 """
 
 from collections.abc import Callable
@@ -16,11 +18,17 @@ STRIDED, INTERLEAVED, DUPLICATED = 0, 1, 2
 
 
 @triton.jit
-def _decode_absmax(absmax_ptr, code_ptr, nested_ptr, offset_ptr, out_ptr, blocks, block_size: tl.constexpr):
+def _decode_absmax(
+    absmax_ptr, code_ptr, nested_ptr, offset_ptr, out_ptr, blocks, block_size: tl.constexpr
+):
     index = tl.program_id(0) * block_size + tl.arange(0, block_size)
     mask = index < blocks
     code = tl.load(code_ptr + tl.load(absmax_ptr + index, mask=mask).to(tl.int32), mask=mask)
-    tl.store(out_ptr + index, code * tl.load(nested_ptr + index // 256, mask=mask) + tl.load(offset_ptr), mask=mask)
+    tl.store(
+        out_ptr + index,
+        code * tl.load(nested_ptr + index // 256, mask=mask) + tl.load(offset_ptr),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -63,7 +71,9 @@ def _decode(
             tl.store(out_ptr + byte * 2 + 1, low, mask=mask)
 
 
-def recreated(name: str, packed: torch.Tensor, state: object, out: torch.Tensor) -> Callable[[], None]:
+def recreated(
+    name: str, packed: torch.Tensor, state: object, out: torch.Tensor
+) -> Callable[[], None]:
     """One of "Weitkamp V0" … "Weitkamp V3" and "ghostway0", bound to its arguments."""
     styles = {
         "Weitkamp V0": (512, False, STRIDED),
@@ -102,7 +112,9 @@ def recreated(name: str, packed: torch.Tensor, state: object, out: torch.Tensor)
 def unsloth(
     packed: torch.Tensor, state: object, out: torch.Tensor, configuration: tuple | None
 ) -> Callable[[], None] | None:
-    """Unsloth's public function, with the configuration it ships for the card (None) or another of its own."""
+    """Unsloth's public function, with the configuration it ships for the card (None) or another of
+    its own.
+    """
     try:
         from unsloth.kernels import nf4
     except ImportError:

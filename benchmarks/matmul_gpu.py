@@ -1,12 +1,14 @@
-"""Products with packed weights on a GPU against bitsandbytes, Unsloth, GemLite and cuBLAS, side by side in one run.
+"""Products with packed weights on a GPU against bitsandbytes, Unsloth, GemLite and cuBLAS, side by
+side in one run.
 
     python -m benchmarks.matmul_gpu [--json FILE [--svg FILE]] [--commit HASH]
 
-Device times are medians of graph replays, the providers taking turns, bfloat16 x, nested NF4 weights that together
-exceed the L2 cache several times. The floor is packed codes and absmax at 4200 GB/s. "cuBLAS" multiplies a bfloat16
-weight, "decode + cuBLAS" is our decode kernel before it. GemLite multiplies linear 4-bit codes in groups of 64, which
-is less work than NF4, with the configurations it ships for an H100; Unsloth's product is of one row. Tokens per second
-are those of a Llama-shaped model of random weights, one token at a time, eagerly, with a static cache.
+Device times are medians of graph replays, the providers taking turns, bfloat16 x, nested NF4
+weights that together exceed the L2 cache several times. The floor is packed codes and absmax at
+4200 GB/s. "cuBLAS" multiplies a bfloat16 weight, "decode + cuBLAS" is our decode kernel before it.
+GemLite multiplies linear 4-bit codes in groups of 64, which is less work than NF4, with the
+configurations it ships for an H100; Unsloth's product is of one row. Tokens per second are those of
+a Llama-shaped model of random weights, one token at a time, eagerly, with a static cache.
 """
 
 import json
@@ -21,14 +23,28 @@ import torch
 from bitsandbytes import functional
 
 import nf4conv
-from benchmarks.codec_gpu import L2_BYTES, graph, parsed, print_table, row, take_turns, versions, wall
+from benchmarks.codec_gpu import (
+    L2_BYTES,
+    graph,
+    parsed,
+    print_table,
+    row,
+    take_turns,
+    versions,
+    wall,
+)
 from benchmarks.plot_codec import document, text
 
 Call = Callable[[], object]
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-COLOURS = {"nf4conv": "#1b6ca8", "bitsandbytes": "#c9c9c9", "GemLite": "#e0a458", "Unsloth": "#8fb8de"}
+COLOURS = {
+    "nf4conv": "#1b6ca8",
+    "bitsandbytes": "#c9c9c9",
+    "GemLite": "#e0a458",
+    "Unsloth": "#8fb8de",
+}
 
 
 def main() -> None:
@@ -55,9 +71,13 @@ def moved_bytes(n: int, k: int) -> int:
 def product_rows(n: int, k: int) -> list[dict[str, object]]:
     moved = moved_bytes(n, k)
     weights = [
-        torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(0.02) for _ in range(-(-4 * L2_BYTES // moved))
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+        for _ in range(-(-4 * L2_BYTES // moved))
     ]
-    packed = [functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True) for weight in weights]
+    packed = [
+        functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        for weight in weights
+    ]
     linear = [gemlite_layer(weight) for weight in weights]
     dense = weights[: -(-4 * L2_BYTES // (2 * n * k))]
     scratch = torch.empty_like(weights[0])
@@ -66,7 +86,9 @@ def product_rows(n: int, k: int) -> list[dict[str, object]]:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         calls: dict[str, list[Call]] = {
             "nf4conv": [partial(nf4conv.linear_4bit, x, *pair) for pair in packed],
-            "bitsandbytes": [partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed],
+            "bitsandbytes": [
+                partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed
+            ],
             "cuBLAS": [partial(torch.matmul, x, weight.T) for weight in dense],
             "decode + cuBLAS": [partial(decoded_product, x, *pair, scratch) for pair in packed],
             "Unsloth": [call for pair in packed if (call := unsloth(x, *pair))],
@@ -79,7 +101,9 @@ def product_rows(n: int, k: int) -> list[dict[str, object]]:
     return rows
 
 
-def decoded_product(x: torch.Tensor, packed: torch.Tensor, state: object, scratch: torch.Tensor) -> torch.Tensor:
+def decoded_product(
+    x: torch.Tensor, packed: torch.Tensor, state: object, scratch: torch.Tensor
+) -> torch.Tensor:
     return torch.matmul(x, nf4conv.dequantize_4bit(packed, state, scratch).T)
 
 
@@ -96,7 +120,9 @@ def unsloth(x: torch.Tensor, packed: torch.Tensor, state: object) -> Call | None
 
 
 def gemlite_layer(weight: torch.Tensor) -> Call | None:
-    """A layer of the same size; None without the package, or a configuration for the shape: tuning takes minutes."""
+    """A layer of the same size; None without the package, or a configuration for the shape: tuning
+    takes minutes.
+    """
     try:
         import gemlite
     except ImportError:
@@ -128,7 +154,8 @@ def wall_rows() -> list[dict[str, object]]:
     with torch.no_grad():
         timed = take_turns({name: partial(wall, call) for name, call in calls.items() if call})
     return [
-        row("wall a call, 1 row", (4096, 4096), name, value, moved_bytes(4096, 4096)) for name, value in timed.items()
+        row("wall a call, 1 row", (4096, 4096), name, value, moved_bytes(4096, 4096))
+        for name, value in timed.items()
     ]
 
 
@@ -136,7 +163,12 @@ def tokens_per_second(layers: int = 16, tokens: int = 48) -> dict[str, float]:
     """Of a model with bitsandbytes' layers, then of the same model patched."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     config = LlamaConfig(num_hidden_layers=layers, vocab_size=32000, **shape)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -154,7 +186,12 @@ def tokens_per_second(layers: int = 16, tokens: int = 48) -> dict[str, float]:
             for place in range(tokens):
                 start = time.perf_counter()
                 position = torch.tensor([place], device="cuda")
-                out = model(token, past_key_values=cache, cache_position=position, position_ids=position[None])
+                out = model(
+                    token,
+                    past_key_values=cache,
+                    cache_position=position,
+                    position_ids=position[None],
+                )
                 token = out.logits[:, -1:].argmax(-1)
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
@@ -171,12 +208,16 @@ def packed_layer(linear: torch.nn.Linear) -> torch.nn.Module:
     layer = bitsandbytes.nn.Linear4bit(
         linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, **options
     )
-    layer.weight = bitsandbytes.nn.Params4bit(linear.weight.data.cpu(), requires_grad=False, **options)
+    layer.weight = bitsandbytes.nn.Params4bit(
+        linear.weight.data.cpu(), requires_grad=False, **options
+    )
     return layer.cuda()
 
 
 def drawing(rows: list[dict[str, object]], gpu: str) -> str:
-    """Speed relative to cuBLAS in bfloat16, which reads four times the bytes: a group of bars for each shape and m."""
+    """Speed relative to cuBLAS in bfloat16, which reads four times the bytes: a group of bars for
+    each shape and m.
+    """
     times: dict[tuple[str, str], dict[str, float]] = {}
     for one in rows:
         if str(one["kernel"]).startswith("product"):
@@ -188,7 +229,9 @@ def drawing(rows: list[dict[str, object]], gpu: str) -> str:
         text(left, 20, f"Speed of x · Wᵀ relative to cuBLAS in bfloat16 (the line), one {gpu}", 14),
     ]
     for index, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<rect x="{left + index * 120}" y="32" width="12" height="12" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{left + index * 120}" y="32" width="12" height="12" fill="{colour}"/>'
+        )
         parts.append(text(left + index * 120 + 18, 42, name))
     for index, ((shape, label), group) in enumerate(times.items()):
         x = left + index * wide
@@ -196,7 +239,8 @@ def drawing(rows: list[dict[str, object]], gpu: str) -> str:
             if name in group:
                 tall = height / 3 * group["cuBLAS"] / group[name]
                 parts.append(
-                    f'<rect x="{x + place * 12}" y="{top + height - tall:.1f}" width="11" height="{tall:.1f}" '
+                    f'<rect x="{x + place * 12}" y="{top + height - tall:.1f}" width="11" '
+                    f'height="{tall:.1f}" '
                     f'fill="{colour}"/>'
                 )
         parts += [text(x, top + height + 14, label), text(x, top + height + 30, shape, 9)]

@@ -1,6 +1,8 @@
-"""What merging an adapter costs: an 8B model with LoRA of rank 64 on all linear layers, and without.
+"""What merging an adapter costs: an 8B model with LoRA of rank 64 on all linear layers, and
+without.
 
-Both through the engine with torch, which merging needs, in one process, in turns, after a warm-up, on files in memory.
+Both through the engine with torch, which merging needs, in one process, in turns, after a warm-up,
+on files in memory.
 
 Usage: python -m benchmarks.merging [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
 """
@@ -20,8 +22,14 @@ from safetensors.torch import save_file
 
 from benchmarks.end_to_end import keep
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
-from nf4conv import DequantizeOptions, QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
-from nf4conv.pipeline.without_torch import worker
+from nf4conv import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+)
+from nf4conv.run.without_torch import worker
 
 Convert = Callable[..., Any]
 
@@ -34,15 +42,26 @@ def write_adapter(shape: Llama, folder: Path, rank: int) -> int:
     for name, dimensions in shape.tensors():
         if ".layers." in name and len(dimensions) == 2:
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, dimensions[1], **made).mul_(0.02).cpu()
-            tensors[f"{module}.lora_B.weight"] = torch.randn(dimensions[0], rank, **made).mul_(0.02).cpu()
+            tensors[f"{module}.lora_A.weight"] = (
+                torch.randn(rank, dimensions[1], **made).mul_(0.02).cpu()
+            )
+            tensors[f"{module}.lora_B.weight"] = (
+                torch.randn(dimensions[0], rank, **made).mul_(0.02).cpu()
+            )
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "base_model_name_or_path": "source"}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "base_model_name_or_path": "source",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def compare(convert: Convert, plain: Any, lora: tuple[str, ...], paths: tuple[Path, Path], runs: int) -> dict[str, Any]:
+def compare(
+    convert: Convert, plain: Any, lora: tuple[str, ...], paths: tuple[Path, Path], runs: int
+) -> dict[str, Any]:
     """Medians of the pipeline's seconds, with an adapter and without, and where they go."""
     source, out = paths
     results: dict[str, list[Any]] = {"plain": [], "merged": []}
@@ -64,8 +83,12 @@ def compare(convert: Convert, plain: Any, lora: tuple[str, ...], paths: tuple[Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b"))
-    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument(
+        "--shape", default="8b" if torch.cuda.is_available() else "1b", choices=("8b", "1b")
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoints; default: a temporary folder"
+    )
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the result")
@@ -74,13 +97,22 @@ def main() -> None:
     assert isinstance(shape, Llama)
     worker.bare_engine = lambda *_: None  # there is none without torch, then
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
-        source, nf4, out, adapter = (Path(scratch) / name for name in ("source", "nf4", "out", "adapter"))
+        source, nf4, out, adapter = (
+            Path(scratch) / name for name in ("source", "nf4", "out", "adapter")
+        )
         write_checkpoint(shape, source)
-        lora, rows = (str(adapter),), [{"adapter_bytes": write_adapter(shape, adapter, chosen.rank)}]
-        rows.append(compare(quantize_checkpoint, QuantizeOptions(), lora, (source, out), chosen.runs))
+        lora, rows = (
+            (str(adapter),),
+            [{"adapter_bytes": write_adapter(shape, adapter, chosen.rank)}],
+        )
+        rows.append(
+            compare(quantize_checkpoint, QuantizeOptions(), lora, (source, out), chosen.runs)
+        )
         print(json.dumps(rows[-1]), flush=True)
         quantize_checkpoint(source, nf4)
-        rows.append(compare(dequantize_checkpoint, DequantizeOptions(), lora, (nf4, out), chosen.runs))
+        rows.append(
+            compare(dequantize_checkpoint, DequantizeOptions(), lora, (nf4, out), chosen.runs)
+        )
         print(json.dumps(rows[-1]), flush=True)
     keep(chosen.out, {"rows": rows}, "torch", "triton")
 

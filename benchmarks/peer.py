@@ -36,7 +36,9 @@ def main() -> None:
                 "load_seconds": loaded - imported,
                 "save_seconds": saved - loaded,
                 "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "device_peak_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
+                "device_peak_bytes": torch.cuda.max_memory_reserved()
+                if torch.cuda.is_available()
+                else 0,
             }
         )
     )

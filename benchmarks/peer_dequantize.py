@@ -48,7 +48,9 @@ def with_bitsandbytes(source: Path, out: Path, device: str) -> None:
             names = set(file.keys())
             for name in sorted(names):
                 parts = {
-                    key: file.get_tensor(key) for key in (f"{name}.{suffix}" for suffix in SUFFIXES) if key in names
+                    key: file.get_tensor(key)
+                    for key in (f"{name}.{suffix}" for suffix in SUFFIXES)
+                    if key in names
                 }
                 if parts:
                     state = bnb.QuantState.from_dict(parts, torch.device(device))
@@ -67,7 +69,9 @@ SUFFIXES = (
 def main() -> None:
     method, source, out, device = sys.argv[1:]
     Path(out).mkdir(parents=True)
-    (with_transformers if method == "transformers" else with_bitsandbytes)(Path(source), Path(out), device)
+    (with_transformers if method == "transformers" else with_bitsandbytes)(
+        Path(source), Path(out), device
+    )
     figures = {
         "seconds": time.perf_counter() - STARTED,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

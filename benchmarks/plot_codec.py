@@ -1,8 +1,8 @@
 """Draw benchmarks: python -m benchmarks.plot_codec benchmarks/results/codec_gpu_h200.json out.svg
 
-Bars of GB/s, dequantization by shape and quantization by input, with the copy of the same bytes as a line over them. Of
-whole commands, given one record or more (end_to_end_h200.json end_to_end_cpu.json out.svg), bars of seconds and of host
-memory.
+Bars of GB/s, dequantization by shape and quantization by input, with the copy of the same bytes as
+a line over them. Of whole commands, given one record or more (end_to_end_h200.json
+end_to_end_cpu.json out.svg), bars of seconds and of host memory.
 """
 
 import json
@@ -22,7 +22,12 @@ def main(source: Path, target: Path) -> None:
     groups = chosen_groups(record["rows"])
     width = LEFT + GROUP * len(groups) + 20
     parts = [
-        text(LEFT, 20, f"GB/s on one {record['versions']['gpu']}, the line is a device copy of the same bytes", 14),
+        text(
+            LEFT,
+            20,
+            f"GB/s on one {record['versions']['gpu']}, the line is a device copy of the same bytes",
+            14,
+        ),
         *legend(),
         *axis(width),
     ]
@@ -32,7 +37,9 @@ def main(source: Path, target: Path) -> None:
 
 
 def whole_commands(sources: list[Path], target: Path) -> None:
-    """Of each record one group of bars for the seconds and one for the host memory, each by its own longest."""
+    """Of each record one group of bars for the seconds and one for the host memory, each by its own
+    longest.
+    """
     left, length, step = 200, 400, 24
     parts, top = [text(16, 24, "whole command, bfloat16 to NF4, files in memory", 14)], 48
     for source in sources:
@@ -42,15 +49,26 @@ def whole_commands(sources: list[Path], target: Path) -> None:
         place = machine["gpu"] or f"{machine['cores']} cores, no GPU"
         parts.append(text(16, top + 2, f"{parameters / 1e9:.1f} B parameters, {place}", 12))
         for unit, ours, theirs in (
-            ("s", summary["wall_seconds"]["nf4conv"], summary["wall_seconds"]["transformers + bitsandbytes"]),
-            ("GB of memory", summary["host_peak_bytes"] / 1e9, summary["peer_host_peak_bytes"] / 1e9),
+            (
+                "s",
+                summary["wall_seconds"]["nf4conv"],
+                summary["wall_seconds"]["transformers + bitsandbytes"],
+            ),
+            (
+                "GB of memory",
+                summary["host_peak_bytes"] / 1e9,
+                summary["peer_host_peak_bytes"] / 1e9,
+            ),
         ):
             for name, value in (("nf4conv", ours), ("transformers + bitsandbytes", theirs)):
                 top += step
                 width = length * value / max(ours, theirs)
                 colour = COLOURS[name.split(" + ")[-1]]
                 parts.append(text(16, top, name))
-                parts.append(f'<rect x="{left}" y="{top - 13}" width="{width:.1f}" height="18" fill="{colour}"/>')
+                parts.append(
+                    f'<rect x="{left}" y="{top - 13}" width="{width:.1f}" height="18" '
+                    f'fill="{colour}"/>'
+                )
                 parts.append(text(left + width + 6, top, f"{value:.3g} {unit}"))
             top += 8
         top += 36
@@ -76,7 +94,10 @@ def legend() -> list[str]:
     parts = []
     for index, (name, colour) in enumerate(COLOURS.items()):
         x = LEFT + index * 120
-        parts += [f'<rect x="{x}" y="32" width="12" height="12" fill="{colour}"/>', text(x + 18, 42, name)]
+        parts += [
+            f'<rect x="{x}" y="32" width="12" height="12" fill="{colour}"/>',
+            text(x + 18, 42, name),
+        ]
     return parts
 
 
@@ -84,7 +105,9 @@ def axis(width: int) -> list[str]:
     parts = []
     for speed in range(0, 4501, 1000):
         y = TOP + HEIGHT - speed * SCALE
-        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{width - 10}" y2="{y:.1f}" stroke="#e5e5e5"/>')
+        parts.append(
+            f'<line x1="{LEFT}" y1="{y:.1f}" x2="{width - 10}" y2="{y:.1f}" stroke="#e5e5e5"/>'
+        )
         parts.append(text(LEFT - 38, y + 4, str(speed)))
     return parts
 
@@ -96,17 +119,27 @@ def bars(x: int, group: Group) -> list[str]:
         if name in speeds:
             height = speeds[name] * SCALE
             left, top = x + index * BAR, TOP + HEIGHT - height
-            parts.append(f'<rect x="{left}" y="{top:.1f}" width="{BAR - 2}" height="{height:.1f}" fill="{colour}"/>')
+            parts.append(
+                f'<rect x="{left}" y="{top:.1f}" width="{BAR - 2}" height="{height:.1f}" '
+                f'fill="{colour}"/>'
+            )
     copy = TOP + HEIGHT - speeds["copy"] * SCALE
-    parts.append(f'<line x1="{x - 3}" y1="{copy:.1f}" x2="{x + 3 * BAR}" y2="{copy:.1f}" stroke="#222"/>')
-    return parts + [text(x, TOP + HEIGHT + 16 + 14 * line, word) for line, word in enumerate(label.split("|"))]
+    parts.append(
+        f'<line x1="{x - 3}" y1="{copy:.1f}" x2="{x + 3 * BAR}" y2="{copy:.1f}" stroke="#222"/>'
+    )
+    return parts + [
+        text(x, TOP + HEIGHT + 16 + 14 * line, word) for line, word in enumerate(label.split("|"))
+    ]
 
 
 def document(width: int, height: int, parts: list[str]) -> str:
     """A whole drawing, on white."""
     place = f'width="{width}" height="{height}" font-family="sans-serif" font-size="11"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" {place}>'
-    return "\n".join([opening, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join([opening, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"])
+        + "\n"
+    )
 
 
 def text(x: float, y: float, words: str, size: int = 11) -> str:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.quality MODEL [--text FILE] [--tokens 16384] [--device cpu] [--json FILE]
 
-For every method the checkpoint is quantized, verified against its source and evaluated: bits of a packed weight, the
-relative error of the weights ‖W - Ŵ‖ / ‖W‖, that of the layers' outputs ‖X(W - Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs X that the
-original's layers see on the first tokens, and what `nf4conv evaluate` finds. The layers' errors are root mean squares
-over the layers.
+For every method the checkpoint is quantized, verified against its source and evaluated: bits of a
+packed weight, the relative error of the weights ‖W - Ŵ‖ / ‖W‖, that of the layers' outputs ‖X(W -
+Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs X that the original's layers see on the first tokens, and what `nf4conv
+evaluate` finds. The layers' errors are root mean squares over the layers.
 """
 
 import argparse
@@ -35,7 +35,9 @@ BASE = ("nf4", 64, "absmax")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, help="as of `nf4conv evaluate`")
     parser.add_argument("--tokens", type=int, default=16384)
@@ -44,7 +46,9 @@ def main() -> None:
     arguments = parser.parse_args()
     options = nf4conv.EvaluateOptions(arguments.text, arguments.tokens)
     grams = output_energies(arguments.model, options, arguments.device)
-    rows = [measure(arguments.model, *method, options, arguments.device, grams) for method in METHODS]
+    rows = [
+        measure(arguments.model, *method, options, arguments.device, grams) for method in METHODS
+    ]
     base = next(row for row in rows if (row["quant_type"], row["blocksize"], row["scales"]) == BASE)
     for row in rows:
         if "kl" in row:
@@ -60,7 +64,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n")
 
 
-def output_energies(model: Path, options: nf4conv.EvaluateOptions, device: str) -> dict[str, torch.Tensor]:
+def output_energies(
+    model: Path, options: nf4conv.EvaluateOptions, device: str
+) -> dict[str, torch.Tensor]:
     """XᵀX of each linear layer, by the name of its weight."""
     config = json.loads((model / "config.json").read_text())
     question = evaluate._question(model, config, options, device)
@@ -92,13 +98,19 @@ def measure(
     device: str,
     grams: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    chosen = nf4conv.QuantizeOptions(quant_type=quant_type, blocksize=blocksize, scales=scales, compute_dtype="float32")
+    chosen = nf4conv.QuantizeOptions(
+        quant_type=quant_type, blocksize=blocksize, scales=scales, compute_dtype="float32"
+    )
     with tempfile.TemporaryDirectory() as folder:
         out, again = Path(folder) / "out", Path(folder) / "again"
         nf4conv.quantize_checkpoint(model, out, chosen, nf4conv.RunOptions(device=device))
         found = nf4conv.verify_checkpoint(out, model, run=nf4conv.RunOptions(device=device))
         nf4conv.dequantize_checkpoint(out, again, nf4conv.DequantizeOptions(dtype="float32"))
-        outputs = list(output_errors(weights(model), weights(again), [row.name for row in found.weights], grams))
+        outputs = list(
+            output_errors(
+                weights(model), weights(again), [row.name for row in found.weights], grams
+            )
+        )
         evaluation = nf4conv.evaluate_checkpoint(out, model, options, device)
     nested = 8 / blocksize + 32 / (256 * blocksize)
     errors = [row.relative_error for row in found.weights]
@@ -123,23 +135,38 @@ def measure(
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def output_errors(
-    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], names: list[str], grams: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor],
+    after: dict[str, torch.Tensor],
+    names: list[str],
+    grams: dict[str, torch.Tensor],
 ) -> Iterator[float]:
     for name in names:
-        gram = next((gram for known, gram in grams.items() if known.endswith(name) or name.endswith(known)), None)
+        gram = next(
+            (gram for known, gram in grams.items() if known.endswith(name) or name.endswith(known)),
+            None,
+        )
         if gram is not None:
             weight, found = before[name].double(), after[name].double()
             difference = weight - found
-            yield math.sqrt(float(((difference @ gram) * difference).sum() / ((weight @ gram) * weight).sum()))
+            yield math.sqrt(
+                float(((difference @ gram) * difference).sum() / ((weight @ gram) * weight).sum())
+            )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     judged = "kl" if "kl" in rows[0] else "cosine"
-    print(f"| | bits a weight | weight error | output error | {judged} | of NF4's, 64, absmax |\n|{'---|' * 6}")
+    print(
+        f"| | bits a weight | weight error | output error | {judged} | of NF4's, 64, absmax "
+        f"|\n|{'---|' * 6}"
+    )
     for row in rows:
         name = f"{row['quant_type'].upper()}, {row['blocksize']}, {row['scales']}"
         relative = f"{row['kl_of_base']:.3f}" if "kl_of_base" in row else ""

@@ -1,11 +1,14 @@
-"""Does the cost grow with the bytes, or the tensors, and nothing else? Checkpoints of 3 to 63 GB, or 100 000 weights.
+"""Does the cost grow with the bytes, or the tensors, and nothing else? Checkpoints of 3 to 63 GB,
+or 100 000 weights.
 
-Each is quantized, from bfloat16 and from FP8 (blocks of 128×128), and the result compared with it byte by byte. Every
-run is a fresh process on files in memory or a warm page cache. All layers hold the same, in files of their own.
+Each is quantized, from bfloat16 and from FP8 (blocks of 128×128), and the result compared with it
+byte by byte. Every run is a fresh process on files in memory or a warm page cache. All layers hold
+the same, in files of their own.
 
 Usage: python -m benchmarks.scale [--folder DIR] [--runs 3] [--out FILE.json] [CASE ...]
 
-A case is that of a model's size in bfloat16, such as "16 GB", or "16 GB fp8", which has about half the bytes.
+A case is that of a model's size in bfloat16, such as "16 GB", or "16 GB fp8", which has about half
+the bytes.
 """
 
 import argparse
@@ -42,14 +45,30 @@ def measure(case: str, scratch: Path, runs: int) -> list[dict[str, Any]]:
     for _ in range(runs):
         made = run([*program, "quantize", str(source), str(out), "--overwrite", *options, *common])
         results["quantize"].append(made)
-        results["verify"].append(run([*program, "verify", str(out), "--source", str(source), "--exact", *common]))
+        results["verify"].append(
+            run([*program, "verify", str(out), "--source", str(source), "--exact", *common])
+        )
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    return [summary(case, command, size, made["packed"], found) for command, found in results.items()]
+    return [
+        summary(case, command, size, made["packed"], found) for command, found in results.items()
+    ]
 
 
-def summary(case: str, command: str, size: int, packed: int, results: list[dict[str, Any]]) -> dict[str, Any]:
-    keys = ("wall_seconds", "pipeline_seconds", "host_peak_bytes", "host_baseline_bytes", "device_peak_bytes")
-    medians = {key: statistics.median(result[key] for result in results) for key in keys if key in results[0]}
+def summary(
+    case: str, command: str, size: int, packed: int, results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    keys = (
+        "wall_seconds",
+        "pipeline_seconds",
+        "host_peak_bytes",
+        "host_baseline_bytes",
+        "device_peak_bytes",
+    )
+    medians = {
+        key: statistics.median(result[key] for result in results)
+        for key in keys
+        if key in results[0]
+    }
     per = {"seconds_per_gb": size / 1e9, "milliseconds_per_weight": packed / 1e3}
     return {
         "case": case,
@@ -62,14 +81,18 @@ def summary(case: str, command: str, size: int, packed: int, results: list[dict[
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is added from a case to the next larger one: by each GB in models, by each weight where these are tiny."""
+    """What is added from a case to the next larger one: by each GB in models, by each weight where
+    these are tiny.
+    """
     groups = defaultdict(list)
     for row in rows:
         groups[row["command"], row["case"].endswith("fp8"), "weights" in row["case"]].append(row)
     found = []
     for (command, _, are_tiny), group in groups.items():
         for before, after in pairwise(group):
-            seconds, size, packed = (after[key] - before[key] for key in ("wall_seconds", "source_bytes", "packed"))
+            seconds, size, packed = (
+                after[key] - before[key] for key in ("wall_seconds", "source_bytes", "packed")
+            )
             per = (
                 {"milliseconds_per_weight": seconds / packed * 1e3}
                 if are_tiny
@@ -82,13 +105,18 @@ def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoints; default: a temporary folder"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     first = sorted({"3 GB fp8" if case.endswith("fp8") else "3 GB" for case in chosen.cases})
     rows: list[dict[str, Any]] = []
-    for case in [*first, *chosen.cases]:  # the first ones warm caches and compile kernels, and are not counted
+    for case in [
+        *first,
+        *chosen.cases,
+    ]:  # the first ones warm caches and compile kernels, and are not counted
         with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
             found = measure(case, Path(scratch), chosen.runs)
         rows += found

@@ -1,14 +1,18 @@
-"""One GPU against all GPUs of a host, and against a floor: as many processes that move the same bytes.
+"""One GPU against all GPUs of a host, and against a floor: as many processes that move the same
+bytes.
 
-A 70B-shaped checkpoint, whole or a part of its layers, lies in memory. In turns, each in fresh processes: `nf4conv
-quantize --device cuda:0`, `--device cuda:all`, and the floor, whose processes (one a GPU, beside it as nf4conv's are)
-read shards into pinned memory, pass them over their GPU, and write as many bytes as nf4conv does to files as large. The
-outputs of one GPU and of all are compared byte for byte. Medians; the first turn warms up and is not counted.
+A 70B-shaped checkpoint, whole or a part of its layers, lies in memory. In turns, each in fresh
+processes: `nf4conv quantize --device cuda:0`, `--device cuda:all`, and the floor, whose processes
+(one a GPU, beside it as nf4conv's are) read shards into pinned memory, pass them over their GPU,
+and write as many bytes as nf4conv does to files as large. The outputs of one GPU and of all are
+compared byte for byte. Medians; the first turn warms up and is not counted.
 
-Three ratios, from the strictest: the whole run once planned against the floor's moving alone, which leaves out its
-start; reading, computing and writing against that; and wall clock against wall clock, where the floor imports torch.
+Three ratios, from the strictest: the whole run once planned against the floor's moving alone, which
+leaves out its start; reading, computing and writing against that; and wall clock against wall
+clock, where the floor imports torch.
 
-Usage: python -m benchmarks.several_gpus [--layers 40] [--runs 3] [--device cuda:all] [--folder /dev/shm] [--out FILE]
+Usage: python -m benchmarks.several_gpus [--layers 40] [--runs 3] [--device cuda:all] [--folder
+/dev/shm] [--out FILE]
 """
 
 import argparse
@@ -32,8 +36,8 @@ from benchmarks import floor
 from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import Llama
 from nf4conv.commands.spread import Place, find_places
-from nf4conv.pipeline.loop import piece_size
-from nf4conv.pipeline.without_torch.driver import bus_id, device_count
+from nf4conv.run.loop import piece_size
+from nf4conv.run.without_torch.driver import bus_id, device_count
 
 SHARD_SIZE = 2_000_000_000
 THREADS = 8
@@ -41,12 +45,15 @@ THREADS = 8
 
 
 def write_source(shape: Llama, folder: Path) -> int:
-    """A sharded bfloat16 checkpoint, by several threads, of one gigabyte of normal values again and again; its bytes.
+    """A sharded bfloat16 checkpoint, by several threads, of one gigabyte of normal values again and
+    again; its bytes.
 
     Drawing all values would take minutes. No two tensors begin at the same place of the gigabyte.
     """
     folder.mkdir(parents=True)
-    values = torch.empty(2**29, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    values = torch.empty(
+        2**29, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
     content = values.normal_(0, 0.02).cpu().view(torch.uint8).numpy().data
     shards: list[dict[str, dict[str, Any]]] = [{}]
     size = total = 0
@@ -55,9 +62,16 @@ def write_source(shape: Llama, folder: Path) -> int:
         if size and size + nbytes > SHARD_SIZE:
             shards.append({})
             size = 0
-        shards[-1][name] = {"dtype": "BF16", "shape": dimensions, "data_offsets": [size, size + nbytes]}
+        shards[-1][name] = {
+            "dtype": "BF16",
+            "shape": dimensions,
+            "data_offsets": [size, size + nbytes],
+        }
         size, total = size + nbytes, total + nbytes
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
 
     def write(number: int) -> None:
         header = json.dumps(shards[number]).encode()
@@ -70,9 +84,13 @@ def write_source(shape: Llama, folder: Path) -> int:
                 file.write(part)
                 left, start = left - len(part), 0
 
-    with ThreadPoolExecutor(THREADS // 2) as pool:  # memory that a virtual machine grows by comes no faster
+    with ThreadPoolExecutor(
+        THREADS // 2
+    ) as pool:  # memory that a virtual machine grows by comes no faster
         list(pool.map(write, range(len(shards))))
-    weight_map = {name: file for file, entries in zip(names, shards, strict=True) for name in entries}
+    weight_map = {
+        name: file for file, entries in zip(names, shards, strict=True) for name in entries
+    }
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(shape.config()))
@@ -92,12 +110,17 @@ def move(files: list[Path], out: Path, place: Place, kept: float, ready: Any, ti
 
 
 def run_floor(source: Path, out: Path, places: list[Place], kept: float) -> dict[str, Any]:
-    """One process a place: seconds from the first read of any to the last write, and of the wall clock."""
+    """One process a place: seconds from the first read of any to the last write, and of the wall
+    clock.
+    """
     context, begun = multiprocessing.get_context("spawn"), time.perf_counter()
     ready, times = context.Barrier(len(places)), context.SimpleQueue()
     files = sorted(source.glob("*.safetensors"))
     processes = [
-        context.Process(target=move, args=(files[rank :: len(places)], out / str(rank), place, kept, ready, times))
+        context.Process(
+            target=move,
+            args=(files[rank :: len(places)], out / str(rank), place, kept, ready, times),
+        )
         for rank, place in enumerate(places)
     ]
     for process in processes:
@@ -121,7 +144,9 @@ def measure(source: Path, scratch: Path, device: str, runs: int) -> dict[str, li
         results["floor"].append(run_floor(source, scratch / "floor", places, kept))
         shutil.rmtree(scratch / "floor")
         seconds = {name: round(entries[-1]["wall_seconds"], 2) for name, entries in results.items()}
-        print(f"{'warm-up' if turn == 0 else f'run {turn}'}: {seconds}", file=sys.stderr, flush=True)
+        print(
+            f"{'warm-up' if turn == 0 else f'run {turn}'}: {seconds}", file=sys.stderr, flush=True
+        )
     return {name: entries[1:] for name, entries in results.items()}
 
 
@@ -137,14 +162,18 @@ def topology() -> dict[str, str]:
     """Which cores are beside which GPU, as far as the system tells."""
     found = {}
     for gpu in map(bus_id, range(device_count())):
-        files = [Path("/sys/bus/pci/devices") / gpu / name for name in ("numa_node", "local_cpulist")]
+        files = [
+            Path("/sys/bus/pci/devices") / gpu / name for name in ("numa_node", "local_cpulist")
+        ]
         found[gpu] = " ".join(file.read_text().strip() for file in files if file.exists())
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=40, help="of the 80 of a 70B: 72 GB, and 80 are 141 GB")
+    parser.add_argument(
+        "--layers", type=int, default=40, help="of the 80 of a 70B: 72 GB, and 80 are 141 GB"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--hidden", type=int, default=8192, help="of a 70B; less for a trial")
@@ -152,11 +181,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     hidden = chosen.hidden
-    shape = Llama(hidden=hidden, layers=chosen.layers, intermediate=hidden * 7 // 2, key_value=hidden // 8)
+    shape = Llama(
+        hidden=hidden, layers=chosen.layers, intermediate=hidden * 7 // 2, key_value=hidden // 8
+    )
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         scratch, begun = Path(folder), time.perf_counter()
         size = write_source(shape, scratch / "source")
-        print(f"{size:,} bytes written in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"{size:,} bytes written in {time.perf_counter() - begun:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         results = measure(scratch / "source", scratch, chosen.device, chosen.runs)
         unequal = differing(scratch / "one", scratch / "all")
     median = {
@@ -179,7 +214,13 @@ def main() -> None:
         "differing_files": unequal,
     }
     print(json.dumps(summary, indent=2))
-    keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton", gpus_beside_cores=topology())
+    keep(
+        chosen.out,
+        {"summary": summary, "runs": results},
+        "torch",
+        "triton",
+        gpus_beside_cores=topology(),
+    )
     if unequal:
         sys.exit(f"differing files: {unequal}")
 

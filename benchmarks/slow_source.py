@@ -1,6 +1,8 @@
-"""A source that answers after 5 ms for each block, as over a network: how much of queue depth × block / latency is had.
+"""A source that answers after 5 ms for each block, as over a network: how much of queue depth ×
+block / latency is had.
 
-Threads read pieces as workers do, from files in memory. The first read of a file shows that it is slow, and is counted.
+Threads read pieces as workers do, from files in memory. The first read of a file shows that it is
+slow, and is counted.
 
 Usage: python -m benchmarks.slow_source [--folder DIR] [--gigabytes 8] [--runs 3] [--out FILE.json]
 """
@@ -15,9 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from nf4conv.checkpoint import reader as reading
-from nf4conv.checkpoint.reader import Reader
-from nf4conv.pipeline.loop import LARGEST_PIECE, cores
+from nf4conv.run.loop import LARGEST_PIECE, cores
+from nf4conv.sources import reader as reading
+from nf4conv.sources.reader import Reader
 
 WORKERS = 8
 
@@ -25,7 +27,9 @@ WORKERS = 8
 def read_all(path: Path) -> float:
     """Seconds that reading a file takes, in pieces, by as many threads as there are workers."""
     starts, lock = iter(range(0, path.stat().st_size, LARGEST_PIECE)), threading.Lock()
-    buffers = [memoryview(bytearray(LARGEST_PIECE)) for _ in range(WORKERS)]  # as workers have them before they start
+    buffers = [
+        memoryview(bytearray(LARGEST_PIECE)) for _ in range(WORKERS)
+    ]  # as workers have them before they start
 
     def work(reader: Reader, buffer: memoryview) -> None:
         while True:

@@ -98,10 +98,16 @@ class Giant:
         yield "model.layers.0.mlp.up_proj.weight", (self.rows, self.columns)
 
     def config(self) -> dict[str, object]:
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "torch_dtype": "bfloat16",
+        }
 
 
-def write_checkpoint(shape: Llama | Experts | Giant, folder: Path, shard_size: int = 4_500_000_000) -> int:
+def write_checkpoint(
+    shape: Llama | Experts | Giant, folder: Path, shard_size: int = 4_500_000_000
+) -> int:
     """Write a sharded bfloat16 checkpoint of normally distributed weights; returns its bytes."""
     folder.mkdir(parents=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +117,9 @@ def write_checkpoint(shape: Llama | Experts | Giant, folder: Path, shard_size: i
     weight_map: dict[str, int] = {}
     for name, dimensions in shape.tensors():
         tensor = (
-            torch.empty(dimensions, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator).cpu()
+            torch.empty(dimensions, dtype=torch.bfloat16, device=device)
+            .normal_(0, 0.02, generator=generator)
+            .cpu()
         )
         if size + tensor.nbytes > shard_size:
             _save(files[-1], folder, len(files))
@@ -133,7 +141,9 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> None:
 
 
 def _rename(folder: Path, count: int, weight_map: dict[str, int], total: int) -> None:
-    names = {number: f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
+    names = {
+        number: f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+    }
     for number, name in names.items():
         (folder / f"part-{number}.safetensors").rename(folder / name)
     index = {

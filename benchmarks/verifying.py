@@ -1,11 +1,14 @@
-"""What it costs to know that a result is right: `quantize --verify` and `verify --source --exact` beside `quantize`.
+"""What it costs to know that a result is right: `quantize --verify` and `verify --source --exact`
+beside `quantize`.
 
-And how far two checkpoints are apart: `compare` of the source with the result, and with a copy of itself, beside the
-same of another version of nf4conv, and beside reading both.
+And how far two checkpoints are apart: `compare` of the source with the result, and with a copy of
+itself, beside the same of another version of nf4conv, and beside reading both.
 
-Every run is a fresh process on the same files with a warm page cache; the contestants take turns; medians are reported.
+Every run is a fresh process on the same files with a warm page cache; the contestants take turns;
+medians are reported.
 
-Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--before TREE] [--out FILE.json]
+Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--before TREE] [--out
+FILE.json]
 """
 
 import argparse
@@ -25,12 +28,21 @@ from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 
 KEPT = (
-    *("wall_seconds", "seconds", "pipeline_seconds", "seconds_by_activity", "host_peak_bytes", "host_baseline_bytes"),
+    *(
+        "wall_seconds",
+        "seconds",
+        "pipeline_seconds",
+        "seconds_by_activity",
+        "host_peak_bytes",
+        "host_baseline_bytes",
+    ),
 )
 """Of what a command tells."""
 
 
-def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    source: Path, scratch: Path, runs: int, before: Path | None
+) -> dict[str, list[dict[str, Any]]]:
     out, copy = scratch / "out", shutil.copytree(source, scratch / "copy")
     told = ["--quiet", "--json"]
     apart, alike = ["compare", source, out, "--tolerance", 1], ["compare", source, copy]
@@ -49,7 +61,9 @@ def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict
     threads = len(os.sched_getaffinity(0))
     commands["reading both"] = [sys.executable, "-m", "benchmarks.reading", threads, source, copy]
     results = defaultdict(list)
-    for turn in range(runs + 1):  # the first turn warms caches and compiles kernels, and is not counted
+    for turn in range(
+        runs + 1
+    ):  # the first turn warms caches and compiles kernels, and is not counted
         for name, command in commands.items():
             if "quantize" in name:
                 shutil.rmtree(out, ignore_errors=True)
@@ -61,18 +75,32 @@ def measure(source: Path, scratch: Path, runs: int, before: Path | None) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES)
-    parser.add_argument("--folder", type=Path, help="where to put the checkpoints; default: a temporary folder")
+    parser.add_argument(
+        "--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoints; default: a temporary folder"
+    )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="the folder that holds the package nf4conv of another version")
+    parser.add_argument(
+        "--before", type=Path, help="the folder that holds the package nf4conv of another version"
+    )
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
         results = measure(Path(scratch) / "source", Path(scratch), chosen.runs, chosen.before)
-    walls = {name: statistics.median(one["wall_seconds"] for one in found) for name, found in results.items()}
+    walls = {
+        name: statistics.median(one["wall_seconds"] for one in found)
+        for name, found in results.items()
+    }
     ratios = {name: walls[name] / walls["quantize"] for name in walls}
-    summary = {"shape": chosen.shape, "source_bytes": size, "wall_seconds": walls, "over_quantize": ratios}
+    summary = {
+        "shape": chosen.shape,
+        "source_bytes": size,
+        "wall_seconds": walls,
+        "over_quantize": ratios,
+    }
     print(json.dumps(summary, indent=2))
     keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton")
 

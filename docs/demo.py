@@ -1,4 +1,5 @@
-"""The demo: quantize the real all-MiniLM-L6-v2 checkpoint, load both with transformers, compare what they understand.
+"""The demo: quantize the real all-MiniLM-L6-v2 checkpoint, load both with transformers, compare
+what they understand.
 
 Usage: python docs/demo.py FOLDER   (the folder is made anew)
 """
@@ -49,9 +50,15 @@ def main() -> None:
     before, after = embed(original), embed(quantized)
     print("\ncosine similarity, full precision → 4 bits")
     for row, sentence in enumerate(SENTENCES):
-        cells = (f"{before[row] @ before[column]:5.2f} →{after[row] @ after[column]:5.2f}" for column in range(row))
+        cells = (
+            f"{before[row] @ before[column]:5.2f} →{after[row] @ after[column]:5.2f}"
+            for column in range(row)
+        )
         print(f"{row + 1}. {sentence:42}", *cells)
-    print(f"\neach sentence with itself, before and after: {', '.join(f'{c:.3f}' for c in (before * after).sum(1))}")
+    print(
+        f"\neach sentence with itself, before and after: "
+        f"{', '.join(f'{c:.3f}' for c in (before * after).sum(1))}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Writes docs/options.md and docs/json.md from the code that they describe; tests/test_docs.py holds them to it.
+"""Writes docs/options.md and docs/json.md from the code that they describe; tests/test_docs.py
+holds them to it.
 
 Usage: python docs/generate.py
 """
@@ -44,7 +45,12 @@ strings `"nan"`, `"inf"` and `"-inf"`. The same results come from Python, as dat
 def options_page() -> str:
     """Every command, and its options by purpose."""
     return "\n".join(
-        ["# Commands and options", "", "*Made by docs/generate.py from the command line itself.*", *_commands()]
+        [
+            "# Commands and options",
+            "",
+            "*Made by docs/generate.py from the command line itself.*",
+            *_commands(),
+        ]
     )
 
 
@@ -55,7 +61,9 @@ def _commands() -> Iterator[str]:
         with click.Context(command, parent=context, info_name=name) as inner:
             usage = " ".join(command.collect_usage_pieces(inner))
         yield from ("", f"## nf4conv {name}", "", f"`nf4conv {name} {usage}`")
-        yield from (f"\n{textwrap.fill(paragraph, 116)}" for paragraph in str(command.help).split("\n\n"))
+        yield from (
+            f"\n{textwrap.fill(paragraph, 116)}" for paragraph in str(command.help).split("\n\n")
+        )
         for title, options in grouped(command, inner):
             yield from ("", f"**{title}**", "", "| option | default | meaning |", "|---|---|---|")
             yield from (_option(option, inner) for option in options)
@@ -123,7 +131,12 @@ def _parts(hint: Any) -> Iterable[Any]:
 
 
 def _rows(kind: type[Any]) -> list[type[Any]]:
-    return [part for hint in get_type_hints(kind).values() for part in _parts(hint) if is_dataclass(part)]  # type: ignore[misc]
+    return [
+        part
+        for hint in get_type_hints(kind).values()
+        for part in _parts(hint)
+        if is_dataclass(part)
+    ]  # type: ignore[misc]
 
 
 def _type(hint: Any) -> str:
@@ -131,11 +144,20 @@ def _type(hint: Any) -> str:
     if rows:
         linked = " or ".join(f"[{name}](#{name.lower()})" for name in dict.fromkeys(rows))
         return (
-            f"list of {linked}" if "tuple" in str(hint) else f"object: {linked}" if "Mapping" in str(hint) else linked
+            f"list of {linked}"
+            if "tuple" in str(hint)
+            else f"object: {linked}"
+            if "Mapping" in str(hint)
+            else linked
         )
     text = re.sub(r"<(?:class|enum) '(?:\w+\.)*(\w+)'>|(?:\w+\.)+(\w+)", r"\1\2", str(hint))
     text = re.sub(r"(?:Mapping|dict)\[(.*?)\]", "object", text).replace("Status", "str")
-    return text.replace("|", "or").replace("tuple[", "list[").replace(", ...]", "]").replace("Any", "any")
+    return (
+        text.replace("|", "or")
+        .replace("tuple[", "list[")
+        .replace(", ...]", "]")
+        .replace("Any", "any")
+    )
 
 
 def pages() -> dict[str, str]:

@@ -1,14 +1,19 @@
-"""nf4conv: Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4 and back, streamed, bit-exact and verified."""
+"""nf4conv: Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4 and back, streamed, bit-exact and
+verified.
+"""
 
 import importlib
 from pathlib import Path
 
 __version__ = "0.1.0"
 
-# Public names, and the modules they live in, are those of the stub. They are looked up on first use: importing nf4conv
-# must not import torch, which takes seconds, for the sake of `nf4conv --help` and of plans.
+# Public names, and the modules they live in, are those of the stub. They are looked up on first
+# use: importing nf4conv must not import torch, which takes seconds, for the sake of `nf4conv
+# --help` and of plans.
 _STUB = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
-_HOME_OF = {line.split()[3]: line.split()[1] for line in _STUB.splitlines() if line.startswith("from ")}
+_HOME_OF = {
+    line.split()[3]: line.split()[1] for line in _STUB.splitlines() if line.startswith("from ")
+}
 
 __all__ = sorted(_HOME_OF)
 

@@ -1,6 +1,8 @@
-"""The command line: words → options → one function of the public API → what it returned, printed, and an exit code.
+"""The command line: words → options → one function of the public API → what it returned, printed,
+and an exit code.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verification failed, 2 usage or bad input.
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 verification failed, 2 usage
+or bad input.
 """
 
 import dataclasses
@@ -34,8 +36,9 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _TABLES: Final = json.loads(Path(__file__).with_name("cli.json").read_bytes())
-"""Options by the fields that they fill: groups in the order of --help, spellings, and what commands say of those they
-take; then of each command its arguments, sections of options, help and examples."""
+"""Options by the fields that they fill: groups in the order of --help, spellings, and what commands
+say of those they take; then of each command its arguments, sections of options, help and examples.
+"""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -43,12 +46,18 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 
     name = "size"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)\s*", str(value).upper())
         if match is None:
-            hint = f"needs a unit, such as {value}GB" if str(value).isdigit() else "is not a size such as 5GB or 500MB"
+            hint = (
+                f"needs a unit, such as {value}GB"
+                if str(value).isdigit()
+                else "is not a size such as 5GB or 500MB"
+            )
             self.fail(f"{value!r} {hint}", param, ctx)
         size = int(float(match[1]) * _UNITS[match[2] or ""])
         if size <= 0:
@@ -64,13 +73,18 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
     def __init__(self, completes: str) -> None:
         self._completes = completes
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        # what an unset variable of a shell leaves; as a path it would be the current folder, which --overwrite clears
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        # what an unset variable of a shell leaves; as a path it would be the current folder, which
+        # --overwrite clears
         if not value:
             self.fail("is empty", param, ctx)
         return str(value)
 
-    def shell_complete(self, _ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, _ctx: click.Context, _param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type=self._completes)]
 
 
@@ -88,7 +102,11 @@ class Command(click.Command):
         for title, options in grouped(self, ctx):
             with formatter.section(title):
                 formatter.write_dl(
-                    [record for option in options if (record := option.get_help_record(ctx)) is not None]
+                    [
+                        record
+                        for option in options
+                        if (record := option.get_help_record(ctx)) is not None
+                    ]
                 )
 
 
@@ -97,7 +115,10 @@ def grouped(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, l
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
     for title, names in _TABLES["groups"].items():
         order = names.split()
-        members = sorted((o for o in options if name_of(o) in order), key=lambda option: order.index(name_of(option)))
+        members = sorted(
+            (o for o in options if name_of(o) in order),
+            key=lambda option: order.index(name_of(option)),
+        )
         if members:
             yield title, members
 
@@ -108,7 +129,9 @@ def name_of(option: click.Option) -> str:
 
 
 class Commands(click.Group):
-    """Turns every error into one line and an exit code, whether it is meant for the user or a fault."""
+    """Turns every error into one line and an exit code, whether it is meant for the user or a
+    fault.
+    """
 
     command_class = Command
 
@@ -128,7 +151,8 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             _fail("interrupted; the same command resumes", 128 + signal.SIGINT)
         except BrokenPipeError:
-            # the reader of our output has left; nothing is left to be told, not even by the interpreter's exit
+            # the reader of our output has left; nothing is left to be told, not even by the
+            # interpreter's exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -164,7 +188,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _examples(lines: Sequence[str]) -> str | None:
-    return "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)]) if lines else None
+    return (
+        "\n".join(["\b", "Examples:", *(f"  nf4conv {line}" for line in lines)]) if lines else None
+    )
 
 
 @click.group(
@@ -175,10 +201,14 @@ def _examples(lines: Sequence[str]) -> str | None:
 )
 @click.version_option(nf4conv.__version__, "-V", "--version", message="%(version)s")
 def main() -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # called by another program than __main__.py
+    if (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):  # called by another program than __main__.py
         signal.signal(signal.SIGTERM, raise_terminated)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an arrow must not fail where only ASCII can be printed
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # an arrow must not fail where only ASCII can be printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,10 +246,19 @@ _KINDS: Final[dict[str, Any]] = {
 }
 """What an option takes, by the field that it fills; others are flags, or take any text."""
 _HOMES: Final = (
-    *(_Shown, RunOptions, SourceOptions, nf4conv.PushOptions, nf4conv.QuantizeOptions, nf4conv.VerifyOptions),
+    *(
+        _Shown,
+        RunOptions,
+        SourceOptions,
+        nf4conv.PushOptions,
+        nf4conv.QuantizeOptions,
+        nf4conv.VerifyOptions,
+    ),
     nf4conv.EvaluateOptions,
 )
-_DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in dataclasses.fields(home)} | {
+_DEFAULTS: Final = {
+    field.name: field.default for home in _HOMES for field in dataclasses.fields(home)
+} | {
     "max_shard_size": "1GB",
     "buffer_size": "64MB",
 }
@@ -227,7 +266,9 @@ _DEFAULTS: Final = {field.name: field.default for home in _HOMES for field in da
 
 
 def _command(function: Callable[..., None]) -> click.Command:
-    """The command of a function's name, with the arguments, options, help and examples that cli.json says."""
+    """The command of a function's name, with the arguments, options, help and examples that
+    cli.json says.
+    """
     name = function.__name__
     stated = _TABLES["commands"][name]
     for section in stated["takes"]:
@@ -241,7 +282,9 @@ def _command(function: Callable[..., None]) -> click.Command:
 
 def _option(name: str, help: str, required: bool) -> Callable[..., Any]:
     default = _DEFAULTS.get(name)
-    given: dict[str, Any] = {"required": True} if required else {"default": default}  # None is one, too
+    given: dict[str, Any] = (
+        {"required": True} if required else {"default": default}
+    )  # None is one, too
     return click.option(
         *_TABLES["spellings"].get(name, [f"--{name.replace('_', '-')}"]),
         name,
@@ -279,7 +322,9 @@ def quantize(source: str, out: str, **chosen: Any) -> None:
 @_command
 def verify(path: str, source: str | None, report: Path | None, **chosen: Any) -> None:
     places = [place for place in (source,) if place is not None]
-    shown, run, options, where = _read(chosen, places, RunOptions, nf4conv.VerifyOptions, SourceOptions)
+    shown, run, options, where = _read(
+        chosen, places, RunOptions, nf4conv.VerifyOptions, SourceOptions
+    )
     plan = nf4conv.plan_verification(path, source, options, where)
     with progress("verifying", plan.bytes_to_read, hidden=shown.quiet) as advance:
         found = nf4conv.execute_verification(plan, run, advance)
@@ -291,7 +336,9 @@ def verify(path: str, source: str | None, report: Path | None, **chosen: Any) ->
 
 @_command
 def compare(a: str, b: str, **chosen: Any) -> None:
-    shown, run, options, where = _read(chosen, [a, b], RunOptions, nf4conv.CompareOptions, SourceOptions)
+    shown, run, options, where = _read(
+        chosen, [a, b], RunOptions, nf4conv.CompareOptions, SourceOptions
+    )
     plan = nf4conv.plan_comparison(a, b, options, where)
     text.tell_notes(() if shown.quiet else plan.notes)
     with progress("comparing", plan.bytes_to_read, hidden=shown.quiet) as advance:
@@ -305,7 +352,11 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
     from tqdm import tqdm
 
     shown, options, where = _read(chosen, [source], nf4conv.EvaluateOptions, SourceOptions)
-    look = {"bar_format": "{l_bar}{bar}| {elapsed}<{remaining}", "leave": False, "disable": shown.quiet or None}
+    look = {
+        "bar_format": "{l_bar}{bar}| {elapsed}<{remaining}",
+        "leave": False,
+        "disable": shown.quiet or None,
+    }
     with tqdm(desc="evaluating", total=1, **look) as bar:
         found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
     shown.show(found, (f"{name:<20}{value}" for name, value in found.rows().items()))
@@ -314,7 +365,9 @@ def evaluate(out: str, source: str, device: str, **chosen: Any) -> None:
 
 @_command
 def dequantize(source: str, out: str, **chosen: Any) -> None:
-    shown, run, options, where = _read(chosen, [source], RunOptions, nf4conv.DequantizeOptions, SourceOptions)
+    shown, run, options, where = _read(
+        chosen, [source], RunOptions, nf4conv.DequantizeOptions, SourceOptions
+    )
     plan = nf4conv.plan_dequantization(source, options, where)
     execute = partial(nf4conv.execute_dequantization, plan, out, run)
     _carry_out(plan, run, execute, shown, text.dequantization_lines, "decoding", "finishing")
@@ -347,21 +400,34 @@ def _require(option: str, given: bool, other: str, is_there: bool) -> None:
 
 
 def _read(chosen: dict[str, Any], places: Sequence[str], *kinds: type[Any]) -> list[Any]:
-    """How to show the result, and the chosen values of each kind of options; a command need not have all of them.
+    """How to show the result, and the chosen values of each kind of options; a command need not
+    have all of them.
 
     Options about the Hub are refused where nothing is there.
     """
     _require("--all", chosen.get("every", False), "--dry-run", chosen.get("dry_run", True))
     for option in ("revision", "stream", "local_files_only"):
         if chosen.get(option) and all(Path(place).exists() for place in places):
-            where = f"{' and '.join(places)}, which is on this disk" if places else "nothing without --source"
-            raise click.UsageError(f"--{option.replace('_', '-')} is about a model on the Hub, not about {where}")
+            where = (
+                f"{' and '.join(places)}, which is on this disk"
+                if places
+                else "nothing without --source"
+            )
+            raise click.UsageError(
+                f"--{option.replace('_', '-')} is about a model on the Hub, not about {where}"
+            )
     _quieten(chosen.get("quiet", False))
     return [_split(_Shown, chosen), *(_split(kind, chosen) for kind in kinds)]
 
 
 def _split(kind: type[Any], chosen: dict[str, Any]) -> Any:
-    return kind(**{field.name: chosen[field.name] for field in dataclasses.fields(kind) if field.name in chosen})
+    return kind(
+        **{
+            field.name: chosen[field.name]
+            for field in dataclasses.fields(kind)
+            if field.name in chosen
+        }
+    )
 
 
 def _carry_out(
@@ -389,7 +455,9 @@ def _carry_out(
 
 def _quieten(quiet: bool) -> None:
     if quiet:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # which huggingface_hub reads when it is imported
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = (
+            "1"  # which huggingface_hub reads when it is imported
+        )
         logging.getLogger("nf4conv").setLevel(logging.ERROR)
 
 
@@ -399,8 +467,12 @@ def _width() -> int | None:
 
 
 def _wrapped(line: str) -> str:
-    """A sentence in lines of the terminal; what is there to be copied stays whole, as do rows of tables, which fit."""
+    """A sentence in lines of the terminal; what is there to be copied stays whole, as do rows of
+    tables, which fit.
+    """
     width = _width()
     if width is None or line.startswith(("load:", "push:")):
         return line
-    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -5,13 +5,13 @@ Nf4convError            everything below; the command line prints it as one line
 │   ├── DiffusersFolderError    it is a diffusers pipeline, where one checkpoint was expected
 │   ├── NoDiffusersFolderError  it is no diffusers pipeline, where one was expected
 │   ├── AdapterError    it is a LoRA adapter, where a model was expected
-│   ├── NonFiniteError  a weight that was to be packed holds NaN or infinity   (pipeline/shards.py)
-│   └── CastError       a tensor does not fit into the dtype that it would be cast to   (pipeline/shards.py)
+│   ├── NonFiniteError  a weight that was to be packed holds NaN or infinity   (run/shards.py)
+│   └── CastError       a tensor does not fit into the dtype that it would be cast to   (run/shards.py)
 ├── PlanError           the input is readable, but the request cannot be met
 ├── OutputError         the destination: exists, in use, disk full
 ├── VerificationError   what has been written is not what was to be written; the command line exits with 1
 ├── CodecError          a tensor or quant state that the codec cannot take (also a ValueError)
-└── CudaError           a call of the CUDA driver failed   (pipeline/without_torch/driver.py)
+└── CudaError           a call of the CUDA driver failed   (run/without_torch/driver.py)
     └── CudaOutOfMemoryError    the device, or what the host may pin, is full
 """
 
@@ -28,7 +28,9 @@ class SourceError(Nf4convError):
 
 
 class DiffusersFolderError(SourceError):
-    """The source is a diffusers pipeline, several checkpoints in one folder, where one was expected."""
+    """The source is a diffusers pipeline, several checkpoints in one folder, where one was
+    expected.
+    """
 
 
 class NoDiffusersFolderError(SourceError):
@@ -57,7 +59,9 @@ class CodecError(Nf4convError, ValueError):
 
 @contextmanager
 def named(path: object, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
-    """Turn what the operating system says into an error of a kind that names a file: this one, or one `inside` it."""
+    """Turn what the operating system says into an error of a kind that names a file: this one, or
+    one `inside` it.
+    """
     try:
         yield
     except OSError as error:

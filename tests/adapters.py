@@ -9,7 +9,8 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
-# for CPUs with AVX512-BF16 it has a product that rounds scales, and fails where rows are no multiples of the blocksize
+# for CPUs with AVX512-BF16 it has a product that rounds scales, and fails where rows are no
+# multiples of the blocksize
 bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 
 SIZES = {
@@ -23,7 +24,14 @@ SIZES = {
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
-    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 160},
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "n_inner": 160,
+    },
     "qwen3_moe": {
         "vocab_size": 96,
         "hidden_size": 64,
@@ -78,12 +86,16 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def train(model: Any, folder: Path, steps: int = 4, **config: Any) -> Any:
-    """The trained model of PEFT; its adapter is saved in the folder. B is no longer zero, nor anything else as made."""
+    """The trained model of PEFT; its adapter is saved in the folder. B is no longer zero, nor
+    anything else as made.
+    """
     torch.manual_seed(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 10, **config}))
-        optimizer = torch.optim.AdamW([part for part in adapted.parameters() if part.requires_grad], lr=0.02)
+        optimizer = torch.optim.AdamW(
+            [part for part in adapted.parameters() if part.requires_grad], lr=0.02
+        )
         for _ in range(steps):
             optimizer.zero_grad()
             loss(adapted).backward()

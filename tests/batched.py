@@ -1,4 +1,6 @@
-"""The kernels for many tensors, launched as the engine without torch launches them (pipeline/without_torch/pack.py)."""
+"""The kernels for many tensors, launched as the engine without torch launches them
+(run/without_torch/pack.py).
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +12,12 @@ from nf4conv.codec.kernels import mean
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.mean import long_mean, resident_blocks, short_means
 from nf4conv.codec.kernels.nested import NUM_WARPS
-from nf4conv.codec.kernels.pack import compress_batch_kernel, packing, packing_table, quantize_batch_kernel
+from nf4conv.codec.kernels.pack import (
+    compress_batch_kernel,
+    packing,
+    packing_table,
+    quantize_batch_kernel,
+)
 from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE
 from nf4conv.codec.kernels.tables import middle_table
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks
@@ -41,7 +48,9 @@ def starts_of(counts: np.ndarray) -> tuple[np.ndarray, int]:
 def tile_table(columns: np.ndarray, tile: int, device: torch.device) -> tuple[torch.Tensor, int]:
     last_tiles = np.cumsum(-(-columns[3] // tile))
     first_tiles = np.concatenate([[0], last_tiles[:-1]])
-    return torch.from_numpy(np.ascontiguousarray(np.vstack([columns, first_tiles]))).to(device), int(last_tiles[-1])
+    return torch.from_numpy(np.ascontiguousarray(np.vstack([columns, first_tiles]))).to(
+        device
+    ), int(last_tiles[-1])
 
 
 def launch_mean(name: str, programs: int, arguments: tuple) -> None:
@@ -54,7 +63,9 @@ def means_of(values: torch.Tensor, offsets: np.ndarray, counts: np.ndarray) -> t
     for index in np.flatnonzero(counts > TORCH_BLOCK).tolist():
         count = int(counts[index])
         vector = values[int(offsets[index]) :][:count]
-        partial = torch.empty(thread_blocks(count, resident_blocks(values.device)), device=values.device)
+        partial = torch.empty(
+            thread_blocks(count, resident_blocks(values.device)), device=values.device
+        )
         long_mean(vector, partial, means[index : index + 1], launch_mean)
     return means
 
@@ -70,7 +81,10 @@ def quantize_batch(
     starts, size = starts_of(blocks)
     nested_starts, nested_size = starts_of(-(-blocks // 256))
     packed = torch.zeros(packed_size, dtype=torch.uint8, device=device)
-    absmax, nested_absmax = torch.zeros(size, device=device), torch.zeros(nested_size, device=device)
+    absmax, nested_absmax = (
+        torch.zeros(size, device=device),
+        torch.zeros(nested_size, device=device),
+    )
     codes = torch.zeros(size, dtype=torch.uint8, device=device)
     addresses = np.array([weight.data_ptr() for weight in weights])
     tile, num_warps = packing(dtype, blocksize, search)

@@ -1,4 +1,6 @@
-"""What must be settled before other modules are imported: where the Hub is, and how kernels run without a GPU."""
+"""What must be settled before other modules are imported: where the Hub is, and how kernels run
+without a GPU.
+"""
 
 import inspect
 import os
@@ -6,7 +8,8 @@ import signal
 from collections.abc import Iterator
 from functools import partialmethod
 
-import hub_server  # the Hub of all tests; sets HF_ENDPOINT, which huggingface_hub reads when it is imported
+# the Hub of all tests; sets HF_ENDPOINT, which huggingface_hub reads when it is imported
+import hub_server
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,7 +22,9 @@ if why_plain((9, 0)):
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click before 8.2 mixes stderr into stdout
+if (
+    "mix_stderr" in inspect.signature(CliRunner).parameters
+):  # click before 8.2 mixes stderr into stdout
     CliRunner.__init__ = partialmethod(CliRunner.__init__, mix_stderr=False)  # type: ignore[assignment]
 
 
@@ -31,5 +36,7 @@ def hub() -> Iterator[hub_server.Hub]:
     hub_server.HUB.clear()
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script runs by `&`; tests of Ctrl-C need it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as of what a script runs by `&`; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)

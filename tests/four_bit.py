@@ -11,10 +11,17 @@ from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.ops import backend, quantize_4bit
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "dtype": "bfloat16"}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "dtype": "bfloat16",
+}
 
 
-def error_sums(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, scales: str = "absmax") -> ErrorSums:
+def error_sums(
+    weight: torch.Tensor, packed: torch.Tensor, state: QuantState, scales: str = "absmax"
+) -> ErrorSums:
     """How far a packed weight is from the weight it was made of, with what its device has."""
     decoding = decoding_of(state)._replace(scales=scales)
     sums: ErrorSums = backend(weight.device).error_sums(weight.view(-1), packed.view(-1), decoding)
@@ -24,18 +31,29 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, state: QuantState, sc
 def pack(name: str, weight: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     """The tensors that a weight becomes, by name."""
     packed, state = quantize_4bit(weight, **options)
-    return {name: packed} | {f"{name}.{suffix}": part.clone() for suffix, part in state.components().items()}
+    return {name: packed} | {
+        f"{name}.{suffix}": part.clone() for suffix, part in state.components().items()
+    }
 
 
-def write(folder: Path, *shards: dict[str, torch.Tensor], quantization: dict[str, Any] | None = None) -> Path:
+def write(
+    folder: Path, *shards: dict[str, torch.Tensor], quantization: dict[str, Any] | None = None
+) -> Path:
     """A checkpoint of these shards, with an index if there are several."""
     folder.mkdir()
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     if len(shards) == 1:
         names = ["model.safetensors"]
     weight_map = {}
     for name, tensors in zip(names, shards, strict=True):
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+        save_file(
+            {key: tensor.contiguous() for key, tensor in tensors.items()},
+            folder / name,
+            {"format": "pt"},
+        )
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())

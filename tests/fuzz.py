@@ -1,10 +1,12 @@
-"""Commands on mutated checkpoints of many kinds, many thousands of them: none may fail but by one line, in time.
+"""Commands on mutated checkpoints of many kinds, many thousands of them: none may fail but by one
+line, in time.
 
     python tests/fuzz.py [--cases N] [--seconds N] [--seed N] [--jobs N]
 
-A case is a number: it decides the kind, the mutations and the command, so `--seed NUMBER --cases 1` repeats one. Cases
-run some hundred at a time in child processes, with a limit for memory and, for each case, for time. NF4CONV_DEBUG is
-set, so that no error which is not meant for the user can pass for one. What counts as a failure:
+A case is a number: it decides the kind, the mutations and the command, so `--seed NUMBER --cases 1`
+repeats one. Cases run some hundred at a time in child processes, with a limit for memory and, for
+each case, for time. NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass
+for one. What counts as a failure:
 
     a traceback, or an error of more than one line      an exit code but 0, 1, 2        memory, or time, above the limit
     a folder that looks finished after a failure        a result that our own verify does not pass
@@ -41,7 +43,9 @@ from test_encoded import write as write_encoded
 from nf4conv.cli import main as command_line
 
 SECONDS = 20
-"""Of the processor that a case may take, or ten times as many by the clock; most take a hundredth of one."""
+"""Of the processor that a case may take, or ten times as many by the clock; most take a hundredth
+of one.
+"""
 MEMORY = 1_500_000_000
 """Bytes that a case may take beside what the interpreter and torch do."""
 BATCH = 1000
@@ -55,20 +59,27 @@ def plain(folder: Path) -> None:
 
 
 def pickled(folder: Path, *, is_zip: bool, shards: int = 1) -> None:
-    state = PLAIN | {f"{Q}.weight": random_weight(64, 64).bfloat16().t(), UP: random_weight(128, 64)[32:96]}
+    state = PLAIN | {
+        f"{Q}.weight": random_weight(64, 64).bfloat16().t(),
+        UP: random_weight(128, 64)[32:96],
+    }
     write_encoded(folder, {"a": torch.ones(1)})
     (folder / "model.safetensors").unlink()
     files = {name: f"pytorch_model-{number % shards:05d}.bin" for number, name in enumerate(state)}
     for file in set(files.values()):
         part = {name: tensor for name, tensor in state.items() if files[name] == file}
         torch.save(part, folder / file, _use_new_zipfile_serialization=is_zip)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
 
 
 def four_bit(folder: Path, **options: Any) -> None:
     weights = {UP: torch.randn(64, 128).bfloat16(), DOWN: torch.randn(128, 64).bfloat16()}
     tensors = [pack(name, weight, **options) for name, weight in weights.items()]
-    write_packed(folder, tensors[0] | {"lm_head.weight": torch.ones(256, 64).bfloat16()}, tensors[1])
+    write_packed(
+        folder, tensors[0] | {"lm_head.weight": torch.ones(256, 64).bfloat16()}, tensors[1]
+    )
 
 
 def own(folder: Path) -> None:
@@ -80,11 +91,16 @@ def own(folder: Path) -> None:
 
 def diffusers(folder: Path) -> None:
     folder.mkdir()
-    parts = {"text_encoder": ["transformers", "LlamaModel"], "tokenizer": ["transformers", "LlamaTokenizer"]}
+    parts = {
+        "text_encoder": ["transformers", "LlamaModel"],
+        "tokenizer": ["transformers", "LlamaTokenizer"],
+    }
     write_source(folder / "text_encoder", layers=2)
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer/vocab.json").write_text("{}")
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+    (folder / "model_index.json").write_text(
+        json.dumps({"_class_name": "StableDiffusionPipeline", **parts})
+    )
     (folder / "README.md").write_text(CARD)
 
 
@@ -92,11 +108,24 @@ def adapter(folder: Path) -> None:
     """Of the kind `safetensors`."""
     folder.mkdir()
     place = "base_model.model.model.layers.0.mlp.up_proj"
-    factors = {f"{place}.lora_A.weight": torch.randn(4, 128), f"{place}.lora_B.weight": torch.randn(512, 4)}
+    factors = {
+        f"{place}.lora_A.weight": torch.randn(4, 128),
+        f"{place}.lora_B.weight": torch.randn(512, 4),
+    }
     norm = {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(64)}
     save_file(factors | norm, folder / "adapter_model.safetensors")
-    patterns = {"rank_pattern": {"up_proj": 4}, "alpha_pattern": {"^model.*up_proj": 16}, "use_rslora": False}
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["up_proj"], **patterns}
+    patterns = {
+        "rank_pattern": {"up_proj": 4},
+        "alpha_pattern": {"^model.*up_proj": 16},
+        "use_rslora": False,
+    }
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["up_proj"],
+        **patterns,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
@@ -105,7 +134,9 @@ def encoded(encode: Callable[[], Any]) -> Callable[[Path], None]:
         made = encode()
         write_encoded(folder, PLAIN | made.stored, made.description)
         if made.description and made.description.get("quant_method") == "modelopt":
-            (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": made.description}))
+            (folder / "hf_quant_config.json").write_text(
+                json.dumps({"quantization": made.description})
+            )
 
     return write
 
@@ -127,13 +158,24 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 def run(*arguments: object) -> Any:
     words = [str(argument) for argument in arguments]
-    device = [] if words[0] == "inspect" else ["--device", "cpu", "--workers", "1", "--buffer-size", "1MB"]
+    device = (
+        []
+        if words[0] == "inspect"
+        else ["--device", "cpu", "--workers", "1", "--buffer-size", "1MB"]
+    )
     return CliRunner().invoke(command_line, [*words, *device], catch_exceptions=False)
 
 
 def arguments_of(chosen: random.Random, source: Path, whole: Path, out: Path) -> list[object]:
     """A command on a mutated source; `whole` is what it was before."""
-    options = ["--no-double-quant", "--non-finite=keep", "--checksum", "--dtype=float16", "--verify", "--dry-run"]
+    options = [
+        "--no-double-quant",
+        "--non-finite=keep",
+        "--checksum",
+        "--dtype=float16",
+        "--verify",
+        "--dry-run",
+    ]
     writing = [option for option in options if chosen.random() < 0.15]
     if whole.name == "adapter":
         return ["quantize", whole.with_name("safetensors"), out, "--lora", source, *writing]
@@ -142,7 +184,12 @@ def arguments_of(chosen: random.Random, source: Path, whole: Path, out: Path) ->
             ["quantize", source, out, "--plan-with=rules", *writing],
             ["quantize", source, out, "--plan-with=rules", *writing],
             ["quantize", source, out, "--plan-with=rules", *writing],
-            ["dequantize", source, out, *(option for option in writing if option in ("--checksum", "--dry-run"))],
+            [
+                "dequantize",
+                source,
+                out,
+                *(option for option in writing if option in ("--checksum", "--dry-run")),
+            ],
             ["verify", source],
             ["verify", source, "--source", whole, "--exact"],
             ["inspect", source],
@@ -162,7 +209,12 @@ def case(number: int, templates: Path, work: Path) -> str | None:
     print(json.dumps({"number": number, "kind": kind, "arguments": ["before it"]}), flush=True)
     mutate_checkpoint(chosen, source)
     arguments = arguments_of(chosen, source, whole, out)
-    print(json.dumps({"number": number, "kind": kind, "arguments": [str(word) for word in arguments]}), flush=True)
+    print(
+        json.dumps(
+            {"number": number, "kind": kind, "arguments": [str(word) for word in arguments]}
+        ),
+        flush=True,
+    )
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.alarm(10 * SECONDS)
     try:
@@ -177,11 +229,15 @@ def case(number: int, templates: Path, work: Path) -> str | None:
 
 
 def fault_of(done: Any, arguments: list[object], out: Path) -> str | None:
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("Note: ", "Warning: "))]
+    lines = [
+        line for line in done.stderr.splitlines() if not line.startswith(("Note: ", "Warning: "))
+    ]
     is_finished = any((out / name).exists() for name in ("config.json", "model_index.json"))
     if done.exit_code not in (0, 1, 2):
         return f"exit code {done.exit_code}"
-    if done.exit_code == 2 and (len(lines) != 1 or not lines[0].startswith("Error: ") or len(lines[0]) > 3000):
+    if done.exit_code == 2 and (
+        len(lines) != 1 or not lines[0].startswith("Error: ") or len(lines[0]) > 3000
+    ):
         return f"not one line, but {done.stderr[:2000]!r}"
     if "out of memory" in done.stderr:
         return done.stderr
@@ -198,7 +254,12 @@ def child(first: int, count: int, templates: Path) -> None:
     """Run some cases; their failures are printed as JSON."""
     torch.set_num_threads(1)
     for options in (["--dry-run"], []):  # which import transformers, and torch
-        run("quantize", templates / "safetensors", templates.with_name(f"warm {os.getpid()}"), *options)
+        run(
+            "quantize",
+            templates / "safetensors",
+            templates.with_name(f"warm {os.getpid()}"),
+            *options,
+        )
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**33, 2**33))
@@ -217,7 +278,16 @@ class Batch:
         self.first, self.count = first, count
         self._output = templates.with_name(f"{first} output")
         self._errors = templates.with_name(f"{first} errors")
-        words = [sys.executable, __file__, "--child", str(templates), "--seed", str(first), "--cases", str(count)]
+        words = [
+            sys.executable,
+            __file__,
+            "--child",
+            str(templates),
+            "--seed",
+            str(first),
+            "--cases",
+            str(count),
+        ]
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self._process = subprocess.Popen(words, stdout=output, stderr=errors)
 
@@ -226,7 +296,9 @@ class Batch:
         return self._process.wait(), self._output.read_text(), self._errors.read_text()
 
 
-def failures_of(batch: Batch, kinds: Counter[str], exits: Counter[int]) -> tuple[list[str], int | None]:
+def failures_of(
+    batch: Batch, kinds: Counter[str], exits: Counter[int]
+) -> tuple[list[str], int | None]:
     """What went wrong in a batch, and the case by which the process has died, if it has."""
     status, output, errors = batch.wait()
     described: dict[int, str] = {}
@@ -239,16 +311,28 @@ def failures_of(batch: Batch, kinds: Counter[str], exits: Counter[int]) -> tuple
             kinds[described[last].partition(":")[0]] += 1
             exits[record["exit"]] += 1
         elif "fault" in record:
-            faults.append(f"case {record['number']}: {described[record['number']]}\n{record['fault']}")
+            faults.append(
+                f"case {record['number']}: {described[record['number']]}\n{record['fault']}"
+            )
     if status == 0:
         return faults, None
-    reason = f"no end in {SECONDS} s" if -status in (signal.SIGPROF, signal.SIGALRM) else f"status {status}"
-    faults.append(f"case {last}: {described.get(last, 'before the first')}\n{reason}: {errors[-2000:]}")
+    reason = (
+        f"no end in {SECONDS} s"
+        if -status in (signal.SIGPROF, signal.SIGALRM)
+        else f"status {status}"
+    )
+    faults.append(
+        f"case {last}: {described.get(last, 'before the first')}\n{reason}: {errors[-2000:]}"
+    )
     return faults, last if described else None
 
 
-def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str], Counter[int], list[str]]:
-    """Run cases from a number on; how many of each kind have run, and ended with which exit code; what went wrong."""
+def fuzz(
+    first: int, cases: int, seconds: float, jobs: int
+) -> tuple[Counter[str], Counter[int], list[str]]:
+    """Run cases from a number on; how many of each kind have run, and ended with which exit code;
+    what went wrong.
+    """
     kinds, exits = Counter[str](), Counter[int]()
     faults: list[str] = []
     room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -258,7 +342,10 @@ def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str
         templates.mkdir()
         for kind, write in KINDS.items():
             write(templates / kind)
-        waiting = [(start, min(BATCH, first + cases - start)) for start in range(first, first + cases, BATCH)][::-1]
+        waiting = [
+            (start, min(BATCH, first + cases - start))
+            for start in range(first, first + cases, BATCH)
+        ][::-1]
         running: list[Batch] = []
         while running or (waiting and time.monotonic() < deadline):
             while waiting and len(running) < jobs and time.monotonic() < deadline:
@@ -267,14 +354,20 @@ def fuzz(first: int, cases: int, seconds: float, jobs: int) -> tuple[Counter[str
             found, died_at = failures_of(batch, kinds, exits)
             faults += found
             for fault in found:
-                print(f"{fault}\n    repeat: make fuzz FUZZ='--cases 1 --seed {fault.split()[1][:-1]}'\n", flush=True)
+                print(
+                    f"{fault}\n    repeat: make fuzz FUZZ='--cases 1 --seed "
+                    f"{fault.split()[1][:-1]}'\n",
+                    flush=True,
+                )
             if died_at is not None and died_at + 1 < batch.first + batch.count:
                 waiting.append((died_at + 1, batch.first + batch.count - died_at - 1))
     return kinds, exits, faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=None)
@@ -291,7 +384,10 @@ def main() -> None:
     kinds, exits, faults = fuzz(seed, options.cases, options.seconds, options.jobs)
     took = time.monotonic() - started
     codes = ", ".join(f"{count:,} × {code}" for code, count in sorted(exits.items()))
-    print(f"{kinds.total():,} cases of {len(kinds)} kinds in {took:.0f} s, exit codes {codes}, {len(faults)} failures")
+    print(
+        f"{kinds.total():,} cases of {len(kinds)} kinds in {took:.0f} s, exit codes {codes}, "
+        f"{len(faults)} failures"
+    )
     sys.exit(1 if faults else 0)
 
 

@@ -1,7 +1,9 @@
-"""A GPU for the engine without torch where there is none: its memory is the host's, its kernels are interpreted.
+"""A GPU for the engine without torch where there is none: its memory is the host's, its kernels are
+interpreted.
 
-What is played is the CUDA driver (pipeline/without_torch/driver.py) and the compiler; everything above them is ours.
-Device memory begins with what nobody may rely on, and a kernel sees only what has been copied to it.
+What is played is the CUDA driver (run/without_torch/driver.py) and the compiler; everything above
+them is ours. Device memory begins with what nobody may rely on, and a kernel sees only what has
+been copied to it.
 """
 
 import ctypes
@@ -14,8 +16,8 @@ import torch
 import triton.language as tl
 
 from nf4conv.codec.kernels import ahead, mean
-from nf4conv.pipeline.without_torch import bundle, driver, worker
-from nf4conv.pipeline.without_torch.bundle import Kernels, Purpose
+from nf4conv.run.without_torch import bundle, driver, worker
+from nf4conv.run.without_torch.bundle import Kernels, Purpose
 
 _interpreting = threading.Lock()
 _held: list["HostMemory"] = []
@@ -70,7 +72,9 @@ class HostFunction:
         kernel, examples, _ = self._variant
         given = iter(arguments)
         values = [
-            example if kernel.fn.__annotations__.get(name) is tl.constexpr else _argument(example, next(given))
+            example
+            if kernel.fn.__annotations__.get(name) is tl.constexpr
+            else _argument(example, next(given))
             for name, example in zip(kernel.arg_names, examples, strict=True)
         ]
         assert next(given, None) is None
@@ -95,7 +99,9 @@ def _bundles(
     found = {purpose: bundle.make_codec(torch.device("cpu"), purpose) for purpose in purposes}
     return {
         purpose: Kernels(
-            {name: HostFunction(variant) for name, variant in codec.kernels.items()}, codec.tables, codec.numbers
+            {name: HostFunction(variant) for name, variant in codec.kernels.items()},
+            codec.tables,
+            codec.numbers,
         )
         for purpose, codec in found.items()
     }

@@ -47,4 +47,6 @@ def refused(result: Result) -> str:
 def packed(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a 4-bit weight, some of them replaced, by suffix; "" are the codes."""
     tensors = pack(UP, torch.randn(64, 64).bfloat16())
-    return tensors | {f"{UP}.{suffix}" if suffix else UP: tensor for suffix, tensor in changes.items()}
+    return tensors | {
+        f"{UP}.{suffix}" if suffix else UP: tensor for suffix, tensor in changes.items()
+    }

@@ -1,9 +1,12 @@
-"""A small server that answers as the Hugging Face Hub does, with faults on demand. For huggingface_hub's real client.
+"""A small server that answers as the Hugging Face Hub does, with faults on demand. For
+huggingface_hub's real client.
 
-It serves what tests put into `HUB.repos`, on a loopback port that is chosen when this module is imported,
-which must come before huggingface_hub is: that is when it reads HF_ENDPOINT. So no test can reach the real Hub.
+It serves what tests put into `HUB.repos`, on a loopback port that is chosen when this module is
+imported, which must come before huggingface_hub is: that is when it reads HF_ENDPOINT. So no test
+can reach the real Hub.
 
-What is answered, and how: https://huggingface.co/docs/hub/api; huggingface_hub's hf_api.py, file_download.py, lfs.py.
+What is answered, and how: https://huggingface.co/docs/hub/api; huggingface_hub's hf_api.py,
+file_download.py, lfs.py.
 """
 
 import base64
@@ -22,7 +25,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LFS_THRESHOLD = 1000
-"""Bytes from which a file is kept in LFS. The real Hub's is 10 MB, or any size for names like *.safetensors."""
+"""Bytes from which a file is kept in LFS. The real Hub's is 10 MB, or any size for names like
+*.safetensors.
+"""
 
 
 @dataclass
@@ -43,7 +48,9 @@ class Repo:
 
     def commit(self, files: dict[str, bytes]) -> str:
         """Add a commit; its 40 digits."""
-        listing = sorted((name, hashlib.sha1(content).hexdigest()) for name, content in files.items())
+        listing = sorted(
+            (name, hashlib.sha1(content).hexdigest()) for name, content in files.items()
+        )
         sha = hashlib.sha1(repr((len(self.commits), listing)).encode()).hexdigest()
         self.commits[sha] = dict(files)
         return sha
@@ -119,7 +126,9 @@ class Hub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.cdn_url = self.url.replace("127.0.0.1", "localhost")  # another host to clients: no token goes there
+        self.cdn_url = self.url.replace(
+            "127.0.0.1", "localhost"
+        )  # another host to clients: no token goes there
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def clear(self) -> None:
@@ -203,12 +212,26 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._repo(repo, self.token)
         commit = self._commit(found, revision or "main")
         siblings = [_sibling(name, content) for name, content in found.commits[commit].items()]
-        self._json({"id": repo, "modelId": repo, "sha": commit, "private": found.private, "siblings": siblings})
+        self._json(
+            {
+                "id": repo,
+                "modelId": repo,
+                "sha": commit,
+                "private": found.private,
+                "siblings": siblings,
+            }
+        )
 
     def tree(self, repo: str, revision: str, folder: str | None = None) -> None:
         found = self._repo(repo, self.token)
         files = found.commits[self._commit(found, revision)]
-        self._json([_tree_entry(name, content) for name, content in files.items() if name.startswith(folder or "")])
+        self._json(
+            [
+                _tree_entry(name, content)
+                for name, content in files.items()
+                if name.startswith(folder or "")
+            ]
+        )
 
     def resolve(self, repo: str, revision: str, name: str) -> None:
         found = self._repo(repo, self.token, files=True)
@@ -222,7 +245,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         sha256 = hashlib.sha256(content).hexdigest()
         HUB.objects[sha256] = content
-        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content)), "ETag": '"of-the-redirect"'}
+        headers |= {
+            "X-Linked-Etag": f'"{sha256}"',
+            "X-Linked-Size": str(len(content)),
+            "ETag": '"of-the-redirect"',
+        }
         self._send(302, b"", headers | {"Location": f"{HUB.cdn_url}/cdn/{sha256}/{name}"})
 
     def cdn(self, sha256: str) -> None:
@@ -242,11 +269,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def create(self) -> None:
         wanted = json.loads(self.body)
-        repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else f"me/{wanted['name']}"
+        repo = (
+            f"{wanted['organization']}/{wanted['name']}"
+            if wanted.get("organization")
+            else f"me/{wanted['name']}"
+        )
         if self.token is None:
             raise _RefusedError(401, "", "Invalid username or password.")
         if repo in HUB.repos:
-            self._json({"error": "You already created this model repo", "url": f"{HUB.url}/{repo}"}, 409)
+            self._json(
+                {"error": "You already created this model repo", "url": f"{HUB.url}/{repo}"}, 409
+            )
             return
         is_private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
         HUB.repos[repo] = Repo(private=is_private, token=self.token)
@@ -256,7 +289,9 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.token is None:
             raise _RefusedError(401, "", "Invalid username or password.")
-        self._json({"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+        self._json(
+            {"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        )
 
     def validate_card(self) -> None:
         content = json.loads(self.body)["content"]
@@ -282,7 +317,9 @@ class _Handler(BaseHTTPRequestHandler):
         for wanted in json.loads(self.body)["objects"]:
             entry = {"oid": wanted["oid"], "size": wanted["size"]}
             if wanted["oid"] not in HUB.objects:
-                entry["actions"] = {"upload": {"href": f"{HUB.url}/upload/{wanted['oid']}", "header": {}}}
+                entry["actions"] = {
+                    "upload": {"href": f"{HUB.url}/upload/{wanted['oid']}", "header": {}}
+                }
             objects.append(entry)
         self._json({"transfer": "basic", "objects": objects})
 
@@ -321,7 +358,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         fault = self.fault or Fault("")
         if fault.corrupt:
-            body = body[: len(body) // 2] + bytes([body[len(body) // 2] ^ 1]) + body[len(body) // 2 + 1 :]
+            body = (
+                body[: len(body) // 2]
+                + bytes([body[len(body) // 2] ^ 1])
+                + body[len(body) // 2 + 1 :]
+            )
         for start in range(0, len(body[: fault.cut]), 2**16):
             time.sleep(fault.seconds)
             try:
@@ -356,14 +397,27 @@ def _blob(content: bytes) -> str:
 def _sibling(name: str, content: bytes) -> dict[str, Any]:
     entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": _blob(content)}
     if len(content) >= LFS_THRESHOLD:
-        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        entry["lfs"] = {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 134,
+        }
     return entry
 
 
 def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": _blob(content)}
+    entry: dict[str, Any] = {
+        "type": "file",
+        "path": name,
+        "size": len(content),
+        "oid": _blob(content),
+    }
     if len(content) >= LFS_THRESHOLD:
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        entry["lfs"] = {
+            "oid": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 134,
+        }
     return entry
 
 
@@ -386,5 +440,11 @@ HUB = Hub()
 _HOME = tempfile.TemporaryDirectory(prefix="nf4conv-tests-hf-")
 os.environ |= {"HF_ENDPOINT": HUB.url, "HF_HOME": _HOME.name, "HF_HUB_DISABLE_TELEMETRY": "1"}
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # uploads then go by LFS, as without the package hf_xet
-for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+for _name in (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+):
     os.environ.pop(_name, None)

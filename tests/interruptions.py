@@ -1,11 +1,13 @@
-"""Kills a run before and after every operation that changes its folder, and repeats the command each time.
+"""Kills a run before and after every operation that changes its folder, and repeats the command
+each time.
 
     python tests/interruptions.py SCENARIO FOLDER [POINTS]      prints a JSON line for each kill point, or for so many
     python tests/interruptions.py --at-once FOLDER              and for each number of parts that run at once
 
-A program, so that forks start from a warm interpreter. A kill point is an open for writing, write, fsync, truncation,
-rename, removal or new folder; of some there is a second kill in the run that resumes. Which operations there are
-differs a little from run to run, as threads do; a point beyond the last is a run to its end.
+A program, so that forks start from a warm interpreter. A kill point is an open for writing, write,
+fsync, truncation, rename, removal or new folder; of some there is a second kill in the run that
+resumes. Which operations there are differs a little from run to run, as threads do; a point beyond
+the last is a run to its end.
 """
 
 import json
@@ -38,9 +40,23 @@ sys.stdin.read()
 
 
 class Counter:
-    """Counts operations, and kills the process at one of them: before it (a write: halfway through), or after it."""
+    """Counts operations, and kills the process at one of them: before it (a write: halfway
+    through), or after it.
+    """
 
-    NAMES = ("open", "write", "pwrite", "fsync", "ftruncate", "rename", "replace", "link", "unlink", "rmdir", "mkdir")
+    NAMES = (
+        "open",
+        "write",
+        "pwrite",
+        "fsync",
+        "ftruncate",
+        "rename",
+        "replace",
+        "link",
+        "unlink",
+        "rmdir",
+        "mkdir",
+    )
 
     def __init__(self, kill_at: int | None, *, is_before: bool = True) -> None:
         self.calls = 0
@@ -86,7 +102,9 @@ class Scenario:
 
 
 def scenario(name: str, folder: Path) -> Scenario:
-    """Made once; imports come late, because the Hub's address must be known before its client is imported."""
+    """Made once; imports come late, because the Hub's address must be known before its client is
+    imported.
+    """
     source = write_source(folder / "source", layers=4)
     stop = start_server(source) if "stream" in name else None
     from nf4conv.commands.dequantize import dequantize_checkpoint
@@ -104,7 +122,8 @@ def scenario(name: str, folder: Path) -> Scenario:
         quantize_checkpoint(source, old, replace(options, quant_type="fp4"), run)
         again = replace(run, overwrite=True)
         return Scenario(
-            lambda out: quantize_checkpoint(source, out, options, again), lambda out: shutil.copytree(old, out)
+            lambda out: quantize_checkpoint(source, out, options, again),
+            lambda out: shutil.copytree(old, out),
         )
     if name == "dequantize":
         quantize.run(folder / "packed")
@@ -116,12 +135,16 @@ def scenario(name: str, folder: Path) -> Scenario:
         return Scenario(lambda out: quantize_checkpoint("org/name", out, options, run, where=where))
     if name in ("parts", "streamed-parts"):
         place, where = (
-            (source, None) if stop is None else ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))
+            (source, None)
+            if stop is None
+            else ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))
         )
 
         def in_parts(out: Path) -> None:
             for number in (2, 3, 1):
-                quantize_checkpoint(place, out, options, replace(run, part=f"{number}/3"), where=where)
+                quantize_checkpoint(
+                    place, out, options, replace(run, part=f"{number}/3"), where=where
+                )
             finish_checkpoint(out)
 
         return Scenario(in_parts)
@@ -132,15 +155,21 @@ def scenario(name: str, folder: Path) -> Scenario:
     (whole / "scheduler").mkdir()
     (whole / "scheduler/scheduler_config.json").write_text("{}")
     parts = {part: ["transformers", "LlamaModel"] for part in ("text_encoder", "text_encoder_2")}
-    (whole / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
-    return Scenario(lambda out: quantize_checkpoint(whole, out, options, run), mark="model_index.json")
+    (whole / "model_index.json").write_text(
+        json.dumps({"_class_name": "StableDiffusionPipeline", **parts})
+    )
+    return Scenario(
+        lambda out: quantize_checkpoint(whole, out, options, run), mark="model_index.json"
+    )
 
 
 def start_server(source: Path) -> subprocess.Popen[str]:
     """A hub in a process of its own, which ends with this one."""
     words = [sys.executable, "-c", SERVER, str(source)]
     here = Path(__file__).parent
-    server = subprocess.Popen(words, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        words, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert server.stdout is not None
     os.environ |= {
         "HF_ENDPOINT": server.stdout.readline().strip(),
@@ -215,7 +244,9 @@ def begun(work: Callable[[], object]) -> int:
 def kill_at_random(
     make: Callable[[str], object], names: list[str], most: int, chosen: random.Random
 ) -> tuple[int, int]:
-    """Make all at once; what is killed, so many times at most, or refused is begun again; how often it was each."""
+    """Make all at once; what is killed, so many times at most, or refused is begun again; how often
+    it was each.
+    """
     running: dict[int, str] = {}
     killed = refused = 0
     while names or running:
@@ -229,14 +260,19 @@ def kill_at_random(
         for child in list(running):
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
-                killed, refused = killed + os.WIFSIGNALED(status), refused + os.WIFEXITED(status) * (status != 0)
+                killed, refused = (
+                    killed + os.WIFSIGNALED(status),
+                    refused + os.WIFEXITED(status) * (status != 0),
+                )
                 name = running.pop(child)
                 names += [name] if status else []
     return killed, refused
 
 
 def kill_parts_at_once(folder: Path) -> None:
-    """1, 2, 3 and 7 parts at once, one of them twice, and finish; also of a source that is streamed."""
+    """1, 2, 3 and 7 parts at once, one of them twice, and finish; also of a source that is
+    streamed.
+    """
     source = write_source(folder / "source", layers=8)
     server = start_server(source)
     from nf4conv.commands.finish import finish_checkpoint
@@ -253,16 +289,32 @@ def kill_parts_at_once(folder: Path) -> None:
         else:
             quantize_checkpoint(place, out, options, replace(run, part=name or None), where=where)
 
-    for place, where in ((source, None), ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))):
+    for place, where in (
+        (source, None),
+        ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache")),
+    ):
         single = folder / f"single {where is None}"
         os.waitpid(begun(partial(make, place, where, single, "")), 0)
         for count in (1, 2, 3, 7):
             out = folder / f"{count} {where is None}"
-            names = [*(f"{number}/{count}" for number in range(1, count + 1)), f"{count}/{count}", "finish"]
-            killed, refused = kill_at_random(partial(make, place, where, out), names, 3 + count, chosen)
+            names = [
+                *(f"{number}/{count}" for number in range(1, count + 1)),
+                f"{count}/{count}",
+                "finish",
+            ]
+            killed, refused = kill_at_random(
+                partial(make, place, where, out), names, 3 + count, chosen
+            )
             found, expected = contents(out), contents(single)
-            differing = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
-            result = {"parts": count, "streamed": where is not None, "killed": killed, "finish too early": refused}
+            differing = sorted(
+                name for name in found.keys() | expected if found.get(name) != expected.get(name)
+            )
+            result = {
+                "parts": count,
+                "streamed": where is not None,
+                "killed": killed,
+                "finish too early": refused,
+            }
             print(json.dumps(result | {"differing": differing}), flush=True)
     server.kill()
 
@@ -275,7 +327,9 @@ def main() -> None:
     made = scenario(name, folder)
     total = count_calls(made, folder / "whole")
     expected = contents(folder / "whole")
-    points = [(kill_at, is_before) for kill_at in range(1, total + 1) for is_before in (True, False)]
+    points = [
+        (kill_at, is_before) for kill_at in range(1, total + 1) for is_before in (True, False)
+    ]
     chosen = random.Random(total)
     if len(sys.argv) > 3:
         points = sorted(chosen.sample(points, min(int(sys.argv[3]), len(points))))
@@ -295,7 +349,9 @@ def main() -> None:
             "killed": [kill_at, is_before, second],
             "of": total,
             "status": status,
-            "differing": sorted(name for name in after.keys() | expected if after.get(name) != expected.get(name)),
+            "differing": sorted(
+                name for name in after.keys() | expected if after.get(name) != expected.get(name)
+            ),
             "looks finished and is not": found is not None and found not in (expected, before),
         }
         print(json.dumps(result), flush=True)

@@ -1,7 +1,8 @@
-"""Structured mutations: of JSON trees, safetensors headers, quant states, pickles, text and whole folders.
+"""Structured mutations: of JSON trees, safetensors headers, quant states, pickles, text and whole
+folders.
 
-Each takes a file apart as a reader does, changes what it found, and puts it together again, so that most of what comes
-out gets past the first check and reaches those behind it.
+Each takes a file apart as a reader does, changes what it found, and puts it together again, so that
+most of what comes out gets past the first check and reaches those behind it.
 """
 
 import json
@@ -20,23 +21,111 @@ from typing import Any
 
 LARGEST = 2**24
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 3, 16, 31, 63, 64, 65, 255, 256, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        16,
+        31,
+        63,
+        64,
+        65,
+        255,
+        256,
+        4096,
+        2**31,
+        2**32,
+        2**63 - 1,
+        2**63,
+        2**64,
+    ),
     *(10**30, -(2**63), 0.5, -0.0, 1e-45, 1e38, 1e300, float("nan"), float("inf"), float("-inf")),
-    *("", "x", "x" * 2000, "a.b" * 50, "\0", "\ud800", "../../x", "/etc/passwd", "é", "nf4", "fp4", "NaN", "model"),
-    *([], {}, [0], [1, 1], [[]], [None], {"a": 1}, [64, 64], [2**62, 4], [0, 64], [64, 0], [1] * 70, ["x"] * 3),
-    *("F32", "F16", "BF16", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "C64", "BOOL", "I64", "F64", "float16"),
-    *("bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "llama", "gpt_oss", "gpt2"),
-    *("LlamaForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM", "T5ForConditionalGeneration"),
+    *(
+        "",
+        "x",
+        "x" * 2000,
+        "a.b" * 50,
+        "\0",
+        "\ud800",
+        "../../x",
+        "/etc/passwd",
+        "é",
+        "nf4",
+        "fp4",
+        "NaN",
+        "model",
+    ),
+    *(
+        [],
+        {},
+        [0],
+        [1, 1],
+        [[]],
+        [None],
+        {"a": 1},
+        [64, 64],
+        [2**62, 4],
+        [0, 64],
+        [64, 0],
+        [1] * 70,
+        ["x"] * 3,
+    ),
+    *(
+        "F32",
+        "F16",
+        "BF16",
+        "U8",
+        "I8",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F4",
+        "C64",
+        "BOOL",
+        "I64",
+        "F64",
+        "float16",
+    ),
+    *(
+        "bitsandbytes",
+        "fp8",
+        "mxfp4",
+        "compressed-tensors",
+        "modelopt",
+        "gptq",
+        "llama",
+        "gpt_oss",
+        "gpt2",
+    ),
+    *(
+        "LlamaForCausalLM",
+        "GptOssForCausalLM",
+        "GPT2LMHeadModel",
+        "Qwen3MoeForCausalLM",
+        "T5ForConditionalGeneration",
+    ),
 ]
 
 
 def mutate_tree(chosen: random.Random, tree: Any) -> Any:
-    """A JSON value, one node of which is replaced, removed, doubled, renamed, wrapped or exchanged with another."""
+    """A JSON value, one node of which is replaced, removed, doubled, renamed, wrapped or exchanged
+    with another.
+    """
     places: list[tuple[Any, Any]] = []
     level: list[Any] = [tree]
     while level:
         node = level.pop()
-        keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        keys = (
+            list(node)
+            if isinstance(node, dict)
+            else range(len(node))
+            if isinstance(node, list)
+            else ()
+        )
         places += [(node, key) for key in keys]
         level += [node[key] for key in keys]
     if not places or chosen.random() < 0.02:
@@ -51,7 +140,9 @@ def mutate_tree(chosen: random.Random, tree: Any) -> Any:
         case 4:
             del node[key]
         case 5 if isinstance(node, dict):
-            node[chosen.choice([other_key, *(v for v in VALUES if isinstance(v, str))])] = node.pop(key)
+            node[chosen.choice([other_key, *(v for v in VALUES if isinstance(v, str))])] = node.pop(
+                key
+            )
         case 6 if isinstance(node, list):
             node.insert(key, node[key])
         case 7:
@@ -100,7 +191,9 @@ def mutate_bytes(chosen: random.Random, content: bytes) -> bytes:
             case 2:
                 del data[at : at + length]
             case 3:
-                data[at:at] = chosen.choice((b"\0", b"\xff" * 8, b"{", b"\n", struct.pack("<Q", 2**40), bytes(length)))
+                data[at:at] = chosen.choice(
+                    (b"\0", b"\xff" * 8, b"{", b"\n", struct.pack("<Q", 2**40), bytes(length))
+                )
             case 4:
                 data[at : at + length] = chosen.choice((b"\0", b"\xff")) * length
             case _:
@@ -116,10 +209,18 @@ def mutate_safetensors(chosen: random.Random, content: bytes) -> bytes:
         case 0:
             return mutate_bytes(chosen, content[: 8 + length]) + data
         case 1:
-            return struct.pack("<Q", chosen.choice((0, 1, length - 1, length + 1, 2**27, 2**63))) + header + data
+            return (
+                struct.pack("<Q", chosen.choice((0, 1, length - 1, length + 1, 2**27, 2**63)))
+                + header
+                + data
+            )
         case 2:
             start = chosen.randrange(len(data) + 1)
-            return content[: 8 + length] + data[:start] + mutate_bytes(chosen, data[start : start + 4096])[:4096]
+            return (
+                content[: 8 + length]
+                + data[:start]
+                + mutate_bytes(chosen, data[start : start + 4096])[:4096]
+            )
         case 3 | 4 | 5:
             table = json.loads(header)
             if states := [name for name in table if "quant_state" in name]:
@@ -145,7 +246,11 @@ def _with_header(header: bytes, data: bytes) -> bytes:
 def mutate_pickle(chosen: random.Random, content: bytes) -> bytes:
     """A zip archive with its parts changed, or the opcodes of a legacy file."""
     if not zipfile.is_zipfile(BytesIO(content)) or chosen.random() < 0.2:
-        return mutate_program(chosen, content) if chosen.random() < 0.7 else mutate_bytes(chosen, content)
+        return (
+            mutate_program(chosen, content)
+            if chosen.random() < 0.7
+            else mutate_bytes(chosen, content)
+        )
     made = BytesIO()
     with zipfile.ZipFile(BytesIO(content)) as before, zipfile.ZipFile(made, "w") as after:
         entries = before.infolist()
@@ -158,13 +263,19 @@ def mutate_pickle(chosen: random.Random, content: bytes) -> bytes:
                 part = mutate_bytes(chosen, part)
             if entry is victim and chosen.random() < 0.1:
                 continue
-            kind = zipfile.ZIP_DEFLATED if entry is victim and chosen.random() < 0.1 else zipfile.ZIP_STORED
+            kind = (
+                zipfile.ZIP_DEFLATED
+                if entry is victim and chosen.random() < 0.1
+                else zipfile.ZIP_STORED
+            )
             after.writestr(entry.filename, part, kind)
     return made.getvalue()
 
 
 def mutate_program(chosen: random.Random, content: bytes) -> bytes:
-    """The opcodes of the first pickles in some bytes: removed, repeated, exchanged, and their arguments changed."""
+    """The opcodes of the first pickles in some bytes: removed, repeated, exchanged, and their
+    arguments changed.
+    """
     pieces, end = _opcodes(content)
     if not pieces:
         return mutate_bytes(chosen, content)
@@ -197,11 +308,60 @@ def _opcodes(content: bytes) -> tuple[list[bytes], int]:
 
 
 OPCODES = [
-    *(b"(", b"t", b"l", b"d", b"}", b"]", b")", b"0", b"2", b"N", b"\x88", b"\x85", b"\x86", b"\x87", b"s", b"u", b"a"),
-    *(b"e", b"R", b"b", b"Q", b".", b"\x94", b"h\0", b"q\0", b"h\5", b"K\x40", b"M\0\1", b"J\xff\xff\xff\xff"),
-    *(b"\x8a\x09" + b"\xff" * 8 + b"\0", b"\x8b\0\0\1\0" + b"\7" * 65536, b"X\1\0\0\0a", b"cos\nsystem\n"),
-    *(b"G" + struct.pack(">d", float("nan")), b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n"),
-    *(b"ccollections\nOrderedDict\n)R", b"\x86" * 300, b"(" * 300, b"2\x86" * 40, b"\x8f", b"\x91", b"o", b"i"),
+    *(
+        b"(",
+        b"t",
+        b"l",
+        b"d",
+        b"}",
+        b"]",
+        b")",
+        b"0",
+        b"2",
+        b"N",
+        b"\x88",
+        b"\x85",
+        b"\x86",
+        b"\x87",
+        b"s",
+        b"u",
+        b"a",
+    ),
+    *(
+        b"e",
+        b"R",
+        b"b",
+        b"Q",
+        b".",
+        b"\x94",
+        b"h\0",
+        b"q\0",
+        b"h\5",
+        b"K\x40",
+        b"M\0\1",
+        b"J\xff\xff\xff\xff",
+    ),
+    *(
+        b"\x8a\x09" + b"\xff" * 8 + b"\0",
+        b"\x8b\0\0\1\0" + b"\7" * 65536,
+        b"X\1\0\0\0a",
+        b"cos\nsystem\n",
+    ),
+    *(
+        b"G" + struct.pack(">d", float("nan")),
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctorch\nFloatStorage\n",
+    ),
+    *(
+        b"ccollections\nOrderedDict\n)R",
+        b"\x86" * 300,
+        b"(" * 300,
+        b"2\x86" * 40,
+        b"\x8f",
+        b"\x91",
+        b"o",
+        b"i",
+    ),
 ]
 
 
@@ -210,7 +370,17 @@ def mutate_text(chosen: random.Random, content: bytes) -> bytes:
     lines = content.split(b"\n")
     for _ in range(chosen.choice((1, 2))):
         at = chosen.randrange(len(lines))
-        line = chosen.choice((b"", b"---", b"\0", b"x" * 5000, b"&a [*a]", b"0" * 64 + b"  ../x", b"a: " + b"[" * 999))
+        line = chosen.choice(
+            (
+                b"",
+                b"---",
+                b"\0",
+                b"x" * 5000,
+                b"&a [*a]",
+                b"0" * 64 + b"  ../x",
+                b"a: " + b"[" * 999,
+            )
+        )
         lines[at : at + chosen.randrange(3)] = [line] * chosen.randrange(3)
     return b"\n".join(lines)
 
@@ -229,7 +399,9 @@ def mutate_folder(chosen: random.Random, path: Path) -> None:
         case 2:
             os.mkfifo(path)
         case 3:
-            path.symlink_to(chosen.choice(("/dev/zero", "/etc/hostname", "nowhere", path.name, "..")))
+            path.symlink_to(
+                chosen.choice(("/dev/zero", "/etc/hostname", "nowhere", path.name, ".."))
+            )
         case 4 | 5:
             path.write_bytes(content)
         case 6:
@@ -249,8 +421,12 @@ BY_SUFFIX: dict[str, Callable[[random.Random, bytes], bytes]] = {
 def mutate_checkpoint(chosen: random.Random, folder: Path) -> None:
     """Change one or two files of a checkpoint."""
     for _ in range(chosen.choice((1, 1, 1, 2))):
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        files = [path for path in files if path.stat().st_size < LARGEST]  # no hole that an earlier mutation has left
+        files = sorted(
+            path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
+        )
+        files = [
+            path for path in files if path.stat().st_size < LARGEST
+        ]  # no hole that an earlier mutation has left
         path = chosen.choice(files)
         if chosen.random() < 0.03:
             mutate_folder(chosen, path)

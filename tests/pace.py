@@ -1,4 +1,6 @@
-"""Limits of time that hold on any machine: seconds counted in units of a fixed piece of plain Python."""
+"""Limits of time that hold on any machine: seconds counted in units of a fixed piece of plain
+Python.
+"""
 
 import re
 import time
@@ -23,7 +25,9 @@ def _work() -> int:
 
 
 def unit() -> float:
-    """Seconds of the processor that the piece of work takes, at the best of three tries, right now and here."""
+    """Seconds of the processor that the piece of work takes, at the best of three tries, right now
+    and here.
+    """
     tries = []
     for _ in range(3):
         before = time.process_time()

@@ -1,4 +1,5 @@
-"""The arithmetic once more, an element at a time in numpy float32: slow, and written without a look at the package.
+"""The arithmetic once more, an element at a time in numpy float32: slow, and written without a look
+at the package.
 
 Only the cut points are shared; test_codebook.py holds them to bitsandbytes' literals.
 """
@@ -29,7 +30,9 @@ def block_absmax(block: list[np.float32]) -> np.float32:
 
 
 def reciprocal(value: np.float32) -> np.float32:
-    """As codec/reciprocal.py describes it, one bit at a time; held to the GPU by test_reciprocal.py."""
+    """As codec/reciprocal.py describes it, one bit at a time; held to the GPU by
+    test_reciprocal.py.
+    """
     value = flush(value)
     if value == 0 or not np.isfinite(value):
         with np.errstate(divide="ignore"):
@@ -38,7 +41,9 @@ def reciprocal(value: np.float32) -> np.float32:
     c0, c1, c2 = (int(row[bits >> 16 & 127]) for row in coefficients())
     fraction = bits & 0xFFFF
     ones = [index for index in range(16) if fraction >> index & 1]
-    kept = [1 << left + right for left in ones for right in ones if left != right and left + right >= 16]
+    kept = [
+        1 << left + right for left in ones for right in ones if left != right and left + right >= 16
+    ]
     square = (sum(kept) + sum(1 << 2 * index for index in ones if 2 * index >= 17)) >> 17
     mantissa = (c0 * 2**13 - c1 * fraction + c2 * square + 2023) // 2**15
     return np.copysign(flush(np.float32(np.ldexp(mantissa, 127 - 24 - (bits >> 23)))), value)
@@ -85,11 +90,15 @@ def quantize(values: np.ndarray, quant_type: str, blocksize: int) -> tuple[bytes
         maxima.append(absmax)
         codes += [find(product(value, scale)) for value in block]
     count = -(-len(values) // 2)
-    return bytes(codes[2 * i] * 16 + codes[2 * i + 1] for i in range(count)), np.array(maxima, dtype=np.float32)
+    return bytes(codes[2 * i] * 16 + codes[2 * i + 1] for i in range(count)), np.array(
+        maxima, dtype=np.float32
+    )
 
 
 def dynamic_code(scaled: np.float32) -> int:
-    """A binary search over the odd codes, then a look at the two neighbours; a tie goes to the even code."""
+    """A binary search over the odd codes, then a look at the two neighbours; a tie goes to the even
+    code.
+    """
     pivot, step = 127, 64
     while step:
         pivot += step if scaled > DYNAMIC[pivot] else -step
@@ -116,7 +125,25 @@ def compress(absmax: np.ndarray, offset: np.float32) -> tuple[bytes, np.ndarray]
 
 
 FACTORS = [
-    number / 1024 for number in (512, 592, 664, 728, 760, 792, 824, 856, 888, 920, 952, 984, 1016, 1048, 1080, 1112)
+    number / 1024
+    for number in (
+        512,
+        592,
+        664,
+        728,
+        760,
+        792,
+        824,
+        856,
+        888,
+        920,
+        952,
+        984,
+        1016,
+        1048,
+        1080,
+        1112,
+    )
 ]
 
 
@@ -130,7 +157,9 @@ def code_of(value: np.float32, scale: np.float32, quant_type: str) -> int:
     return nf4_code(scaled) if quant_type == "nf4" else fp4_code(scaled)
 
 
-def cost(block: list[np.float32], scale: np.float32, codes: list[int], values: list[np.float32]) -> int:
+def cost(
+    block: list[np.float32], scale: np.float32, codes: list[int], values: list[np.float32]
+) -> int:
     errors = [x - values[code] * scale for x, code in zip(block, codes, strict=True)]
     return sum(rounded(error * error * np.float32(2**18)) for error in errors)
 
@@ -142,7 +171,9 @@ def searched_scale(block: list[np.float32], top: np.float32, quant_type: str) ->
     least: tuple[int, float, list[int]] | None = None
     for factor in FACTORS:
         for signed in (factor, -factor) if quant_type == "nf4" else (factor,):
-            levels = sorted({rounded(signed * 1024 * value) for value in CODEBOOKS[quant_type].values})
+            levels = sorted(
+                {rounded(signed * 1024 * value) for value in CODEBOOKS[quant_type].values}
+            )
             nearest = [min(levels, key=lambda level: (abs(p - level), level)) for p in positions]
             error = sum((p - level) ** 2 for p, level in zip(positions, nearest, strict=True))
             if least is None or error < least[0]:
@@ -151,7 +182,9 @@ def searched_scale(block: list[np.float32], top: np.float32, quant_type: str) ->
     _, signed, nearest = least
     shift = sum((p - level) * level for p, level in zip(positions, nearest, strict=True))
     square = sum(level * level // 16 for level in nearest)
-    stepped = np.float32(abs(signed)) * (np.float32(1) + np.float32(shift) / np.float32(square) / np.float32(16))
+    stepped = np.float32(abs(signed)) * (
+        np.float32(1) + np.float32(shift) / np.float32(square) / np.float32(16)
+    )
     stepped = min(max(stepped, np.float32(0.5)), np.float32(1.25))
     return top * (stepped if signed > 0 else -stepped)
 
@@ -170,7 +203,9 @@ def searched_block(block: list[np.float32], quant_type: str) -> tuple[list[int],
     values = [np.float32(value) for value in CODEBOOKS[quant_type].values]
     codes, kept = ([code_of(x, scale, quant_type) for x in scaled] for scale in (found, top))
     with np.errstate(under="ignore"):
-        is_better = cost(known, found, codes, values) + 2 * len(block) <= cost(known, top, kept, values)
+        is_better = cost(known, found, codes, values) + 2 * len(block) <= cost(
+            known, top, kept, values
+        )
     return (codes, found * power) if is_better else (kept, absmax)
 
 
@@ -184,4 +219,6 @@ def search(values: np.ndarray, quant_type: str, blocksize: int) -> tuple[bytes, 
         codes += found
         scales.append(scale)
     count = -(-len(values) // 2)
-    return bytes(codes[2 * i] * 16 + codes[2 * i + 1] for i in range(count)), np.array(scales, dtype=np.float32)
+    return bytes(codes[2 * i] * 16 + codes[2 * i + 1] for i in range(count)), np.array(
+        scales, dtype=np.float32
+    )

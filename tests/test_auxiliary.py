@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.checkpoint.auxiliary import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
+from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
 
 
 def found(folder: Path, *names: str) -> list[str]:
@@ -46,7 +46,9 @@ def test_stays_behind(tmp_path, name):
 def test_modules_of_sentence_transformers_come_along_whole(tmp_path):
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense/inner"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert found(tmp_path, "1_Pooling/config.json", "2_Dense/inner/model.safetensors", "3_Unused/config.json") == [
+    assert found(
+        tmp_path, "1_Pooling/config.json", "2_Dense/inner/model.safetensors", "3_Unused/config.json"
+    ) == [
         "1_Pooling/config.json",
         "2_Dense/inner/model.safetensors",
         "modules.json",
@@ -65,7 +67,19 @@ def test_a_module_path_does_not_lead_out_of_the_folder(tmp_path, path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "3", "null", '{"path": "x"}', "[3]", '["1_Pooling"]', "[{}]", '[{"path": 1}]', "\ud800", "[" * 100_000],
+    [
+        "",
+        "{",
+        "3",
+        "null",
+        '{"path": "x"}',
+        "[3]",
+        '["1_Pooling"]',
+        "[{}]",
+        '[{"path": 1}]',
+        "\ud800",
+        "[" * 100_000,
+    ],
     ids=lambda content: ascii(content[:12]),
 )
 def test_a_list_of_modules_that_is_none_is_just_a_file(tmp_path, content):
@@ -77,4 +91,9 @@ def test_they_are_sorted_and_folders_links_and_fifos_are_none(tmp_path):
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "dangling.json").symlink_to(tmp_path / "nowhere")
     (tmp_path / "linked.json").symlink_to(tmp_path / "b.json")
-    assert found(tmp_path, "b.json", "a.json", "c/d.py") == ["a.json", "b.json", "c/d.py", "linked.json"]
+    assert found(tmp_path, "b.json", "a.json", "c/d.py") == [
+        "a.json",
+        "b.json",
+        "c/d.py",
+        "linked.json",
+    ]

@@ -1,4 +1,6 @@
-"""Whatever is wrong with the input or the output folder: one clear line, exit code 2, nothing that looks finished."""
+"""Whatever is wrong with the input or the output folder: one clear line, exit code 2, nothing that
+looks finished.
+"""
 
 import json
 import re
@@ -32,7 +34,9 @@ def refused(result: Result) -> str:
     return line.removeprefix("Error: ")
 
 
-def rewrite_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None], pad: int = 0) -> None:
+def rewrite_header(
+    file: Path, change: Callable[[dict[str, dict[str, object]]], None], pad: int = 0
+) -> None:
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -62,7 +66,10 @@ def huge_header(source: Path) -> None:
 
 def overlap(source: Path) -> None:
     def change(header: dict[str, dict[str, object]]) -> None:
-        names = sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"][0])
+        names = sorted(
+            (name for name in header if name != "__metadata__"),
+            key=lambda n: header[n]["data_offsets"][0],
+        )
         for name in names[1:2]:
             begin, end = header[name]["data_offsets"]
             header[name]["data_offsets"] = [begin - 2, end - 2]
@@ -78,16 +85,23 @@ def hole(source: Path) -> None:
 
 
 def unknown_dtype(source: Path) -> None:
-    rewrite_header(source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(dtype="BF17"))
+    rewrite_header(
+        source / FIRST,
+        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(dtype="BF17"),
+    )
 
 
 def wrong_shape(source: Path) -> None:
-    rewrite_header(source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[512, 127]))
+    rewrite_header(
+        source / FIRST,
+        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[512, 127]),
+    )
 
 
 def boolean_shape(source: Path) -> None:
     rewrite_header(
-        source / FIRST, lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[True, 65536])
+        source / FIRST,
+        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[True, 65536]),
     )
 
 
@@ -141,13 +155,17 @@ def config_not_json(source: Path) -> None:
 
 def not_finite(source: Path) -> None:
     tensors = load_file(source / SECOND)
-    tensors["model.layers.4.mlp.up_proj.weight"][3, 5:8] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    tensors["model.layers.4.mlp.up_proj.weight"][3, 5:8] = torch.tensor(
+        [float("nan"), float("inf"), float("-inf")]
+    )
     save_file(tensors, source / SECOND)
 
 
 def float64_weight(source: Path) -> None:
     tensors = load_file(source / SECOND)
-    tensors["model.layers.4.mlp.up_proj.weight"] = tensors["model.layers.4.mlp.up_proj.weight"].double()
+    tensors["model.layers.4.mlp.up_proj.weight"] = tensors[
+        "model.layers.4.mlp.up_proj.weight"
+    ].double()
     save_file(tensors, source / SECOND)
 
 
@@ -158,7 +176,9 @@ def float64_config(source: Path) -> None:
 
 def already_quantized(source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    (source / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
+    )
 
 
 DAMAGES = [
@@ -168,31 +188,50 @@ DAMAGES = [
     ),
     (
         cut_into_header,
-        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; the download is incomplete",
+        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; the download is "
+        f"incomplete",
     ),
-    (empty_file, f"{SECOND}: 0 bytes, too short for a safetensors file; the download is incomplete"),
-    (huge_header, f"{FIRST}: claims a header of 1,099,511,627,776 bytes; this is not a safetensors file"),
+    (
+        empty_file,
+        f"{SECOND}: 0 bytes, too short for a safetensors file; the download is incomplete",
+    ),
+    (
+        huge_header,
+        f"{FIRST}: claims a header of 1,099,511,627,776 bytes; this is not a safetensors file",
+    ),
     (overlap, rf"{FIRST}: model\S+: its bytes overlap those of model\S+"),
     (hole, rf"{FIRST}: model\S+: 128 unused bytes before it"),
-    (unknown_dtype, f"{FIRST}: model.layers.1.mlp.up_proj.weight: unknown dtype 'BF17'; a newer nf4conv may know it"),
+    (
+        unknown_dtype,
+        f"{FIRST}: model.layers.1.mlp.up_proj.weight: unknown dtype 'BF17'; a newer nf4conv may "
+        f"know it",
+    ),
     (
         wrong_shape,
-        rf"{FIRST}: model.layers.1.mlp.up_proj.weight: 131,072 bytes, expected 130,048 for \[512, 127\] BF16",
+        rf"{FIRST}: model.layers.1.mlp.up_proj.weight: 131,072 bytes, expected 130,048 for \[512, "
+        rf"127\] BF16",
     ),
     (boolean_shape, rf"{FIRST}: model.layers.1.mlp.up_proj.weight: \[True, 65536\] is not a shape"),
     (header_not_json, f"{FIRST}: the safetensors header is malformed: .*"),
     (
         missing_shard,
-        rf"model.safetensors.index.json: model\S+: the shard {SECOND} is missing; the download is incomplete",
+        rf"model.safetensors.index.json: model\S+: the shard {SECOND} is missing; the download is "
+        rf"incomplete",
     ),
     (
         index_outside,
-        r"index.json: model.layers.5.mlp.up_proj.weight: '../elsewhere.safetensors' is outside the folder",
+        r"index.json: model.layers.5.mlp.up_proj.weight: '../elsewhere.safetensors' is outside "
+        r"the folder",
     ),
-    (index_absolute, r"model.safetensors.index.json: model.layers.5.mlp.up_proj.weight: '/\S+' is outside the folder"),
+    (
+        index_absolute,
+        r"model.safetensors.index.json: model.layers.5.mlp.up_proj.weight: '/\S+' is outside the "
+        r"folder",
+    ),
     (
         index_wrong,
-        f"{FIRST}: model.layers.5.mlp.up_proj.weight: the index places this tensor here, but the file lacks it",
+        f"{FIRST}: model.layers.5.mlp.up_proj.weight: the index places this tensor here, but the "
+        f"file lacks it",
     ),
     (index_not_json, "model.safetensors.index.json: not JSON: .*"),
     (index_without_map, "model.safetensors.index.json: has no weight_map"),
@@ -200,27 +239,33 @@ DAMAGES = [
     (config_not_json, "config.json: not JSON: .*"),
     (
         not_finite,
-        f"{SECOND}: model.layers.4.mlp.up_proj.weight: 3 of 65,536 values are NaN or infinite; repair the checkpoint, "
+        f"{SECOND}: model.layers.4.mlp.up_proj.weight: 3 of 65,536 values are NaN or infinite; "
+        f"repair the checkpoint, "
         "or leave such tensors unquantized: --non-finite keep",
     ),
     (
         float64_config,
-        "config.json: float64 is not a dtype that can be packed; give --dtype bfloat16, float16, float32",
+        "config.json: float64 is not a dtype that can be packed; give --dtype bfloat16, float16, "
+        "float32",
     ),
     (
         float64_weight,
-        f"{SECOND}: model.layers.4.mlp.up_proj.weight: float64 cannot be packed; say what to cast it to: "
+        f"{SECOND}: model.layers.4.mlp.up_proj.weight: float64 cannot be packed; say what to cast "
+        f"it to: "
         "--dtype bfloat16, float16, float32",
     ),
     (
         already_quantized,
-        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit integers, which "
+        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit "
+        "integers, which "
         "would lose precision a second time",
     ),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@pytest.mark.parametrize(
+    ("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES]
+)
 def test_a_damaged_source_is_refused(tmp_path, damage, message):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     damage(source)
@@ -237,9 +282,13 @@ def test_a_damaged_source_is_refused(tmp_path, damage, message):
         ("empty", "neither safetensors weights nor a pytorch_model.bin in it"),
         (
             "llama.cpp",
-            "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which are not read",
+            "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which "
+            "are not read",
         ),
-        ("loose", "2 safetensors files, but neither model.safetensors nor an index that names them"),
+        (
+            "loose",
+            "2 safetensors files, but neither model.safetensors nor an index that names them",
+        ),
         ("note.txt", "neither a .safetensors file nor a torch pickle"),
     ],
 )
@@ -257,14 +306,19 @@ def test_a_source_that_is_no_checkpoint_is_refused(tmp_path, name, message):
 def test_one_shard_of_several_is_refused(tmp_path):
     source = write_source(tmp_path / "source")
     line = refused(quantize(source / FIRST, tmp_path / "out"))
-    assert line.endswith("one shard of those that model.safetensors.index.json lists; give the folder")
+    assert line.endswith(
+        "one shard of those that model.safetensors.index.json lists; give the folder"
+    )
 
 
 def test_an_output_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("irreplaceable")
-    assert refused(quantize(source, out)) == f"{out}: exists and is not empty; choose another folder, or --overwrite"
+    assert (
+        refused(quantize(source, out))
+        == f"{out}: exists and is not empty; choose another folder, or --overwrite"
+    )
     line = refused(quantize(source, out, "--overwrite"))
     assert line == f"{out}: does not look like a checkpoint, so --overwrite will not delete it"
     assert contents(out) == {"thesis.txt": b"irreplaceable"}
@@ -300,15 +354,23 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096"),
+        (
+            ["--blocksize", "100"],
+            "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096",
+        ),
         (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
-        (["--include", "*norm*"], "no tensor of this checkpoint would be packed; --dry-run shows why each is kept"),
+        (
+            ["--include", "*norm*"],
+            "no tensor of this checkpoint would be packed; --dry-run shows why each is kept",
+        ),
     ],
     ids=["blocksize", "device", "nothing left"],
 )
 def test_options_that_cannot_be_met_are_refused(tmp_path, option, message):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    result = CliRunner().invoke(main, ["quantize", str(source), str(out), "--device", "cpu", *option])
+    result = CliRunner().invoke(
+        main, ["quantize", str(source), str(out), "--device", "cpu", *option]
+    )
     assert refused(result).endswith(message)
     assert not (out / "config.json").exists()
 
@@ -339,7 +401,10 @@ def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch
     monkeypatch.chdir(here)
     result = quantize(source and tmp_path / source, out and tmp_path / out, "--overwrite")
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1] == f"Error: Invalid value for '{'SRC' if out else 'OUT'}': is empty"
+    assert (
+        result.stderr.splitlines()[-1]
+        == f"Error: Invalid value for '{'SRC' if out else 'OUT'}': is empty"
+    )
     assert contents(here) == {"model.safetensors": b"another checkpoint"}
 
 
@@ -354,7 +419,11 @@ def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
 def test_a_dry_run_shows_why_nothing_would_be_packed(tmp_path):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     line = refused(quantize(source, out, "--include", "*norm*"))
-    assert line == f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is kept"
+    assert (
+        line
+        == f"{source}: no tensor of this checkpoint would be packed; --dry-run shows why each is "
+        f"kept"
+    )
     result = quantize(source, out, "--include", "*norm*", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "not included by the user" in result.stdout
@@ -367,4 +436,6 @@ def test_a_checkpoint_of_empty_tensors(tmp_path):
     source.mkdir()
     save_file({"a.weight": torch.zeros(0, 64)}, source / "model.safetensors")
     assert quantize(source, tmp_path / "out", "--dry-run").exit_code == 0
-    assert "no tensor of this checkpoint would be packed" in refused(quantize(source, tmp_path / "out"))
+    assert "no tensor of this checkpoint would be packed" in refused(
+        quantize(source, tmp_path / "out")
+    )

@@ -1,4 +1,6 @@
-"""`dequantize` without torch against bitsandbytes, and against the engine with torch: same values. Needs a GPU."""
+"""`dequantize` without torch against bitsandbytes, and against the engine with torch: same values.
+Needs a GPU.
+"""
 
 import subprocess
 import sys
@@ -15,8 +17,8 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
-from nf4conv.pipeline.engines import writing_engine
-from nf4conv.pipeline.without_torch.worker import CudaEngine
+from nf4conv.run.engines import writing_engine
+from nf4conv.run.without_torch.worker import CudaEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +47,11 @@ def packed_checkpoint(folder: Path, dtype: torch.dtype, **options: Any) -> dict[
 
 
 def parts_of(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {key.removeprefix(f"{name}."): part for key, part in stored.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): part
+        for key, part in stored.items()
+        if key.startswith(f"{name}.")
+    }
 
 
 def is_bare(source: Path, options: DequantizeOptions | None = None) -> bool:
@@ -61,14 +67,17 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize(
-    ("quant_type", "blocksize"), [("nf4", 64), ("fp4", 64), ("nf4", 32), ("nf4", 4096), ("fp4", 512)]
+    ("quant_type", "blocksize"),
+    [("nf4", 64), ("fp4", 64), ("nf4", 32), ("nf4", 4096), ("fp4", 512)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double_quant):
     import bitsandbytes.functional as bnb
 
     source = tmp_path / "source"
-    stored = packed_checkpoint(source, dtype, quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
+    stored = packed_checkpoint(
+        source, dtype, quant_type=quant_type, blocksize=blocksize, double_quant=double_quant
+    )
     assert is_bare(source)
     report = dequantize_checkpoint(source, tmp_path / "out", None, GPU)
     assert report.decoded == len(SHAPES)
@@ -86,7 +95,8 @@ def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
     assert is_bare(tmp_path / "source")  # compiles them
     program = (
         "import sys\nfrom nf4conv.cli import main\n"
-        f"main(['dequantize', {str(tmp_path / 'source')!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
+        f"main(['dequantize', {str(tmp_path / 'source')!r}, {str(tmp_path / 'out')!r}], "
+        f"standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -104,7 +114,9 @@ def test_the_smallest_buffers(tmp_path, blocksize):
         same_bits(written[name], expected)
 
 
-@pytest.mark.parametrize("variant", ["float storage", "a row", "parts in another shard", "a map of its own"])
+@pytest.mark.parametrize(
+    "variant", ["float storage", "a row", "parts in another shard", "a map of its own"]
+)
 def test_variants(tmp_path, variant):
     name = "model.layers.0.mlp.up_proj.weight"
     weight = torch.randn(256, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -137,7 +149,9 @@ def test_thousands_of_small_weights(tmp_path):
     written = load_file(tmp_path / "out/model.safetensors")
     assert len(written) == 3000
     for name, found in written.items():
-        same_bits(found, dequantize_4bit(stored[name], QuantState.from_components(parts_of(stored, name))))
+        same_bits(
+            found, dequantize_4bit(stored[name], QuantState.from_components(parts_of(stored, name)))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -1,5 +1,6 @@
-"""The codec against the installed bitsandbytes on the CPU: equal where its CPU arithmetic is that of its CUDA kernels,
-and every difference explained where it is not (docs/format.md lists how the two differ).
+"""The codec against the installed bitsandbytes on the CPU: equal where its CPU arithmetic is that
+of its CUDA kernels, and every difference explained where it is not (docs/format.md lists how the
+two differ).
 """
 
 import bitsandbytes as bnb
@@ -43,13 +44,17 @@ def ranks(codes: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
 
 def explained(
-    weight: torch.Tensor, absmax: torch.Tensor, ours: torch.Tensor, others: torch.Tensor, codebook: Codebook
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    ours: torch.Tensor,
+    others: torch.Tensor,
+    codebook: Codebook,
 ) -> torch.Tensor:
     """Which pairs of differing codes come from one of bitsandbytes' known deviations on the CPU.
 
-    Two codes of an FP4 zero; or neighbours, the quotient lying between the cut of the CUDA kernels and the plain
-    float32 midpoint of the values, both included. The quotient is the product with the reciprocal, or in a partial
-    last block perhaps the true one.
+    Two codes of an FP4 zero; or neighbours, the quotient lying between the cut of the CUDA kernels
+    and the plain float32 midpoint of the values, both included. The quotient is the product with
+    the reciprocal, or in a partial last block perhaps the true one.
     """
     values = torch.tensor([codebook.values[code] for code in codebook.ranks])
     midpoints = (values[:-1] + values[1:]) / 2
@@ -84,7 +89,9 @@ def test_every_differing_code_is_explained(quant_type, dtype, elements, blocksiz
 
 
 def test_fp4_differs_by_the_sign_of_zero():
-    """The CPU calls small positive numbers minus zero and small negative ones zero; CUDA the reverse."""
+    """The CPU calls small positive numbers minus zero and small negative ones zero; CUDA the
+    reverse.
+    """
     weight = torch.tensor([1.0, 1e-4, -1e-4, 0.0]).repeat(16)
     assert nibbles(quantize_4bit(weight, "fp4", 64, False)[0])[:4].tolist() == [3, 0, 8, 0]
     assert nibbles(theirs(weight, "fp4")[0])[:4].tolist() == [3, 8, 0, 0]
@@ -97,7 +104,9 @@ def test_zero_blocks_differ_in_code_and_not_in_value():
     assert set(packed.view(-1).tolist()) == {0x00}
     assert set(other.view(-1).tolist()) == {0x77}
     assert torch.equal(state.absmax, other_state.absmax)
-    assert torch.equal(dequantize_4bit(packed, state), functional.dequantize_4bit(other, other_state).view(-1))
+    assert torch.equal(
+        dequantize_4bit(packed, state), functional.dequantize_4bit(other, other_state).view(-1)
+    )
 
 
 @pytest.mark.parametrize("blocks", [100, 4096, 70_000])
@@ -125,7 +134,9 @@ def test_decoded_values_are_equal(quant_type, dtype, nested, shape):
     decoded = dequantize_4bit(packed, state)
     assert decoded.dtype == expected.dtype
     assert decoded.shape == expected.shape
-    assert torch.equal(decoded, expected)  # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
+    assert torch.equal(
+        decoded, expected
+    )  # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
     signed = expected != 0
     assert torch.equal(decoded.view(INTEGER[dtype])[signed], expected.view(INTEGER[dtype])[signed])
 
@@ -155,13 +166,17 @@ def test_they_accept_our_components(quant_type, dtype, nested):
     assert torch.equal(functional.dequantize_4bit(packed, read), dequantize_4bit(packed, state))
     parameter = bnb.nn.Params4bit.from_prequantized(packed, parts, device="cpu")
     assert torch.equal(
-        functional.dequantize_4bit(parameter.data, parameter.quant_state), dequantize_4bit(packed, state)
+        functional.dequantize_4bit(parameter.data, parameter.quant_state),
+        dequantize_4bit(packed, state),
     )
 
 
 @quant_types
 def test_code_values_are_theirs(quant_type):
-    assert torch.equal(torch.tensor(CODEBOOKS[quant_type].values), functional.get_4bit_type(quant_type, device="cpu"))
+    assert torch.equal(
+        torch.tensor(CODEBOOKS[quant_type].values),
+        functional.get_4bit_type(quant_type, device="cpu"),
+    )
 
 
 def test_dynamic_map_is_theirs():

@@ -57,11 +57,14 @@ def test_of_a_model_on_the_hub(hub: Hub, tmp_path: Path):
 
 def test_sizes_are_those_on_disk(tmp_path: Path):
     source = write_source(tmp_path / "source")
-    report = quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), CPU)
+    report = quantize_checkpoint(
+        source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), CPU
+    )
     _, body = parts(tmp_path / "out")
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert (
-        f"{report.bytes_before / 1e6:,.2f} MB → {on_disk / 1e6:,.2f} MB, {report.bits_per_parameter:.2f} bits" in body
+        f"{report.bytes_before / 1e6:,.2f} MB → {on_disk / 1e6:,.2f} MB, "
+        f"{report.bits_per_parameter:.2f} bits" in body
     )
     assert f"{report.packed} weights" in body
 
@@ -76,7 +79,9 @@ def test_sizes_are_those_on_disk(tmp_path: Path):
         "---\n{: broken\n---\n",
         "---\nlicense: {a: mapping}\nlanguage: 7\ntags: one\n---\n",
         "---\n"
-        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(12))
+        + "".join(
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(12)
+        )
         + "---\n",
         "---\ntags: !!python/object/apply:os.system ['true']\n---\n",
     ],
@@ -95,7 +100,9 @@ def test_any_card_of_the_source_is_survived(tmp_path: Path, card: str):
 def test_an_interrupted_run_writes_the_same_card(tmp_path: Path):
     source = write_source(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "once", None, CPU)
-    quantize_checkpoint(source, tmp_path / "again", None, RunOptions(device="cpu", workers=3, buffer_size=1))
+    quantize_checkpoint(
+        source, tmp_path / "again", None, RunOptions(device="cpu", workers=3, buffer_size=1)
+    )
     assert (tmp_path / "once/README.md").read_bytes() == (tmp_path / "again/README.md").read_bytes()
 
 
@@ -122,7 +129,9 @@ def test_the_config_or_the_user_says_what_the_original_is(tmp_path: Path):
     assert front["base_model"] == "some-org/Original"
     assert body.lstrip().startswith("# Original in 4 bits\n")
     assert "--source some-org/Original" in body
-    again, _ = named(tmp_path / "again", {"_name_or_path": "some-org/Original"}, base_model="me/Mine")
+    again, _ = named(
+        tmp_path / "again", {"_name_or_path": "some-org/Original"}, base_model="me/Mine"
+    )
     assert again["base_model"] == "me/Mine"
 
 
@@ -136,7 +145,13 @@ def test_the_author_s_text_is_kept_below_ours(tmp_path: Path):
 def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
     """The scheduler/ of a pipeline is, see test_diffusers.py."""
     source = write_source(tmp_path / "source")
-    leftovers = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"}
+    leftovers = {
+        "trainer_state.json",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "training_args.bin",
+    }
     for name in leftovers:
         (source / name).write_bytes(b"x")
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
@@ -147,8 +162,10 @@ def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "files", "code"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, (), 'AutoModelForCausalLM.from_pretrained("X", device_map="auto")'),
-        ({"architectures": ["GPT2LMHeadModel"]}, (), 'AutoModelForCausalLM.from_pretrained("X", device_map="auto")'),
+        ({"architectures": ["LlamaForCausalLM"]}, (), 'AutoModelForCausalLM.from_pretrained("X", '
+                                                      'device_map="auto")'),
+        ({"architectures": ["GPT2LMHeadModel"]}, (), 'AutoModelForCausalLM.from_pretrained("X", '
+                                                     'device_map="auto")'),
         ({"architectures": ["BertModel"]}, ("modules.json",), 'SentenceTransformer("X")'),
         ({"architectures": ["BertModel"]}, (), 'AutoModel.from_pretrained("X", device_map="auto")'),
         (

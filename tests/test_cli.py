@@ -30,7 +30,9 @@ from nf4conv.report.text import inspection_lines, plan_lines, progress
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nf4conv", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
 
 
 def test_help_is_there_at_once():
@@ -40,7 +42,9 @@ def test_help_is_there_at_once():
         before = os.times()
         assert run("--help").returncode == 0
         after = os.times()
-        seconds.append(sum(after[2:4]) - sum(before[2:4]))  # of the processor, which other programs do not lengthen
+        seconds.append(
+            sum(after[2:4]) - sum(before[2:4])
+        )  # of the processor, which other programs do not lengthen
     assert min(seconds) < 2 * unit(), statistics.median(seconds)
 
 
@@ -57,13 +61,19 @@ def test_every_option_has_a_sentence_and_a_group(name):
     shown = CliRunner().invoke(main, [name, "--help"], terminal_width=100).stdout
     for parameter in main.commands[name].params:
         if isinstance(parameter, click.Option):
-            assert re.fullmatch(r"[A-Z].+[.](  \[default: .+\])?", str(parameter.help)), parameter.name
-            assert all(spelling in shown for spelling in parameter.opts if spelling.startswith("--")), parameter.name
+            assert re.fullmatch(r"[A-Z].+[.](  \[default: .+\])?", str(parameter.help)), (
+                parameter.name
+            )
+            assert all(
+                spelling in shown for spelling in parameter.opts if spelling.startswith("--")
+            ), parameter.name
 
 
 def test_commands_are_listed_in_the_order_of_use():
     listed = re.findall(
-        r"^  (\w+)  ", CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2], re.MULTILINE
+        r"^  (\w+)  ",
+        CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2],
+        re.MULTILINE,
     )
     assert listed[:6] == ["inspect", "quantize", "verify", "compare", "evaluate", "dequantize"]
     assert set(listed) == set(main.commands)
@@ -74,7 +84,9 @@ def test_defaults_are_those_of_the_python_functions():
     with command.make_context("quantize", ["SRC", "OUT"]) as context:
         parsed = context.params
     for home in (QuantizeOptions(), RunOptions()):
-        assert {name: parsed[name] for name in home.__dataclass_fields__} == dataclasses.asdict(home)
+        assert {name: parsed[name] for name in home.__dataclass_fields__} == dataclasses.asdict(
+            home
+        )
 
 
 def test_json_is_all_that_stdout_gets(tmp_path):
@@ -84,12 +96,23 @@ def test_json_is_all_that_stdout_gets(tmp_path):
     report = json.loads(done.stdout)
     assert (report["packed"], report["copied"], report["device"]) == (12, 7, "cpu")
     files = contents(tmp_path / "out")
-    assert report["bytes_after"] == sum(len(raw) for name, raw in files.items() if name.endswith(".safetensors"))
-    assert report["bits_per_parameter"] == pytest.approx(8 * report["bytes_after"] / report["parameters"])
+    assert report["bytes_after"] == sum(
+        len(raw) for name, raw in files.items() if name.endswith(".safetensors")
+    )
+    assert report["bits_per_parameter"] == pytest.approx(
+        8 * report["bytes_after"] / report["parameters"]
+    )
 
 
 def test_quiet_says_nothing(tmp_path):
-    done = run("quantize", write_source(tmp_path / "source"), tmp_path / "out", "--quiet", "--device", "cpu")
+    done = run(
+        "quantize",
+        write_source(tmp_path / "source"),
+        tmp_path / "out",
+        "--quiet",
+        "--device",
+        "cpu",
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -101,18 +124,23 @@ def test_summary(tmp_path):
     )  # no bar where no terminal is; lines if it is slow
     first, second, third, load, push = done.stdout.splitlines()
     assert first == f"{tmp_path / 'out'}: 12 weights packed, 7 tensors kept"
-    sizes = (
-        r"869.12 kB → \d+.\d+ kB \(\d.\d\dx, \d+.\d\d bits per parameter\), about 50\d.\d\d MB of GPU memory to load"
-    )
+    sizes = r"869.12 kB → \d+.\d+ kB \(\d.\d\dx, \d+.\d\d bits per parameter\), about 50\d.\d\d MB of GPU memory to load"
     assert re.fullmatch(sizes, second), second
-    assert re.fullmatch(r"\d+.\d s on cpu, \d+.\d\d GB/s \(all workers: .*read \d.\d s.*\)", third), third
-    assert load == f'load: AutoModelForCausalLM.from_pretrained("{tmp_path / "out"}", device_map="auto")'
+    assert re.fullmatch(
+        r"\d+.\d s on cpu, \d+.\d\d GB/s \(all workers: .*read \d.\d s.*\)", third
+    ), third
+    assert (
+        load
+        == f'load: AutoModelForCausalLM.from_pretrained("{tmp_path / "out"}", device_map="auto")'
+    )
     assert push == f"push: hf upload YOUR_NAME/out {tmp_path / 'out'} ."
 
 
 def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path):
     source = write_source(tmp_path / "source")
-    result = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run", "--json"])
+    result = CliRunner().invoke(
+        main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run", "--json"]
+    )
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
     assert len(plan["tensors"]) == 19
@@ -121,35 +149,49 @@ def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path)
     assert sum(row["bytes_before"] for row in plan["tensors"]) == plan["totals"]["bytes_before"]
     assert plan["config"]["quantization_config"]["quant_method"] == "bitsandbytes"
     assert not (tmp_path / "out").exists()
-    text = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run"]).stdout
+    text = (
+        CliRunner()
+        .invoke(main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run"])
+        .stdout
+    )
     assert "12 weights packed, 7 tensors kept, 1 files" in text
 
 
 def test_the_plan_s_size_is_the_result_s_but_for_a_few_digits(tmp_path):
     source = write_source(tmp_path / "source")
-    planned = json.loads(run("quantize", source, tmp_path / "out", "--dry-run", "--json").stdout)["totals"][
-        "bytes_after"
-    ]
-    written = json.loads(run("quantize", source, tmp_path / "out", "--json", "--device", "cpu").stdout)["bytes_after"]
+    planned = json.loads(run("quantize", source, tmp_path / "out", "--dry-run", "--json").stdout)[
+        "totals"
+    ]["bytes_after"]
+    written = json.loads(
+        run("quantize", source, tmp_path / "out", "--json", "--device", "cpu").stdout
+    )["bytes_after"]
     assert planned - 12 * 8 <= written <= planned
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("77 B", 77)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("77 B", 77)]
+)
 def test_sizes(text, size):
     assert Size().convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("text", ["5 giraffes", "-1GB", "0GB", "GB", "", "5"])
 def test_sizes_that_are_none(tmp_path, text):
-    result = CliRunner().invoke(main, ["quantize", str(tmp_path), str(tmp_path), "--max-shard-size", text])
+    result = CliRunner().invoke(
+        main, ["quantize", str(tmp_path), str(tmp_path), "--max-shard-size", text]
+    )
     assert result.exit_code == 2
     assert "--max-shard-size" in result.stderr
     assert ("needs a unit, such as 5GB" in result.stderr) == (text == "5")
 
 
-@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
 def test_short_names_of_dtypes(short, dtype):
-    with main.commands["quantize"].make_context("quantize", ["SRC", "OUT", "--dtype", short]) as context:
+    with main.commands["quantize"].make_context(
+        "quantize", ["SRC", "OUT", "--dtype", short]
+    ) as context:
         assert context.params["dtype"] == dtype
 
 
@@ -173,7 +215,15 @@ def test_an_option_that_would_be_ignored_is_refused(tmp_path, options, said):
 
 def test_a_pattern_that_matches_nothing_is_named(tmp_path):
     source = write_source(tmp_path / "source")
-    patterns = ["--exclude", "*up_prj*", "--exclude", "*q_proj*", "--skip-modules", "model.layers.77", "--dry-run"]
+    patterns = [
+        "--exclude",
+        "*up_prj*",
+        "--exclude",
+        "*q_proj*",
+        "--skip-modules",
+        "model.layers.77",
+        "--dry-run",
+    ]
     shown = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), *patterns])
     notes = [line for line in shown.stdout.splitlines() if line.startswith("Note: --")]
     assert notes == [
@@ -189,7 +239,11 @@ def test_completion(shell):
 
 
 def test_paths_are_completed():
-    words = {"COMP_WORDS": "nf4conv quantize ./Ll", "COMP_CWORD": "2", "_NF4CONV_COMPLETE": "bash_complete"}
+    words = {
+        "COMP_WORDS": "nf4conv quantize ./Ll",
+        "COMP_CWORD": "2",
+        "_NF4CONV_COMPLETE": "bash_complete",
+    }
     assert run(**words).stdout.strip() == "file,./Ll"
     words |= {"COMP_WORDS": "nf4conv quantize ./Llama ./o", "COMP_CWORD": "3"}
     assert run(**words).stdout.strip() == "dir,./o"
@@ -200,7 +254,10 @@ def test_env_says_who_would_compute():
     assert found["packages"]["torch"] == version("torch")
     assert found["engine"].startswith("CUDA kernels" if torch.cuda.is_available() else "CPU code: ")
     lines = run("env").stdout.splitlines()
-    assert f"nf4conv{nf4conv.__version__:>18}" in lines[0] or lines[0].split() == ["nf4conv", nf4conv.__version__]
+    assert f"nf4conv{nf4conv.__version__:>18}" in lines[0] or lines[0].split() == [
+        "nf4conv",
+        nf4conv.__version__,
+    ]
 
 
 @pytest.mark.parametrize("command", ["quantize", "verify", "compare", "inspect", "env"])
@@ -234,13 +291,19 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
 
 
 def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str, list[str]]:
-    """Exit code, what the command wrote, and each state of its lines, without the codes that move the cursor."""
+    """Exit code, what the command wrote, and each state of its lines, without the codes that move
+    the cursor.
+    """
     program, terminal = pty.fork()
     if program == 0:
         unwanted = ("HF_HUB_DISABLE_PROGRESS_BARS", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in unwanted}
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-        os.execve(sys.executable, [sys.executable, "-m", "nf4conv", *arguments], environment | {"TERM": "xterm"})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "nf4conv", *arguments],
+            environment | {"TERM": "xterm"},
+        )
     written = b""
     with contextlib.suppress(OSError):  # which Linux gives at the end
         while part := os.read(terminal, 2**16):
@@ -251,7 +314,9 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str, list[str]]:
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(tmp_path, monkeypatch, columns):
+def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(
+    tmp_path, monkeypatch, columns
+):
     monkeypatch.chdir(tmp_path)
     write_source(tmp_path / "source", layers=24)
     for verb, arguments in (
@@ -263,7 +328,9 @@ def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(tmp_path
         code, text, states = on_a_terminal(columns, *arguments)
         assert code == 0, text
         to_be_copied = ("load:", "push:")
-        assert not [line for line in states if len(line) > columns and not line.startswith(to_be_copied)]
+        assert not [
+            line for line in states if len(line) > columns and not line.startswith(to_be_copied)
+        ]
         assert f"{verb}: " in text
         bars = [line for line in states if "B/s]" in line]
         assert bool(bars) == bool(verb)
@@ -272,7 +339,9 @@ def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(tmp_path
         assert shares == sorted(shares)
 
 
-def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_and_then(capsys, monkeypatch):
+def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_and_then(
+    capsys, monkeypatch
+):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     clock = iter([0.0, 10.0, 31.0, 40.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
@@ -284,11 +353,11 @@ def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_a
 
 def test_no_color():
     colored = CliRunner().invoke(main, ["quantize", "missing", "out"], color=True)
-    plain = CliRunner().invoke(main, ["quantize", "missing", "out"], color=True, env={"NO_COLOR": "1"})
-    assert "\x1b[" in colored.stderr
-    said = (
-        "Error: missing: no such file or folder; models on the Hub are named org/name, such as openai-community/gpt2\n"
+    plain = CliRunner().invoke(
+        main, ["quantize", "missing", "out"], color=True, env={"NO_COLOR": "1"}
     )
+    assert "\x1b[" in colored.stderr
+    said = "Error: missing: no such file or folder; models on the Hub are named org/name, such as openai-community/gpt2\n"
     assert plain.stderr == said
 
 
@@ -296,7 +365,8 @@ def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
     source = write_source(tmp_path / "source")
     name = "model.norm\n\x1b[2J\x9b\u202e.weight"
     save_file(
-        {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64), name: torch.ones(4)}, source / "model.safetensors"
+        {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64), name: torch.ones(4)},
+        source / "model.safetensors",
     )
     shown = CliRunner().invoke(main, ["quantize", str(source), "out", "--dry-run"])
     assert shown.exit_code == 0
@@ -311,12 +381,16 @@ def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
 
 
 def test_an_output_without_arrows_does_not_fail_the_run(tmp_path):
-    done = run("quantize", write_source(tmp_path / "source"), tmp_path / "out", PYTHONIOENCODING="latin-1")
+    done = run(
+        "quantize", write_source(tmp_path / "source"), tmp_path / "out", PYTHONIOENCODING="latin-1"
+    )
     assert done.returncode == 0, done.stderr
     assert "869.12 kB \\u2192 " in done.stdout
 
 
 def test_a_reader_that_leaves_early_is_no_error_worth_a_traceback(tmp_path):
     command = f"{sys.executable} -m nf4conv quantize {write_source(tmp_path / 'source')} out --dry-run | true"
-    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) in [(0, ""), (141, "")]

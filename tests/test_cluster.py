@@ -16,7 +16,9 @@ from nf4conv.options import QuantizeOptions, RunOptions
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+FILES = dict(
+    re.findall(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+)
 SMALL = ["--max-shard-size", "60kB", "--device", "cpu"]
 
 
@@ -41,11 +43,17 @@ def environment(tmp_path: Path, source: Path) -> dict[str, str]:
     program = f"{sys.executable} -m nf4conv"
     small = shlex.join(SMALL)
     (commands / "nf4conv").write_text(
-        f'#!/bin/sh\nif [ "$1" = quantize ]; then exec {program} "$@" {small}; fi\nexec {program} "$@"\n'
+        f'#!/bin/sh\nif [ "$1" = quantize ]; then exec {program} "$@" {small}; fi\nexec {program} '
+        f'"$@"\n'
     )
     (commands / "nf4conv").chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "SRC": str(source), "OUT": str(tmp_path / "out")}
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "SRC": str(source),
+        "OUT": str(tmp_path / "out"),
+    }
 
 
 def write_files(folder: Path) -> None:
@@ -53,8 +61,12 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+def run(
+    command: list[str], environment: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.skipif("TEST_SLURM" not in os.environ, reason="make test-slurm")
@@ -69,7 +81,9 @@ def test_slurm(tmp_path: Path, environment: dict[str, str], single: dict[str, by
 
 
 @pytest.mark.skipif("TEST_SLURM" not in os.environ, reason="make test-slurm")
-def test_some_tasks_of_a_slurm_array_again(tmp_path: Path, environment: dict[str, str], single: dict[str, bytes]):
+def test_some_tasks_of_a_slurm_array_again(
+    tmp_path: Path, environment: dict[str, str], single: dict[str, bytes]
+):
     write_files(tmp_path)
     again = "NF4CONV_PARTS=3 sbatch --wait --array=0,2 quantize.sbatch; ! nf4conv finish $OUT && "
     again += "NF4CONV_PARTS=3 sbatch --wait --array=1 quantize.sbatch && nf4conv finish $OUT"
@@ -80,7 +94,9 @@ def test_some_tasks_of_a_slurm_array_again(tmp_path: Path, environment: dict[str
 
 
 def test_kubernetes(tmp_path: Path, environment: dict[str, str], single: dict[str, bytes]):
-    """What the containers run, as the controller of indexed jobs has it run, with a finish that came too early."""
+    """What the containers run, as the controller of indexed jobs has it run, with a finish that
+    came too early.
+    """
     parts, finish = (yaml.safe_load(FILES[name])["spec"] for name in ("parts.yaml", "finish.yaml"))
     (part,), (last,) = (job["template"]["spec"]["containers"] for job in (parts, finish))
     count = parts["completions"]
@@ -89,7 +105,9 @@ def test_kubernetes(tmp_path: Path, environment: dict[str, str], single: dict[st
     places = {"/shared/model": environment["SRC"], "/shared/model-nf4": environment["OUT"]}
 
     def start(container: dict[str, list[str]], **more: str) -> subprocess.CompletedProcess[str]:
-        return run([places.get(word, word) for word in container["command"]], environment | more, tmp_path)
+        return run(
+            [places.get(word, word) for word in container["command"]], environment | more, tmp_path
+        )
 
     assert start(last).returncode == 2
     environment["NF4CONV_PARTS"] = "3"  # fewer than the page has, for the sake of time

@@ -1,4 +1,6 @@
-"""The constants, held against the decimals they were made of and against arithmetic done twice over."""
+"""The constants, held against the decimals they were made of and against arithmetic done twice
+over.
+"""
 
 import hashlib
 import struct
@@ -25,16 +27,27 @@ def bits(value: float) -> str:
 
 
 def rounded_once(decimal: str) -> float:
-    """The float32 nearest to a decimal, the even one of two that are as near: what nvcc makes of the literal."""
+    """The float32 nearest to a decimal, the even one of two that are as near: what nvcc makes of
+    the literal.
+    """
     exact = Fraction(decimal)
     guess = np.float32(decimal)
     nearby = [np.nextafter(guess, np.float32(-2)), guess, np.nextafter(guess, np.float32(2))]
-    return float(min(nearby, key=lambda value: (abs(Fraction(float(value)) - exact), value.view(np.uint32) & 1)))
+    return float(
+        min(
+            nearby,
+            key=lambda value: (abs(Fraction(float(value)) - exact), value.view(np.uint32) & 1),
+        )
+    )
 
 
-@pytest.mark.parametrize(("codebook", "literals"), [(NF4, NF4_LITERALS), (FP4, FP4_LITERALS)], ids=["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("codebook", "literals"), [(NF4, NF4_LITERALS), (FP4, FP4_LITERALS)], ids=["nf4", "fp4"]
+)
 def test_cuts_are_the_literals_rounded_once(codebook, literals):
-    assert [bits(cut) for cut in codebook.cuts] == [bits(rounded_once(literal)) for literal in literals.split()]
+    assert [bits(cut) for cut in codebook.cuts] == [
+        bits(rounded_once(literal)) for literal in literals.split()
+    ]
 
 
 def test_four_nf4_literals_round_differently_by_way_of_float64():
@@ -84,4 +97,7 @@ def test_dynamic_map_is_seven_decades_of_midpoints():
 
 def test_dynamic_map_has_the_published_digest():
     stored = struct.pack("<256f", *DYNAMIC_MAP)
-    assert hashlib.sha256(stored).hexdigest() == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
+    assert (
+        hashlib.sha256(stored).hexdigest()
+        == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
+    )

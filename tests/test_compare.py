@@ -1,4 +1,6 @@
-"""`nf4conv compare`: equal bytes, equal values, and how far the rest is apart, for checkpoints in any formats."""
+"""`nf4conv compare`: equal bytes, equal values, and how far the rest is apart, for checkpoints in
+any formats.
+"""
 
 import json
 import math
@@ -21,13 +23,21 @@ from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import (
+    CompareOptions,
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+)
 from nf4conv.report.results import ComparisonReport
 from nf4conv.report.rows import ComparedRow
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
-UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)  # pieces of at most 361 blocks of 128 values
+UNEVEN = RunOptions(
+    device="cpu", workers=1, buffer_size=3 * 2**16
+)  # pieces of at most 361 blocks of 128 values
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -35,7 +45,9 @@ TEN_DIGITS = 1e-9  # of sums: the others depend on how a device adds
 
 
 def writable(dtype: torch.dtype) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(dtype not in safetensors.torch._SIZE, reason="older than this dtype in safetensors")
+    return pytest.mark.skipif(
+        dtype not in safetensors.torch._SIZE, reason="older than this dtype in safetensors"
+    )
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -55,7 +67,9 @@ def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config
     return folder
 
 
-def compare(a: Path, b: Path, tolerance: float | None = None, run: RunOptions = CPU) -> ComparisonReport:
+def compare(
+    a: Path, b: Path, tolerance: float | None = None, run: RunOptions = CPU
+) -> ComparisonReport:
     return compare_checkpoints(a, b, CompareOptions(tolerance), run)
 
 
@@ -97,22 +111,33 @@ def test_one_value(tmp_path, run, position):
 
 def test_a_cast_that_loses_nothing_has_equal_values(tmp_path):
     a = plain(tmp_path / "a")
-    b = plain(tmp_path / "b", {name: x.float() if x.is_floating_point() else x.int() for name, x in tensors().items()})
+    b = plain(
+        tmp_path / "b",
+        {name: x.float() if x.is_floating_point() else x.int() for name, x in tensors().items()},
+    )
     report = compare(a, b)
     assert not report.passed
-    assert report.verdict == "DIFFERENT: 4 equal in value; largest relative error 0 (--tolerance 0 lets these pass)"
+    assert (
+        report.verdict
+        == "DIFFERENT: 4 equal in value; largest relative error 0 (--tolerance 0 lets these pass)"
+    )
     assert compare(a, b, tolerance=0).passed
 
 
 def test_a_cast_that_rounds(tmp_path):
-    exact = {name: torch.randn(300, 512, generator=torch.Generator().manual_seed(1)) for name in (UP, "b.weight")}
+    exact = {
+        name: torch.randn(300, 512, generator=torch.Generator().manual_seed(1))
+        for name in (UP, "b.weight")
+    }
     rounded = {name: x.half() for name, x in exact.items()}
     report = compare(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), run=TINY)
     error = (exact[UP] - rounded[UP].float()).double()
     found = row(report, UP)
     assert found.differing == int((error != 0).sum())
     assert found.largest_difference == float(error.abs().max())
-    assert found.relative_error == pytest.approx(float(error.norm() / exact[UP].double().norm()), rel=TEN_DIGITS)
+    assert found.relative_error == pytest.approx(
+        float(error.norm() / exact[UP].double().norm()), rel=TEN_DIGITS
+    )
     assert found.format_a, found.format_b == ("float32", "float16")
 
 
@@ -121,18 +146,25 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     same = {"x": a["x"].double()}
     other = {"x": torch.tensor([math.nan, math.inf, -math.inf, 1.0, math.nan])}
     changed = {"x": torch.tensor([math.nan, math.inf, math.inf, 1.5, -0.0])}
-    paths = [plain(tmp_path / str(number), content) for number, content in enumerate((a, a, same, other, changed))]
+    paths = [
+        plain(tmp_path / str(number), content)
+        for number, content in enumerate((a, a, same, other, changed))
+    ]
     assert statuses(compare(paths[0], paths[1])) == {"x": "identical"}
     assert statuses(compare(paths[0], paths[2])) == {"x": "equal in value"}
     assert row(compare(paths[0], paths[3]), "x").differing == 1
     assert row(compare(paths[0], paths[3]), "x").largest_difference == math.inf
     assert row(compare(paths[0], paths[4]), "x").differing == 2  # minus zero equals zero
-    assert row(compare(paths[0], paths[4]), "x").squared_values == 1.0  # infinities do not drown the error
+    assert (
+        row(compare(paths[0], paths[4]), "x").squared_values == 1.0
+    )  # infinities do not drown the error
     assert not compare(paths[0], paths[4], tolerance=1e9).passed
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.int64, pytest.param(torch.uint64, marks=writable(torch.uint64))], ids=["int64", "uint64"]
+    "dtype",
+    [torch.int64, pytest.param(torch.uint64, marks=writable(torch.uint64))],
+    ids=["int64", "uint64"],
 )
 def test_integers_are_compared_exactly(tmp_path, dtype):
     large = torch.tensor([2**62, 2**62 + 1]).to(dtype)
@@ -143,7 +175,10 @@ def test_integers_are_compared_exactly(tmp_path, dtype):
 
 @writable(torch.complex64)
 def test_complex_numbers_are_compared_by_their_bytes(tmp_path):
-    paths = [plain(tmp_path / str(number), {"x": torch.full((4,), complex(number > 1, 1))}) for number in range(3)]
+    paths = [
+        plain(tmp_path / str(number), {"x": torch.full((4,), complex(number > 1, 1))})
+        for number in range(3)
+    ]
     assert compare(paths[0], paths[1]).passed
     printed = command(paths[0], paths[2], "--tolerance", 1e9)
     assert printed.exit_code == 1
@@ -211,7 +246,9 @@ def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
     content = load_file(packed["nf4"] / "model.safetensors")
     part = content[f"{UP}.{component}"]
     # decoding takes the standard table, and JSON may end in spaces
-    content[f"{UP}.{component}"] = part * 2 if component == "quant_map" else torch.cat([part, part.new_tensor([32])])
+    content[f"{UP}.{component}"] = (
+        part * 2 if component == "quant_map" else torch.cat([part, part.new_tensor([32])])
+    )
     report = compare(packed["nf4"], write(tmp_path / "changed", content))
     assert row(report, UP).status == "equal in value"
     assert not report.passed
@@ -232,7 +269,9 @@ def test_a_packed_weight_and_its_source(packed, run):
     weight = load_file(packed["source"] / "model.safetensors")[UP].double()
     error = weight - load_file(packed["bfloat16"] / "model.safetensors")[UP].double()
     found = row(report, UP)
-    assert found.relative_error == pytest.approx(float(error.norm() / weight.norm()), rel=TEN_DIGITS)
+    assert found.relative_error == pytest.approx(
+        float(error.norm() / weight.norm()), rel=TEN_DIGITS
+    )
     assert found.largest_difference == float(error.abs().max())
     assert [name for name, status in statuses(report).items() if status != "identical"] == [UP]
     assert compare(packed["source"], packed["nf4"], tolerance=0.12, run=run).passed
@@ -240,10 +279,15 @@ def test_a_packed_weight_and_its_source(packed, run):
 
 
 @pytest.mark.parametrize("other", ["plain-scales", "wide", "fp4"])
-@pytest.mark.parametrize("run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"])
+@pytest.mark.parametrize(
+    "run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"]
+)
 def test_two_formats(packed, tmp_path, other, run):
     decoded = dequantize_checkpoint(packed[other], tmp_path / "decoded", None, CPU).out
-    a, b = (load_file(Path(folder) / "model.safetensors")[UP].double() for folder in (packed["bfloat16"], decoded))
+    a, b = (
+        load_file(Path(folder) / "model.safetensors")[UP].double()
+        for folder in (packed["bfloat16"], decoded)
+    )
     report = compare(packed["nf4"], packed[other], run=run)
     found = row(report, UP)
     assert found.differing == int((a != b).sum()) > 0
@@ -297,7 +341,9 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     expert = stacked[f"{layer}.gate_up_proj"][2, :, 128:].t().double()
     error = expert - apart[f"{layer}.2.up_proj.weight"].double()
     found = row(compare(source, tmp_path / "packed", run=run), f"{layer}.2.up_proj.weight")
-    assert found.relative_error == pytest.approx(float(error.norm() / expert.norm()), rel=TEN_DIGITS)
+    assert found.relative_error == pytest.approx(
+        float(error.norm() / expert.norm()), rel=TEN_DIGITS
+    )
     assert set(statuses(compare(source, source, run=run)).values()) == {"identical"}
 
 
@@ -319,9 +365,14 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     wide = scale.repeat_interleave(rows, 0)[:300]
     wide = wide.repeat_interleave(128, 1) if rows > 1 else wide
     decoded = (values.float() * wide).bfloat16()
-    method = {"quant_method": "fp8" if rows > 1 else "compressed-tensors", "weight_block_size": [128, 128]}
+    method = {
+        "quant_method": "fp8" if rows > 1 else "compressed-tensors",
+        "weight_block_size": [128, 128],
+    }
     name = "model.layers.0.mlp.up_proj.weight_scale" + ("_inv" if rows > 1 else "")
-    encoded = plain(tmp_path / "fp8", {UP: values, name: scale}, quantization_config=method, dtype="bfloat16")
+    encoded = plain(
+        tmp_path / "fp8", {UP: values, name: scale}, quantization_config=method, dtype="bfloat16"
+    )
     assert compare(encoded, plain(tmp_path / "plain", {UP: decoded}), tolerance=0, run=run).passed
     assert compare(encoded, encoded, run=run).verdict == "identical: 1 tensors, every byte"
     packed = write(tmp_path / "packed", pack(UP, decoded, blocksize=128))
@@ -352,11 +403,17 @@ def test_a_pickle(tmp_path):
     assert row(report, "turned.weight").status == "equal in value"
 
 
-@pytest.mark.parametrize(("b", "code"), [("again", 0), ("fewer", 1)], ids=["identical", "another shape and one less"])
+@pytest.mark.parametrize(
+    ("b", "code"), [("again", 0), ("fewer", 1)], ids=["identical", "another shape and one less"]
+)
 def test_torch_is_not_imported_where_no_value_has_to_be_compared(packed, tmp_path, b, code):
     fewer = tensors() | {NORM: torch.ones(65).bfloat16()}
     del fewer["model.position_ids"]
-    a, b = (packed["nf4"], packed[b]) if b == "again" else (packed["source"], plain(tmp_path / "fewer", fewer))
+    a, b = (
+        (packed["nf4"], packed[b])
+        if b == "again"
+        else (packed["source"], plain(tmp_path / "fewer", fewer))
+    )
     program = (
         "import sys\nfrom nf4conv.cli import main\n"
         f"try:\n    main(['compare', {str(a)!r}, {str(b)!r}])\n"
@@ -377,7 +434,9 @@ def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(p
             "except SystemExit as end:\n    assert end.code == 1\n"
             "assert 'torch' not in sys.modules"
         )
-        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        )
         assert report.verdict in done.stdout
 
 
@@ -406,9 +465,15 @@ def test_exit_codes_and_what_is_printed(packed, tmp_path):
     quiet = command(packed["source"], packed["nf4"], "--quiet")
     assert (quiet.exit_code, quiet.output) == (1, "")
     chosen = command(packed["source"], packed["nf4"], "--exclude", "*up_proj*")
-    assert (chosen.exit_code, chosen.stdout.splitlines()[-1]) == (0, "identical: 3 tensors, every byte")
+    assert (chosen.exit_code, chosen.stdout.splitlines()[-1]) == (
+        0,
+        "identical: 3 tensors, every byte",
+    )
     missing = command(packed["nf4"], tmp_path / "missing")
-    assert (missing.exit_code, missing.stderr) == (2, f"Error: {tmp_path / 'missing'}: no such file or folder\n")
+    assert (missing.exit_code, missing.stderr) == (
+        2,
+        f"Error: {tmp_path / 'missing'}: no such file or folder\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,7 +481,10 @@ def test_exit_codes_and_what_is_printed(packed, tmp_path):
     [
         (CompareOptions(tolerance=-1.0), "--tolerance -1.0: expected a relative error such as 0.1"),
         (CompareOptions(tolerance=math.nan), "--tolerance nan"),
-        (CompareOptions(include=("nothing*",)), "--include and --exclude leave no tensor to compare"),
+        (
+            CompareOptions(include=("nothing*",)),
+            "--include and --exclude leave no tensor to compare",
+        ),
     ],
     ids=["negative", "nan", "nothing"],
 )

@@ -1,4 +1,5 @@
-"""The kernels compile for a Hopper GPU with the installed Triton, and to the memory accesses they were designed for.
+"""The kernels compile for a Hopper GPU with the installed Triton, and to the memory accesses they
+were designed for.
 
 No GPU is needed to compile, but the interpreter must be off, so a fresh process does it.
 """
@@ -63,7 +64,11 @@ json.dump(found, sys.stdout)
 def compiled() -> dict[str, dict[str, object]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     found: dict[str, dict[str, object]] = json.loads(result.stdout)
@@ -82,14 +87,18 @@ def test_dequantize_stores_sixteen_bytes_a_thread_without_an_exchange(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_quantize_loads_sixteen_bytes_a_thread(compiled: dict[str, dict[str, object]], dtype: str) -> None:
+def test_quantize_loads_sixteen_bytes_a_thread(
+    compiled: dict[str, dict[str, object]], dtype: str
+) -> None:
     ptx = str(compiled[f"quantize-{dtype}"]["ptx"])
     assert "v4.b32" in "".join(line for line in ptx.splitlines() if "ld.global" in line)
     assert "rcp.approx.ftz.f32" in ptx
 
 
 def test_search_keeps_the_layout_of_its_load(compiled: dict[str, dict[str, object]]) -> None:
-    """16 bytes a thread are eight neighbours of one group; another layout would be exchanged in shared memory."""
+    """16 bytes a thread are eight neighbours of one group; another layout would be exchanged in
+    shared memory.
+    """
     ptx = str(compiled["search"]["ptx"])
     assert "v4.b32" in "".join(line for line in ptx.splitlines() if "ld.global" in line)
     assert "min.f16x2" in ptx

@@ -1,13 +1,20 @@
-"""config.json of the output: exactly the keys that transformers writes, and nothing of an earlier quantization."""
+"""config.json of the output: exactly the keys that transformers writes, and nothing of an earlier
+quantization.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from nf4conv.checkpoint.config import architecture_of, checkpoint_dtype, quantized_config, without_quantization
-from nf4conv.checkpoint.header import TensorInfo
 from nf4conv.format.layout import Format
+from nf4conv.models.config import (
+    architecture_of,
+    checkpoint_dtype,
+    quantized_config,
+    without_quantization,
+)
+from nf4conv.sources.header import TensorInfo
 
 FORMAT = Format("nf4", 64, True, "bfloat16")
 SETTINGS = {"compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}
@@ -55,7 +62,9 @@ def test_the_architecture_is_a_name_or_nothing(stored, expected):
 
 
 def test_the_threshold_is_a_json_float():
-    assert '"llm_int8_threshold": 6.0' in json.dumps(quantized_config({}, FORMAT, **SETTINGS, dtype=None))
+    assert '"llm_int8_threshold": 6.0' in json.dumps(
+        quantized_config({}, FORMAT, **SETTINGS, dtype=None)
+    )
 
 
 def test_leftovers_of_a_quantization_are_removed_at_every_level():
@@ -65,11 +74,16 @@ def test_leftovers_of_a_quantization_are_removed_at_every_level():
         "quantization_config": {"quant_method": "fp8"},
         "text_config": {"hidden_size": 64, "quantization_config": {"quant_method": "fp8"}},
     }
-    assert without_quantization(config) == {"model_type": "llava", "text_config": {"hidden_size": 64}}
+    assert without_quantization(config) == {
+        "model_type": "llava",
+        "text_config": {"hidden_size": 64},
+    }
     edited = quantized_config(config, FORMAT, **SETTINGS, dtype=None)
     assert edited["quantization_config"]["quant_method"] == "bitsandbytes"
     assert "quantization_config" not in edited["text_config"]
-    assert config["text_config"]["quantization_config"] == {"quant_method": "fp8"}, "the source's config was changed"
+    assert config["text_config"]["quantization_config"] == {"quant_method": "fp8"}, (
+        "the source's config was changed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,11 @@ def test_leftovers_of_a_quantization_are_removed_at_every_level():
         ({}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
         (
             {"dtype": "float16", "text_config": {"dtype": "float16", "hidden_size": 8}},
-            {"dtype": "bfloat16", "torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "hidden_size": 8}},
+            {
+                "dtype": "bfloat16",
+                "torch_dtype": "bfloat16",
+                "text_config": {"dtype": "bfloat16", "hidden_size": 8},
+            },
         ),
     ],
     ids=["old-key", "new-key", "no-key", "nested"],

@@ -1,4 +1,6 @@
-"""The fast error sums of the CPU against the reference: counts and extremes equal, sums to the precision of float32."""
+"""The fast error sums of the CPU against the reference: counts and extremes equal, sums to the
+precision of float32.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from nf4conv.codec.quant_state import Decoding
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def compare(weight: torch.Tensor, packed: torch.Tensor, state: object, quant_type: str, blocksize: int) -> int:
+def compare(
+    weight: torch.Tensor, packed: torch.Tensor, state: object, quant_type: str, blocksize: int
+) -> int:
     """Both results are alike; returns how many values are outside the bound."""
     decoding = Decoding(state.absmax, state.state2, state.offset, quant_type, blocksize)
     arguments = (weight, packed.view(-1), decoding)
@@ -31,7 +35,9 @@ def compare(weight: torch.Tensor, packed: torch.Tensor, state: object, quant_typ
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [0, 1, 64, 5 * 64 + 7, 2**18, 2**18 + 640 + 3])
 def test_random_weights(elements: int, dtype: torch.dtype, quant_type: str, double_quant: bool):
-    weight = (torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 0.02).to(dtype)
+    weight = (torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 0.02).to(
+        dtype
+    )
     packed, state = quantize_4bit(weight, quant_type, double_quant=double_quant)
     assert compare(weight, packed, state, quant_type, 64) == 0
 
@@ -57,7 +63,11 @@ def test_any_magnitude(scale: float):
 def test_wrong_codes_are_counted(quant_type: str, double_quant: bool):
     weight = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed, state = quantize_4bit(weight, quant_type, double_quant=double_quant)
-    damaged = packed ^ (torch.rand(packed.shape, generator=torch.Generator().manual_seed(1)) < 0.01).byte() * 0x30
+    damaged = (
+        packed
+        ^ (torch.rand(packed.shape, generator=torch.Generator().manual_seed(1)) < 0.01).byte()
+        * 0x30
+    )
     assert compare(weight, damaged, state, quant_type, 64) > 100
 
 

@@ -1,4 +1,6 @@
-"""Decoding other quantizations: blocks worked out by hand, and the formats' own reference implementations."""
+"""Decoding other quantizations: blocks worked out by hand, and the formats' own reference
+implementations.
+"""
 
 import math
 
@@ -34,7 +36,9 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def random_scales(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -49,7 +53,9 @@ def test_every_fp8_value_by_its_definition():
         sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
         if (exponent, mantissa) == (15, 7):
             return math.nan
-        magnitude = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        magnitude = (
+            mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        )
         return -magnitude if sign else magnitude
 
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
@@ -65,10 +71,19 @@ def test_blocks_by_hand_with_partial_ones_at_both_edges():
 
 
 def test_the_block_comes_from_the_config_not_from_the_grid():
-    """576 rows in blocks of 128 are 5 rows of scales, the last for 64 (DeepSeek-V3's kv_a_proj_with_mqa)."""
+    """576 rows in blocks of 128 are 5 rows of scales, the last for 64 (DeepSeek-V3's
+    kv_a_proj_with_mqa).
+    """
     values = torch.ones(576, 128).to(torch.float8_e4m3fn)
-    decoded = decode(Method.SCALED, {"values": values, "scale": torch.arange(1.0, 6.0).view(5, 1)}, (128, 128), BF16)
-    assert decoded[:, 0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 128 + [4.0] * 128 + [5.0] * 64
+    decoded = decode(
+        Method.SCALED,
+        {"values": values, "scale": torch.arange(1.0, 6.0).view(5, 1)},
+        (128, 128),
+        BF16,
+    )
+    assert (
+        decoded[:, 0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 128 + [4.0] * 128 + [5.0] * 64
+    )
 
 
 @pytest.mark.parametrize("stored_as", [torch.uint8, torch.float8_e8m0fnu], ids=["bytes", "e8m0"])
@@ -94,7 +109,9 @@ def test_scales_of_a_tensor_of_rows_and_of_columns():
         (torch.tensor([[2.0], [3.0]]), [[2, 2, 2], [3, 3, 3]]),
         (torch.tensor([[2.0, 3.0, 5.0]]), [[2, 3, 5], [2, 3, 5]]),
     ):
-        assert decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16).tolist() == expected
+        assert (
+            decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16).tolist() == expected
+        )
 
 
 def test_stacked_matrices_have_grids_of_their_own():
@@ -106,10 +123,20 @@ def test_stacked_matrices_have_grids_of_their_own():
 
 @pytest.mark.parametrize(
     ("shape", "scales"),
-    [((), ()), ((5,), ()), ((5,), (5,)), ((0, 64), (0, 1)), ((3, 0), (3, 1)), ((2, 3, 4), (2, 1, 1)), ((2, 3, 4), ())],
+    [
+        ((), ()),
+        ((5,), ()),
+        ((5,), (5,)),
+        ((0, 64), (0, 1)),
+        ((3, 0), (3, 1)),
+        ((2, 3, 4), (2, 1, 1)),
+        ((2, 3, 4), ()),
+    ],
     ids=str,
 )
-def test_one_scale_broadcasts_over_any_number_of_dimensions(shape: tuple[int, ...], scales: tuple[int, ...]):
+def test_one_scale_broadcasts_over_any_number_of_dimensions(
+    shape: tuple[int, ...], scales: tuple[int, ...]
+):
     values, scale = torch.ones(shape).to(torch.float8_e5m2), random_scales(*scales)
     expected = (values.float() * scale).to(BF16)
     same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16), expected)
@@ -118,15 +145,24 @@ def test_one_scale_broadcasts_over_any_number_of_dimensions(shape: tuple[int, ..
 def test_every_fp4_pair_low_nibble_first():
     codes = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     values = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    expected = torch.tensor([[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]).view(16, 32)
+    expected = torch.tensor([[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]).view(
+        16, 32
+    )
     scale = torch.full((16, 1), 127, dtype=torch.uint8)
     same_bits(decode(Method.FP4, {"values": values, "scale": scale}, (), torch.float32), expected)
 
 
 def test_the_two_conventions_of_nvfp4_are_each_others_inverse():
-    values, scale = torch.tensor([[0x72] + [0] * 7], dtype=torch.uint8), torch.tensor([[3.0]]).to(torch.float8_e4m3fn)
-    divided = decode(Method.FP4, {"values": values, "scale": scale, "divisor": torch.tensor([4.0])}, (), BF16)
-    multiplied = decode(Method.FP4, {"values": values, "scale": scale, "multiplier": torch.tensor(0.25)}, (), BF16)
+    values, scale = (
+        torch.tensor([[0x72] + [0] * 7], dtype=torch.uint8),
+        torch.tensor([[3.0]]).to(torch.float8_e4m3fn),
+    )
+    divided = decode(
+        Method.FP4, {"values": values, "scale": scale, "divisor": torch.tensor([4.0])}, (), BF16
+    )
+    multiplied = decode(
+        Method.FP4, {"values": values, "scale": scale, "multiplier": torch.tensor(0.25)}, (), BF16
+    )
     assert divided[0, :2].tolist() == [0.75, 4.5]
     same_bits(multiplied, divided)
 
@@ -135,7 +171,9 @@ def test_gpt_oss_experts_come_out_transposed():
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 1, 0, 15] = 0x21, 0xF0
     scales = torch.tensor([[[127], [128]]], dtype=torch.uint8)
-    decoded = decode(Method.FP4_TRANSPOSED, {"values": blocks.flatten(2), "scale": scales}, (), BF16)
+    decoded = decode(
+        Method.FP4_TRANSPOSED, {"values": blocks.flatten(2), "scale": scales}, (), BF16
+    )
     assert decoded.shape == (1, 32, 2)
     assert decoded[0, :2, 0].tolist() == [0.5, 1.0]
     assert decoded[0, 31, 1].item() == -12.0
@@ -149,7 +187,9 @@ def test_stacks_without_elements(experts: int, rows: int):
 
 def test_int8_rows_by_hand():
     values = torch.tensor([[127, -127, 0], [1, 64, -128]], dtype=torch.int8)
-    decoded = decode(Method.INT8_ROWS, {"values": values, "scale": torch.tensor([2.0, 127.0])}, (), BF16)
+    decoded = decode(
+        Method.INT8_ROWS, {"values": values, "scale": torch.tensor([2.0, 127.0])}, (), BF16
+    )
     assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
 
 
@@ -157,7 +197,9 @@ def test_int8_rows_by_hand():
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("scales", [torch.float32, BF16, torch.float8_e8m0fnu, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "scales", [torch.float32, BF16, torch.float8_e8m0fnu, torch.uint8], ids=str
+)
 def test_fp8_blocks_are_those_of_transformers(dtype: torch.dtype, scales: torch.dtype):
     values = random_bytes(384, 256).view(dtype)
     exponents = (random_bytes(3, 2, seed=2) >> 3) + 110
@@ -196,9 +238,16 @@ def scheme(**weights: object) -> QuantizationScheme:
 )
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BF16], ids=["f32", "bf16"])
 def test_fp8_is_that_of_compressed_tensors(
-    strategy: str, shape: tuple[int, ...], block: tuple[int, ...], extra: dict[str, object], scale_dtype: torch.dtype
+    strategy: str,
+    shape: tuple[int, ...],
+    block: tuple[int, ...],
+    extra: dict[str, object],
+    scale_dtype: torch.dtype,
 ):
-    values, scale = torch.randn(96, 128).to(torch.float8_e4m3fn), random_scales(*shape).to(scale_dtype)
+    values, scale = (
+        torch.randn(96, 128).to(torch.float8_e4m3fn),
+        random_scales(*shape).to(scale_dtype),
+    )
     state = {"weight": values, "weight_scale": scale}
     kind = scheme(num_bits=8, type="float", strategy=strategy, **extra)
     expected = NaiveQuantizationCompressor.decompress(state, kind)["weight"].to(BF16)
@@ -208,13 +257,22 @@ def test_fp8_is_that_of_compressed_tensors(
 def test_int8_is_that_of_compressed_tensors():
     values, scale = random_bytes(96, 128).view(torch.int8), random_scales(96, 1)
     state = {"weight": values, "weight_scale": scale}
-    expected = NaiveQuantizationCompressor.decompress(state, scheme(num_bits=8, type="int", strategy="channel"))
-    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16), expected["weight"].to(BF16))
+    expected = NaiveQuantizationCompressor.decompress(
+        state, scheme(num_bits=8, type="int", strategy="channel")
+    )
+    same_bits(
+        decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16),
+        expected["weight"].to(BF16),
+    )
 
 
 def test_nvfp4_is_that_of_compressed_tensors():
     values, scale = random_bytes(32, 64), (random_scales(32, 8) * 1000).to(torch.float8_e4m3fn)
-    state = {"weight_packed": values, "weight_scale": scale, "weight_global_scale": torch.tensor([1234.5])}
+    state = {
+        "weight_packed": values,
+        "weight_scale": scale,
+        "weight_global_scale": torch.tensor([1234.5]),
+    }
     kind = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
     expected = NVFP4PackedCompressor.decompress(dict(state), kind)["weight"]
     parts = {"values": values, "scale": scale, "divisor": state["weight_global_scale"]}
@@ -224,7 +282,9 @@ def test_nvfp4_is_that_of_compressed_tensors():
 def test_mxfp4_is_that_of_compressed_tensors():
     values, scale = random_bytes(32, 64), (random_bytes(32, 4, seed=5) >> 3) + 110
     kind = scheme(num_bits=4, type="float", strategy="group", group_size=32)
-    expected = MXFP4PackedCompressor.decompress({"weight_packed": values, "weight_scale": scale}, kind)["weight"]
+    expected = MXFP4PackedCompressor.decompress(
+        {"weight_packed": values, "weight_scale": scale}, kind
+    )["weight"]
     same_bits(decode(Method.FP4, {"values": values, "scale": scale}, (), BF16), expected.to(BF16))
 
 
@@ -237,9 +297,13 @@ def test_int8_rows_are_those_of_bitsandbytes(dtype: torch.dtype):
 
 @pytest.mark.parametrize("double_quant", [False, True], ids=["plain", "nested"])
 def test_4bit_is_dequantize_4bit(double_quant: bool):
-    packed, state = quantize_4bit(torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant)
+    packed, state = quantize_4bit(
+        torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant
+    )
     parts = {"values": packed, **state.components()}
-    same_bits(decode(Method.BITSANDBYTES_4BIT, parts, (), torch.float16), dequantize_4bit(packed, state))
+    same_bits(
+        decode(Method.BITSANDBYTES_4BIT, parts, (), torch.float16), dequantize_4bit(packed, state)
+    )
 
 
 # --- shapes and refusals ---------------------------------------------------------------------------------------------
@@ -252,11 +316,15 @@ def test_4bit_is_dequantize_4bit(double_quant: bool):
     width=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_every_value_gets_the_scale_of_its_block(rows: int, columns: int, height: int, width: int, seed: int):
+def test_every_value_gets_the_scale_of_its_block(
+    rows: int, columns: int, height: int, width: int, seed: int
+):
     values = torch.ones(rows, columns, dtype=torch.int8)
     grid = -(-rows // height), -(-columns // width)
     scale = random_scales(*grid, seed=seed)
-    decoded = decode(Method.SCALED, {"values": values, "scale": scale}, (height, width), torch.float32)
+    decoded = decode(
+        Method.SCALED, {"values": values, "scale": scale}, (height, width), torch.float32
+    )
     for row in range(rows):
         for column in range(columns):
             assert decoded[row, column] == scale[row // height, column // width]
@@ -269,24 +337,53 @@ def test_many_chunks_are_one_tensor():
     same_bits(decoded, values.to(torch.float32) * scale)
     pairs, exponents = random_bytes(1037, 320), (random_bytes(1037, 20) >> 3) + 110
     whole = decode(Method.FP4, {"values": pairs, "scale": exponents}, (), BF16)
-    same_bits(whole[1000:], decode(Method.FP4, {"values": pairs[1000:], "scale": exponents[1000:]}, (), BF16))
+    same_bits(
+        whole[1000:],
+        decode(Method.FP4, {"values": pairs[1000:], "scale": exponents[1000:]}, (), BF16),
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "parts", "block"),
     [
-        (Method.SCALED, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3, 2)}, (2, 2)),
-        (Method.SCALED, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
-        (Method.SCALED, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(2, 2)}, ()),
+        (
+            Method.SCALED,
+            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3, 2)},
+            (2, 2),
+        ),
+        (
+            Method.SCALED,
+            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)},
+            (),
+        ),
+        (
+            Method.SCALED,
+            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(2, 2)},
+            (),
+        ),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(4, 4)}, ()),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(3, 1)}, ()),
-        (Method.FP4_TRANSPOSED, {"values": random_bytes(2, 4, 4), "scale": random_bytes(2, 4, 1)}, ()),
-        (Method.FP4_TRANSPOSED, {"values": random_bytes(2, 4, 16), "scale": random_bytes(4, 2, 1)}, ()),
+        (
+            Method.FP4_TRANSPOSED,
+            {"values": random_bytes(2, 4, 4), "scale": random_bytes(2, 4, 1)},
+            (),
+        ),
+        (
+            Method.FP4_TRANSPOSED,
+            {"values": random_bytes(2, 4, 16), "scale": random_bytes(4, 2, 1)},
+            (),
+        ),
         (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(1)}, ()),
-        (Method.INT8_ROWS, {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)}, ()),
+        (
+            Method.INT8_ROWS,
+            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)},
+            (),
+        ),
     ],
     ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "stack", "vector", "int8"],
 )
-def test_scales_that_do_not_fit_are_refused(method: str, parts: dict[str, torch.Tensor], block: tuple[int, ...]):
+def test_scales_that_do_not_fit_are_refused(
+    method: str, parts: dict[str, torch.Tensor], block: tuple[int, ...]
+):
     with pytest.raises(CodecError, match="scales"):
         decode(method, parts, block, BF16)

@@ -1,4 +1,6 @@
-"""The Triton decoders of other quantizations against the torch ones, bit for bit: every value with every scale."""
+"""The Triton decoders of other quantizations against the torch ones, bit for bit: every value with
+every scale.
+"""
 
 import math
 
@@ -17,7 +19,9 @@ SCALES = [*DTYPES, torch.float8_e8m0fnu, torch.uint8]
 
 
 def random_bytes(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def random_scale(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -27,7 +31,9 @@ def random_scale(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-149, 128, shape, generator=generator)
     scale = (torch.rand(shape, generator=generator) + 1).ldexp(exponents)
-    scale.view(-1)[: min(3, scale.numel())] = torch.tensor([0.0, math.inf, math.nan])[: scale.numel()]
+    scale.view(-1)[: min(3, scale.numel())] = torch.tensor([0.0, math.inf, math.nan])[
+        : scale.numel()
+    ]
     return scale.to(dtype)
 
 
@@ -57,10 +63,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("values_dtype", VALUES, ids=str)
 def test_scaled_values_in_every_layout(layout: str, values_dtype: torch.dtype, dtype: torch.dtype):
     shape, scale_shape, block = LAYOUTS[layout]
-    values, scale = random_bytes(*shape).view(values_dtype), random_scale(torch.float32, *scale_shape)
+    values, scale = (
+        random_bytes(*shape).view(values_dtype),
+        random_scale(torch.float32, *scale_shape),
+    )
     out = torch.empty(shape, dtype=dtype, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), block, out)
-    expected = decode(Method.SCALED, {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype)
+    expected = decode(
+        Method.SCALED, {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype
+    )
     same_bits(out, expected)
 
 
@@ -86,15 +97,33 @@ def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [None, "divisor", "multiplier"])
-@pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str
+)
 @pytest.mark.parametrize(("rows", "columns", "group"), [(37, 1056, 32), (6, 48, 16), (1, 32, 16)])
-def test_fp4(rows: int, columns: int, group: int, scale_dtype: torch.dtype, factor: str | None, dtype: torch.dtype):
-    parts = {"values": random_bytes(rows, columns // 2), "scale": random_scale(scale_dtype, rows, columns // group)}
+def test_fp4(
+    rows: int,
+    columns: int,
+    group: int,
+    scale_dtype: torch.dtype,
+    factor: str | None,
+    dtype: torch.dtype,
+):
+    parts = {
+        "values": random_bytes(rows, columns // 2),
+        "scale": random_scale(scale_dtype, rows, columns // group),
+    }
     if factor is not None:
         parts[factor] = torch.tensor([17.3])
     out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
     on_device = {role: part.to(DEVICE) for role, part in parts.items()}
-    fp4.decode_fp4(on_device["values"], on_device["scale"], on_device.get("divisor"), on_device.get("multiplier"), out)
+    fp4.decode_fp4(
+        on_device["values"],
+        on_device["scale"],
+        on_device.get("divisor"),
+        on_device.get("multiplier"),
+        out,
+    )
     same_bits(out, decode(Method.FP4, parts, (), dtype))
 
 
@@ -102,13 +131,25 @@ def test_fp4(rows: int, columns: int, group: int, scale_dtype: torch.dtype, fact
 @pytest.mark.parametrize("method", ["scaled", "stack", "int8 rows", "fp4", "fp4 transposed"])
 def test_decode_gives_the_same_on_both_devices(method: str):
     parts = {
-        "scaled": {"values": random_bytes(100, 72).view(torch.float8_e4m3fn), "scale": torch.rand(4, 3)},
-        "stack": {"values": random_bytes(3, 100, 72).view(torch.float8_e4m3fn), "scale": torch.rand(3, 1, 72)},
+        "scaled": {
+            "values": random_bytes(100, 72).view(torch.float8_e4m3fn),
+            "scale": torch.rand(4, 3),
+        },
+        "stack": {
+            "values": random_bytes(3, 100, 72).view(torch.float8_e4m3fn),
+            "scale": torch.rand(3, 1, 72),
+        },
         "int8 rows": {"values": random_bytes(100, 72).view(torch.int8), "scale": torch.rand(100)},
-        "fp4": {"values": random_bytes(100, 32), "scale": random_bytes(100, 4).view(torch.float8_e4m3fn)},
+        "fp4": {
+            "values": random_bytes(100, 32),
+            "scale": random_bytes(100, 4).view(torch.float8_e4m3fn),
+        },
         "fp4 transposed": {"values": random_bytes(3, 50, 32), "scale": random_bytes(3, 50, 2)},
     }[method]
     block = (32, 32) if method == "scaled" else ()
     name = Method("scaled" if method == "stack" else method)
     expected = decode(name, parts, block, torch.bfloat16)
-    same_bits(decode(name, {role: part.cuda() for role, part in parts.items()}, block, torch.bfloat16), expected)
+    same_bits(
+        decode(name, {role: part.cuda() for role, part in parts.items()}, block, torch.bfloat16),
+        expected,
+    )

@@ -1,4 +1,6 @@
-"""`dequantize` from a folder to a folder, on the CPU: our own checkpoints and those that others write."""
+"""`dequantize` from a folder to a folder, on the CPU: our own checkpoints and those that others
+write.
+"""
 
 import dataclasses
 import json
@@ -40,9 +42,15 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def decoded(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+def decoded(
+    tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """What the codec makes of a stored weight."""
-    parts = {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
+    parts = {
+        key.removeprefix(f"{name}."): part
+        for key, part in tensors.items()
+        if key.startswith(f"{name}.")
+    }
     return dequantize_4bit(tensors[name], QuantState.from_components(parts), dtype=dtype)
 
 
@@ -55,9 +63,13 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"]
+)
 def test_values_are_what_the_codec_decodes(tmp_path, quant_type, blocksize, double_quant, dtype):
-    """Also those of zero, infinite, subnormal and NaN blocks, and where a weight takes several pieces."""
+    """Also those of zero, infinite, subnormal and NaN blocks, and where a weight takes several
+    pieces.
+    """
     special = special_weight(dtype, blocksize, "constant")
     weights = {
         "model.layers.0.mlp.up_proj.weight": random(520, 260).to(dtype),
@@ -65,7 +77,11 @@ def test_values_are_what_the_codec_decodes(tmp_path, quant_type, blocksize, doub
         "model.layers.0.self_attn.q_proj.weight": random(33, 7).to(dtype),
     }
     options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
-    stored = {key: part for name, weight in weights.items() for key, part in pack(name, weight, **options).items()}
+    stored = {
+        key: part
+        for name, weight in weights.items()
+        for key, part in pack(name, weight, **options).items()
+    }
     source = write(tmp_path / "source", stored | {"model.norm.weight": torch.ones(7, dtype=dtype)})
     dequantize_checkpoint(source, tmp_path / "out", None, SMALL)
     found = written(tmp_path / "out")
@@ -85,7 +101,8 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
     parts = {f"{NAME}.{suffix}": part for suffix, part in state.as_dict(packed=True).items()}
     source = write(tmp_path / "source", {NAME: packed, **parts})
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)
-    # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code keeps
+    # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code
+    # keeps
     assert torch.equal(written(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
 
 
@@ -95,12 +112,16 @@ def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_s
     source = write_source(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, RunOptions("cpu", workers, buffer_size))
+    dequantize_checkpoint(
+        tmp_path / "packed", tmp_path / "out", None, RunOptions("cpu", workers, buffer_size)
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
 def test_a_round_trip_brings_back_all_but_the_precision(tmp_path):
-    """Same tensors, dtypes and shapes, the same config and files; a second round trip changes nothing more."""
+    """Same tensors, dtypes and shapes, the same config and files; a second round trip changes
+    nothing more.
+    """
     source = write_source(tmp_path / "source")
     (source / "chat_template.jinja").write_text("{{ x }}")
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
@@ -132,7 +153,9 @@ def test_codes_stored_as_floats(tmp_path, storage):
     same_bits(written(tmp_path / "out")[NAME], decoded(plain, NAME))
 
 
-@pytest.mark.parametrize("variant", ["row", "flat", "no quant_map", "low-precision map", "split over shards"])
+@pytest.mark.parametrize(
+    "variant", ["row", "flat", "no quant_map", "low-precision map", "split over shards"]
+)
 def test_variants_of_other_tools_and_older_releases(tmp_path, variant):
     stored = pack(NAME, random(64, 96).half(), quant_type="fp4")
     shards = [stored, {"model.norm.weight": torch.ones(96).half()}]
@@ -163,7 +186,8 @@ def test_stacked_parameters_without_a_module(tmp_path):
 def test_conv1d_weights_are_transposed_back(tmp_path):
     """GPT-2 stores [in, out], packed [out, in]; a square weight shows that shapes do not decide."""
     weights = {
-        f"transformer.h.0.attn.{name}.weight": random(64, width) for name, width in (("c_attn", 192), ("c_proj", 64))
+        f"transformer.h.0.attn.{name}.weight": random(64, width)
+        for name, width in (("c_attn", 192), ("c_proj", 64))
     }
     (tmp_path / "source").mkdir()
     save_file(weights, tmp_path / "source/model.safetensors")
@@ -177,7 +201,9 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
 
 
 def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
-    """What is decoded and packed again has the same codes: the values are those of the format already."""
+    """What is decoded and packed again has the same codes: the values are those of the format
+    already.
+    """
     weight = random(64, 192).bfloat16()
     (tmp_path / "source").mkdir()
     save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
@@ -187,7 +213,9 @@ def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
     quantize_checkpoint(tmp_path / "source", tmp_path / "packed", options, CPU)
     quantize_checkpoint(tmp_path / "packed", tmp_path / "again", options, CPU)
     again, packed = contents(tmp_path / "again"), contents(tmp_path / "packed")
-    assert again.pop("README.md") != packed.pop("README.md"), "they are made from sources of different sizes"
+    assert again.pop("README.md") != packed.pop("README.md"), (
+        "they are made from sources of different sizes"
+    )
     assert again.pop("nf4conv.json") != packed.pop("nf4conv.json")
     assert again == packed
 
@@ -212,12 +240,17 @@ def test_dtype_is_rounded_to_once_and_told_by_the_config(tmp_path, dtype):
 def test_leftovers_of_the_quantization_are_gone(tmp_path):
     source = write(tmp_path / "source", pack(NAME, random(64, 64).half()))
     config = json.loads((source / "config.json").read_text())
-    config["text_config"] = {"quantization_config": config["quantization_config"], "hidden_size": 64}
+    config["text_config"] = {
+        "quantization_config": config["quantization_config"],
+        "hidden_size": 64,
+    }
     (source / "config.json").write_text(json.dumps(config))
     (source / "quantize_config.json").write_text("{}")
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert "quantization" not in (tmp_path / "out/config.json").read_text()
-    assert json.loads((tmp_path / "out/config.json").read_text())["text_config"] == {"hidden_size": 64}
+    assert json.loads((tmp_path / "out/config.json").read_text())["text_config"] == {
+        "hidden_size": 64
+    }
     assert not (tmp_path / "out/quantize_config.json").exists()
 
 
@@ -225,10 +258,14 @@ def test_leftovers_of_the_quantization_are_gone(tmp_path):
 def test_shards_and_index(tmp_path, limit):
     quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", DequantizeOptions(max_shard_size=limit), CPU)
+    dequantize_checkpoint(
+        tmp_path / "packed", tmp_path / "out", DequantizeOptions(max_shard_size=limit), CPU
+    )
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
-    assert index["weight_map"] == {name: file for file, tensors in sorted(shards.items()) for name in tensors}
+    assert index["weight_map"] == {
+        name: file for file, tensors in sorted(shards.items()) for name in tensors
+    }
     tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     expected = load_file(tmp_path / "whole/model.safetensors")
@@ -243,7 +280,9 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, CPU)
     before, after = written(tmp_path / "packed"), written(tmp_path / "out")
     unpacked = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3, 4, 5)}
-    assert after.keys() == {key for key in before if not any(key.startswith(f"{name}.") for name in unpacked)}
+    assert after.keys() == {
+        key for key in before if not any(key.startswith(f"{name}.") for name in unpacked)
+    }
     for key, tensor in after.items():
         expected = decoded(before, key) if key in unpacked else before[key]
         assert torch.equal(tensor, expected), key
@@ -253,13 +292,19 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
             weight = re.sub(r"(\.weight)\..*", r"\1", key)
             assert weight in held
     quantization = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert {f"model.layers.{layer}.mlp" for layer in (0, 1, 3, 4, 5)} <= set(quantization["llm_int8_skip_modules"])
-    assert not any("q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"])
+    assert {f"model.layers.{layer}.mlp" for layer in (0, 1, 3, 4, 5)} <= set(
+        quantization["llm_int8_skip_modules"]
+    )
+    assert not any(
+        "q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"]
+    )
     whole = dequantize_checkpoint(tmp_path / "out", tmp_path / "rest", None, CPU)
     assert whole.decoded == 7
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "at once", None, CPU)
     at_once = written(tmp_path / "at once")
-    assert all(torch.equal(tensor, at_once[name]) for name, tensor in written(tmp_path / "rest").items())
+    assert all(
+        torch.equal(tensor, at_once[name]) for name, tensor in written(tmp_path / "rest").items()
+    )
 
 
 def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -278,7 +323,9 @@ def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
             dequantize_checkpoint(tmp_path / "packed", out, options, SMALL)
     assert not (out / "config.json").exists()
     with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
-        dequantize_checkpoint(tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL)
+        dequantize_checkpoint(
+            tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL
+        )
     assert dequantize_checkpoint(tmp_path / "packed", out, options, SMALL).shards_resumed > 0
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", options, CPU)
     assert contents(out) == contents(tmp_path / "whole")
@@ -289,7 +336,9 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     plan = plan_dequantization(tmp_path / "packed")
     report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
     assert plan.totals().bytes_after == report.bytes_after
-    assert (plan.totals().decoded, plan.totals().copied) == (report.decoded, report.copied) == (12, 7)
+    assert (
+        (plan.totals().decoded, plan.totals().copied) == (report.decoded, report.copied) == (12, 7)
+    )
     assert {row.name for row in plan.rows()} == written(tmp_path / "out").keys()
 
 
@@ -320,7 +369,9 @@ def test_components_that_contradict_each_other_are_refused(tmp_path, damage, mes
         key = f"{NAME}.quant_state.bitsandbytes__nf4"
         blob = bytes(stored[key].tolist()).replace(b'"blocksize": 64', b'"blocksize": 63')
         if damage == "quant_type":
-            blob = bytes(stored[key].tolist()).replace(b'"quant_type": "nf4"', b'"quant_type": "fp4"')
+            blob = bytes(stored[key].tolist()).replace(
+                b'"quant_type": "nf4"', b'"quant_type": "fp4"'
+            )
         stored[key] = torch.tensor(list(blob), dtype=torch.uint8)
     elif damage == "nested_absmax":
         stored[f"{NAME}.nested_absmax"] = torch.ones(2)
@@ -349,7 +400,9 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_pa
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     source = tiny_llama(tmp_path / "source", torch.float32)
-    wish = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    wish = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
     quantized = AutoModelForCausalLM.from_pretrained(
         source, quantization_config=wish, dtype=torch.float32, device_map="cpu"
     )
@@ -357,7 +410,9 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_pa
     report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
     assert report.decoded == 14
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert {type(module) for module in plain.modules() if hasattr(module, "in_features")} == {torch.nn.Linear}
+    assert {type(module) for module in plain.modules() if hasattr(module, "in_features")} == {
+        torch.nn.Linear
+    }
     state = quantized.state_dict()
     for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         same_bits(plain.state_dict()[name], decoded(state, name))

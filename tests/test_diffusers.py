@@ -12,7 +12,6 @@ from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
 from nf4conv.cli import main
 from nf4conv.commands.compare import execute_comparison, plan_comparison
 from nf4conv.commands.dequantize import execute_dequantization, plan_dequantization
@@ -20,7 +19,14 @@ from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.commands.verify import execute_verification, plan_verification, verify_checkpoint
 from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.options import CompareOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.options import (
+    CompareOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
+from nf4conv.sources.diffusers_folder import is_packed_by_default, open_diffusers
 
 RUN = RunOptions(device="cpu", workers=2)
 FLUX = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 1}
@@ -46,7 +52,8 @@ def component(folder: Path, stem: str, config: dict, **shapes: tuple[int, ...]) 
     generator = torch.Generator().manual_seed(len(shapes))
     folder.mkdir(parents=True)
     tensors = {
-        name.replace("__", "."): torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+        name.replace("__", "."): torch.randn(shape, generator=generator).bfloat16()
+        for name, shape in shapes.items()
     }
     save_file(tensors, folder / f"{stem}.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
@@ -54,7 +61,9 @@ def component(folder: Path, stem: str, config: dict, **shapes: tuple[int, ...]) 
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """What save_pretrained of a tiny FluxPipeline writes, with files beside it that are no part of it."""
+    """What save_pretrained of a tiny FluxPipeline writes, with files beside it that are no part of
+    it.
+    """
     folder = tmp_path / "pipeline"
     component(
         folder / "transformer",
@@ -72,9 +81,19 @@ def pipeline(tmp_path: Path) -> Path:
         embeddings__token_embedding__weight=(64, 32),
         encoder__layers__0__mlp__fc1__weight=(64, 32),
     )
-    component(folder / "vae", "diffusion_pytorch_model", VAE, decoder__mid_block__attentions__0__to_q__weight=(64, 64))
+    component(
+        folder / "vae",
+        "diffusion_pytorch_model",
+        VAE,
+        decoder__mid_block__attentions__0__to_q__weight=(64, 64),
+    )
     (folder / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"the same in another format")
-    for name in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "other/config.json", "onnx/model.onnx"):
+    for name in (
+        "scheduler/scheduler_config.json",
+        "tokenizer/vocab.json",
+        "other/config.json",
+        "onnx/model.onnx",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     (folder / "flux1-dev.safetensors").write_bytes(b"all of it in the format of its authors")
@@ -93,9 +112,15 @@ def test_layout_and_contents(pipeline, tmp_path):
     assert set(found) == {
         "model_index.json",
         "README.md",
-        *(f"transformer/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")),
+        *(
+            f"transformer/{name}"
+            for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")
+        ),
         *(f"text_encoder/{name}" for name in ("config.json", "model.safetensors", "nf4conv.json")),
-        *(f"vae/{name}" for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")),
+        *(
+            f"vae/{name}"
+            for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")
+        ),
         *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
     }
     assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
@@ -110,14 +135,19 @@ def test_layout_and_contents(pipeline, tmp_path):
 
 
 def test_searched_scales_of_every_component(pipeline, tmp_path):
-    execute_quantization(plan_quantization(pipeline, QuantizeOptions(scales="search")), tmp_path / "out", RUN)
+    execute_quantization(
+        plan_quantization(pipeline, QuantizeOptions(scales="search")), tmp_path / "out", RUN
+    )
     for name in PACKED:
         folder, weight = name.split("/")
         before, after = (
-            load_file(next((root / folder).glob("*.safetensors"))) for root in (pipeline, tmp_path / "out")
+            load_file(next((root / folder).glob("*.safetensors")))
+            for root in (pipeline, tmp_path / "out")
         )
         packed, state = nf4conv.quantize_4bit(before[weight], scales="search")
-        for part, expected in ({"": packed} | {f".{name}": part for name, part in state.components().items()}).items():
+        for part, expected in (
+            {"": packed} | {f".{name}": part for name, part in state.components().items()}
+        ).items():
             assert torch.equal(after[f"{weight}{part}"], expected), part
     assert verify_checkpoint(tmp_path / "out", pipeline, VerifyOptions(exact=True), RUN).passed
 
@@ -127,7 +157,9 @@ def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
     configs = {name: json.loads((tmp_path / "out" / name / "config.json").read_bytes()) for name in INDEX if name in (
         "transformer", "text_encoder")}  # fmt: skip
     quantization = {name: config.pop("quantization_config") for name, config in configs.items()}
-    assert configs["transformer"] == FLUX  # diffusers warns of every key that it does not know, dtype among them
+    assert (
+        configs["transformer"] == FLUX
+    )  # diffusers warns of every key that it does not know, dtype among them
     assert configs["text_encoder"] == CLIP | {"torch_dtype": "bfloat16"}
     assert "x_embedder" in quantization["transformer"]["llm_int8_skip_modules"]
     assert "x_embedder" not in quantization["text_encoder"]["llm_int8_skip_modules"]
@@ -140,10 +172,19 @@ def test_what_is_packed(pipeline):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (QuantizeOptions(include=("transformer/*",)), {name for name in PACKED if name.startswith("transformer/")}),
+        (
+            QuantizeOptions(include=("transformer/*",)),
+            {name for name in PACKED if name.startswith("transformer/")},
+        ),
         (QuantizeOptions(include=("*.attn.*",)), {name for name in PACKED if ".attn." in name}),
-        (QuantizeOptions(exclude=("text_*/*",)), {name for name in PACKED if name.startswith("transformer/")}),
-        (QuantizeOptions(skip_modules=("transformer/proj_mlp",)), {name for name in PACKED if "proj_mlp" not in name}),
+        (
+            QuantizeOptions(exclude=("text_*/*",)),
+            {name for name in PACKED if name.startswith("transformer/")},
+        ),
+        (
+            QuantizeOptions(skip_modules=("transformer/proj_mlp",)),
+            {name for name in PACKED if "proj_mlp" not in name},
+        ),
         (QuantizeOptions(skip_modules=("text_encoder/proj_mlp",)), PACKED),
     ],
     ids=["include a component", "include in all", "exclude", "skip", "skip elsewhere"],
@@ -159,13 +200,23 @@ def test_choosing_nothing_is_refused(pipeline):
 
 @pytest.mark.parametrize(
     "name",
-    ["transformer", "transformer_2", "unconditional_transformer", "unet", "prior", "controlnet", "text_encoder_3"],
+    [
+        "transformer",
+        "transformer_2",
+        "unconditional_transformer",
+        "unet",
+        "prior",
+        "controlnet",
+        "text_encoder_3",
+    ],
 )
 def test_packed_by_default(name):
     assert is_packed_by_default(name)
 
 
-@pytest.mark.parametrize("name", ["vae", "image_encoder", "safety_checker", "vqvae", "text_encoder_x"])
+@pytest.mark.parametrize(
+    "name", ["vae", "image_encoder", "safety_checker", "vqvae", "text_encoder_x"]
+)
 def test_kept_by_default(name):
     assert not is_packed_by_default(name)
 
@@ -173,7 +224,9 @@ def test_kept_by_default(name):
 def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
     execute_quantization(plan_quantization(pipeline), tmp_path / "all", RUN)
     execute_quantization(
-        plan_quantization(pipeline, where=SourceOptions(subfolder="transformer")), tmp_path / "one", RUN
+        plan_quantization(pipeline, where=SourceOptions(subfolder="transformer")),
+        tmp_path / "one",
+        RUN,
     )
     one, whole = contents(tmp_path / "one"), contents(tmp_path / "all" / "transformer")
     del one["README.md"]
@@ -184,7 +237,15 @@ def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
 def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     execute_quantization(plan_quantization(pipeline), tmp_path / "whole", RUN)
     out = tmp_path / "out"
-    shard = out / after / ("model.safetensors" if after == "text_encoder" else "diffusion_pytorch_model.safetensors")
+    shard = (
+        out
+        / after
+        / (
+            "model.safetensors"
+            if after == "text_encoder"
+            else "diffusion_pytorch_model.safetensors"
+        )
+    )
 
     def stop(_count: int) -> None:
         if shard.parent.is_dir():
@@ -199,7 +260,9 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     seen: list[int] = []
     plan = plan_quantization(pipeline)
     report = execute_quantization(plan, out, RUN, seen.append)
-    assert (out / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    assert (
+        out / "transformer" / "diffusion_pytorch_model.safetensors"
+    ).stat().st_mtime_ns == before.st_mtime_ns
     assert report.shards_resumed == ["text_encoder", "vae"].index(after) + 1
     assert (report.packed, sum(seen)) == (3, plan.totals().bytes_before)
     assert contents(out) == contents(tmp_path / "whole")
@@ -226,8 +289,13 @@ def test_there_and_back(pipeline, tmp_path):
     report = execute_dequantization(plan_dequantization(tmp_path / "out"), tmp_path / "back", RUN)
     assert report.decoded == 3
     for name in ("transformer", "text_encoder", "vae"):
-        [before], [after] = ([*(root / name).glob("*.safetensors")] for root in (pipeline, tmp_path / "back"))
-        shapes = [{key: (t.shape, t.dtype) for key, t in load_file(file).items()} for file in (before, after)]
+        [before], [after] = (
+            [*(root / name).glob("*.safetensors")] for root in (pipeline, tmp_path / "back")
+        )
+        shapes = [
+            {key: (t.shape, t.dtype) for key, t in load_file(file).items()}
+            for file in (before, after)
+        ]
         assert shapes[0] == shapes[1]
         assert "quantization_config" not in json.loads((after.parent / "config.json").read_bytes())
     assert json.loads((tmp_path / "back/transformer/config.json").read_bytes()) == FLUX
@@ -243,7 +311,9 @@ def test_verification(pipeline, tmp_path):
     file = out / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     found = execute_verification(plan_verification(out, pipeline), RUN)
-    assert [(finding.check, finding.file) for finding in found.findings] == [("copies", "vae/" + file.name)]
+    assert [(finding.check, finding.file) for finding in found.findings] == [
+        ("copies", "vae/" + file.name)
+    ]
     assert not found.passed
     assert execute_verification(
         plan_verification(out), RUN
@@ -305,7 +375,9 @@ def test_comparison_with_a_pipeline_that_lacks_a_component(pipeline, tmp_path):
     assert compared(copy, pipeline).counts == {"only in B": 1, "identical": 6}
 
 
-@pytest.mark.parametrize("other", ["text_encoder", "text_encoder/model.safetensors", "scheduler", "nowhere"])
+@pytest.mark.parametrize(
+    "other", ["text_encoder", "text_encoder/model.safetensors", "scheduler", "nowhere"]
+)
 def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
     for sides in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
         result = CliRunner().invoke(main, ["compare", *map(str, sides), "--device", "cpu"])
@@ -317,7 +389,10 @@ def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
     ("other", "message"),
     [
         ("text_encoder", "can only be compared with a diffusers pipeline.*no model_index.json"),
-        ("text_encoder/model.safetensors", "can only be compared with a diffusers pipeline.*a file"),
+        (
+            "text_encoder/model.safetensors",
+            "can only be compared with a diffusers pipeline.*a file",
+        ),
         ("nowhere/at/all", "nowhere/at/all: no such file or folder"),
         ("broken", "there is no such folder; the download is incomplete"),
     ],
@@ -335,10 +410,15 @@ def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
 
 
 def test_a_pipeline_that_has_nothing_but_nan_to_pack(pipeline, tmp_path):
-    for file in (*pipeline.glob("transformer/*.safetensors"), *pipeline.glob("text_encoder/*.safetensors")):
+    for file in (
+        *pipeline.glob("transformer/*.safetensors"),
+        *pipeline.glob("text_encoder/*.safetensors"),
+    ):
         save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(file).items()}, file)
     with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
-        execute_quantization(plan_quantization(pipeline, QuantizeOptions(non_finite="keep")), tmp_path / "out", RUN)
+        execute_quantization(
+            plan_quantization(pipeline, QuantizeOptions(non_finite="keep")), tmp_path / "out", RUN
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -364,12 +444,23 @@ def test_from_python(pipeline, tmp_path):
 def test_commands(pipeline, tmp_path):
     out = str(tmp_path / "out")
     runner = CliRunner()
-    dry = runner.invoke(main, ["quantize", str(pipeline), out, "--dry-run", "--json"], catch_exceptions=False)
+    dry = runner.invoke(
+        main, ["quantize", str(pipeline), out, "--dry-run", "--json"], catch_exceptions=False
+    )
     assert json.loads(dry.stdout)["totals"]["packed"] == 3
     assert not Path(out).exists()
     for command in (
         ["quantize", str(pipeline), out, "--device", "cpu", "--checksum"],
-        ["verify", out, "--source", str(pipeline), "--device", "cpu", "--json-file", str(tmp_path / "report.json")],
+        [
+            "verify",
+            out,
+            "--source",
+            str(pipeline),
+            "--device",
+            "cpu",
+            "--json-file",
+            str(tmp_path / "report.json"),
+        ],
         ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
         ["inspect", out],
         ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],
@@ -386,10 +477,16 @@ def test_a_missing_component(pipeline):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["fetched", "streamed"])
 def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline, stream):
-    files = {path.relative_to(pipeline).as_posix(): path.read_bytes() for path in pipeline.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(pipeline).as_posix(): path.read_bytes()
+        for path in pipeline.rglob("*")
+        if path.is_file()
+    }
     fp16 = "transformer/diffusion_pytorch_model.fp16.safetensors"
     hub.repos["org/model"] = Repo()
-    hub.repos["org/model"].commit(files | {fp16: files["transformer/diffusion_pytorch_model.safetensors"]})
+    hub.repos["org/model"].commit(
+        files | {fp16: files["transformer/diffusion_pytorch_model.safetensors"]}
+    )
     where = SourceOptions(cache_dir=tmp_path / "cache", stream=stream)
     execute_quantization(plan_quantization("org/model", where=where), tmp_path / "out", RUN)
     execute_quantization(plan_quantization(pipeline), tmp_path / "local", RUN)
@@ -397,8 +494,15 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
     for name in [name for name in from_hub if name.endswith(("README.md", "nf4conv.json"))]:
         assert from_hub.pop(name) != from_disk.pop(name)  # which names the source
     assert from_hub == from_disk
-    cached = {path.relative_to(path.parents[1]).as_posix() for path in (tmp_path / "cache").rglob("*.safetensors")}
-    assert cached == (set() if stream else {name for name in files if "/" in name and name.endswith(".safetensors")})
+    cached = {
+        path.relative_to(path.parents[1]).as_posix()
+        for path in (tmp_path / "cache").rglob("*.safetensors")
+    }
+    assert cached == (
+        set()
+        if stream
+        else {name for name in files if "/" in name and name.endswith(".safetensors")}
+    )
     assert not list((tmp_path / "cache").rglob("*.bin"))
     assert not list((tmp_path / "cache").rglob("*.onnx"))
     variant = SourceOptions(cache_dir=tmp_path / "cache", variant="fp16")

@@ -1,4 +1,6 @@
-"""Documents say what the code says: pages that are made from it are up to date, and examples run as they stand."""
+"""Documents say what the code says: pages that are made from it are up to date, and examples run as
+they stand.
+"""
 
 import os
 import re
@@ -28,11 +30,18 @@ def test_what_is_generated_is_up_to_date(name):
 
 def test_every_option_is_documented():
     page = (DOCS / "options.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## nf4conv (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    sections = dict(
+        re.findall(r"^## nf4conv (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    )
     assert sections.keys() == main.commands.keys()
     for name, command in main.commands.items():
         options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-        missing = [spelling for option in options for spelling in option.opts if f"{spelling}" not in sections[name]]
+        missing = [
+            spelling
+            for option in options
+            for spelling in option.opts
+            if f"{spelling}" not in sections[name]
+        ]
         assert not missing, name
 
 
@@ -40,7 +49,9 @@ def test_the_api_in_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_source(tmp_path / "model")
     names: dict[str, object] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert len(blocks) >= 6
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
@@ -55,7 +66,9 @@ def runnable() -> list[tuple[str, str]]:
 
 @pytest.mark.oracle
 def test_the_recipes_of_the_readme(tmp_path: Path, hub: Hub):
-    """In one folder, one after the other, by programs of their own; the Hub is that of hub_server.py."""
+    """In one folder, one after the other, by programs of their own; the Hub is that of
+    hub_server.py.
+    """
     from adapters import make_model
     from test_gguf import write_tokenizer
 
@@ -77,7 +90,9 @@ def test_the_recipes_of_the_readme(tmp_path: Path, hub: Hub):
     assert len(blocks) >= 4
     for language, text in blocks:
         command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     assert "nf4conv.json" in hub.repos["me/my-fine-tune-nf4"].files
     assert 'class="verdict passed"' in (tmp_path / "report.html").read_text()
@@ -88,4 +103,6 @@ def test_links_between_documents_lead_somewhere():
         for link in re.findall(r"\]\(([^)#…]+)[^)]*\)", page.read_text()):
             local = link.replace("https://github.com/OWNER/nf4conv/blob/main", str(ROOT))
             local = local.replace("https://github.com/OWNER/nf4conv/raw/main", str(ROOT))
-            assert local.startswith("http") or (page.parent / local).exists(), f"{page.name}: {link}"
+            assert local.startswith("http") or (page.parent / local).exists(), (
+                f"{page.name}: {link}"
+            )

@@ -31,7 +31,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def assert_packed(out: Path, name: str, weight: torch.Tensor) -> None:
     found = load_file(out / "model.safetensors")
     packed, state = quantize_4bit(weight)
-    expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
+    expected = {name: packed} | {
+        f"{name}.{suffix}": part for suffix, part in state.components().items()
+    }
     assert {key for key in found if key == name or key.startswith(f"{name}.")} == expected.keys()
     assert all(torch.equal(found[key], part) for key, part in expected.items())
 
@@ -46,10 +48,13 @@ def test_values_that_a_cast_would_make_infinite_are_refused(tmp_path, non_finite
     with pytest.raises(SourceError) as caught:
         quantize_checkpoint(source, tmp_path / "out", options, CPU)
     assert str(caught.value) == (
-        f"{source / 'model.safetensors'}: {FIRST}: has values too large for float16, to which it would be cast; "
+        f"{source / 'model.safetensors'}: {FIRST}: has values too large for float16, to which it "
+        f"would be cast; "
         "give another --dtype"
     )
-    quantize_checkpoint(source, tmp_path / "other", dataclasses.replace(options, dtype="bfloat16"), CPU)
+    quantize_checkpoint(
+        source, tmp_path / "other", dataclasses.replace(options, dtype="bfloat16"), CPU
+    )
     assert_packed(tmp_path / "other", FIRST, weight.bfloat16())
 
 
@@ -58,7 +63,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def refusal(source: Path, name: str, dtype: str) -> str:
     return (
-        f"{source / 'model.safetensors'}: {name}: has values too large for {dtype}, to which it would be cast; "
+        f"{source / 'model.safetensors'}: {name}: has values too large for {dtype}, to which it "
+        f"would be cast; "
         "give another --dtype"
     )
 
@@ -73,10 +79,16 @@ def refusal(source: Path, name: str, dtype: str) -> str:
     ],
     ids=["f32-f16", "f32-bf16", "bf16-f16", "f64-f32"],
 )
-@pytest.mark.parametrize("run", [CPU, RunOptions(device="cpu", buffer_size=1)], ids=["large-buffer", "tiny-buffer"])
-def test_kept_values_that_a_cast_would_make_infinite_are_refused(tmp_path, value, stored, dtype, run):
+@pytest.mark.parametrize(
+    "run", [CPU, RunOptions(device="cpu", buffer_size=1)], ids=["large-buffer", "tiny-buffer"]
+)
+def test_kept_values_that_a_cast_would_make_infinite_are_refused(
+    tmp_path, value, stored, dtype, run
+):
     embedding = torch.ones(640, 64, dtype=stored)
-    embedding[0, 0] = torch.inf  # of the source itself: it must not hide the other, which lies in the same piece
+    embedding[0, 0] = (
+        torch.inf
+    )  # of the source itself: it must not hide the other, which lies in the same piece
     embedding[3, 4] = value
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
     with pytest.raises(SourceError) as caught:
@@ -86,7 +98,9 @@ def test_kept_values_that_a_cast_would_make_infinite_are_refused(tmp_path, value
 
 
 def test_infinities_of_the_source_are_kept(tmp_path):
-    embedding = torch.full((64, 64), 60_000.0)  # whose sum is too large for float16, and none of them is
+    embedding = torch.full(
+        (64, 64), 60_000.0
+    )  # whose sum is too large for float16, and none of them is
     embedding[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
@@ -105,7 +119,9 @@ def test_kept_encoded_values_that_a_cast_would_make_infinite_are_refused(tmp_pat
             assert str(caught.value) == refusal(source, EMBEDDING, "float16")
         else:
             quantize_checkpoint(source, tmp_path / "other", QuantizeOptions(dtype="float16"), CPU)
-            assert bool((load_file(tmp_path / "other/model.safetensors")[EMBEDDING] == 2.0**15).all())
+            assert bool(
+                (load_file(tmp_path / "other/model.safetensors")[EMBEDDING] == 2.0**15).all()
+            )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -114,17 +130,25 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
     weight = torch.randn(64, 192).bfloat16()
     weight[3, 4] = 1e30
     source = write(tmp_path / "source", {name: weight})
-    (source / "config.json").write_text(json.dumps({"model_type": "gpt2" if transposed else "llama"}))
+    (source / "config.json").write_text(
+        json.dumps({"model_type": "gpt2" if transposed else "llama"})
+    )
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
-    assert float(load_file(tmp_path / "plain/model.safetensors")[name].float().max()) == pytest.approx(1e30, rel=0.01)
+    assert float(
+        load_file(tmp_path / "plain/model.safetensors")[name].float().max()
+    ) == pytest.approx(1e30, rel=0.01)
     with pytest.raises(SourceError) as caught:
-        dequantize_checkpoint(tmp_path / "packed", tmp_path / "half", DequantizeOptions("float16"), CPU)
+        dequantize_checkpoint(
+            tmp_path / "packed", tmp_path / "half", DequantizeOptions("float16"), CPU
+        )
     assert str(caught.value) == refusal(tmp_path / "packed", name, "float16")
 
 
 def test_decoding_to_a_weight_s_own_dtype_is_no_cast(tmp_path):
-    """Quantized scales may decode to more than float16 holds; bitsandbytes then gives infinity, and so do we."""
+    """Quantized scales may decode to more than float16 holds; bitsandbytes then gives infinity, and
+    so do we.
+    """
     weight = torch.linspace(64_000, 65_504, 64).view(64, 1).repeat(1, 256).half()
     weight[0] = 0.0
     source = write(tmp_path / "source", {FIRST: weight})
@@ -148,8 +172,25 @@ def test_tiny_and_empty_matrices_are_not_lost(tmp_path, shape):
 def test_bytes_do_not_depend_on_the_order_of_sets(tmp_path):
     """Python orders sets of names anew in every process."""
     source = write_source(tmp_path / "source")
-    options = ["--device", "cpu", "--checksum", "--exclude", "*.3.*", "--exclude", "*.1.mlp.*", "--quiet"]
+    options = [
+        "--device",
+        "cpu",
+        "--checksum",
+        "--exclude",
+        "*.3.*",
+        "--exclude",
+        "*.1.mlp.*",
+        "--quiet",
+    ]
     for seed in "12":
-        command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(tmp_path / seed), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "nf4conv",
+            "quantize",
+            str(source),
+            str(tmp_path / seed),
+            *options,
+        ]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
     assert contents(tmp_path / "1") == contents(tmp_path / "2")

@@ -10,20 +10,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_4bit, plan_quantization, quantize_4bit, quantize_checkpoint
+from nf4conv import (
+    QuantizeOptions,
+    RunOptions,
+    dequantize_4bit,
+    plan_quantization,
+    quantize_4bit,
+    quantize_checkpoint,
+)
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import VerifyOptions
 
 BF16 = torch.bfloat16
-Q, UP, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
+Q, UP, DOWN = (
+    f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+)
 SHAPES = {Q: (64, 128), UP: (320, 128), DOWN: (128, 320)}
 PLAIN = {
-    "model.embed_tokens.weight": torch.randn(96, 128, generator=torch.Generator().manual_seed(7)).bfloat16(),
+    "model.embed_tokens.weight": torch.randn(
+        96, 128, generator=torch.Generator().manual_seed(7)
+    ).bfloat16(),
     "model.layers.0.input_layernorm.weight": torch.ones(128).bfloat16(),
     "lm_head.weight": torch.randn(96, 128, generator=torch.Generator().manual_seed(8)).bfloat16(),
 }
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "dtype": "bfloat16"}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "dtype": "bfloat16",
+}
 
 
 class Encoded(NamedTuple):
@@ -45,12 +61,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def random_bytes(*shape: int, high: int = 256) -> torch.Tensor:
-    return torch.randint(0, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randint(
+        0, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def spread(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
     """[rows, columns] of scales, an element at a time."""
-    return torch.tensor([[scale[i // block[0], j // block[1]] for j in range(shape[1])] for i in range(shape[0])])
+    return torch.tensor(
+        [[scale[i // block[0], j // block[1]] for j in range(shape[1])] for i in range(shape[0])]
+    )
 
 
 def fp8_blocks() -> Encoded:
@@ -68,13 +88,22 @@ def fp8_blocks_of_powers_of_two() -> Encoded:
     for module, shape in SHAPES.items():
         values = random(*shape).to(torch.float8_e4m3fn)
         exponents = random_bytes(-(-shape[0] // 64), -(-shape[1] // 32), high=8) + 124
-        stored |= {f"{module}.weight": values, f"{module}.scale": exponents.view(torch.float8_e8m0fnu)}
+        stored |= {
+            f"{module}.weight": values,
+            f"{module}.scale": exponents.view(torch.float8_e8m0fnu),
+        }
         scale = torch.exp2(exponents.float() - 127)
         decoded[f"{module}.weight"] = (values.float() * spread(scale, shape, (64, 32))).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"})
+    return Encoded(
+        stored,
+        decoded,
+        {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"},
+    )
 
 
-def fp8_with(scale_of: Callable[[int], torch.Tensor], suffix: str, description: dict[str, Any] | None) -> Encoded:
+def fp8_with(
+    scale_of: Callable[[int], torch.Tensor], suffix: str, description: dict[str, Any] | None
+) -> Encoded:
     stored, decoded = {}, {}
     for module, shape in SHAPES.items():
         values, scale = random(*shape).to(torch.float8_e4m3fn), scale_of(shape[0])
@@ -89,25 +118,40 @@ def fp8_per_tensor() -> Encoded:
 
 
 def fp8_fbgemm() -> Encoded:
-    return fp8_with(lambda rows: random(rows, 1).abs(), "weight_scale", {"quant_method": "fbgemm_fp8"})
+    return fp8_with(
+        lambda rows: random(rows, 1).abs(), "weight_scale", {"quant_method": "fbgemm_fp8"}
+    )
 
 
 def fp8_compressed_tensors() -> Encoded:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    description = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    description = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": groups,
+    }
     encoded = fp8_with(lambda rows: random(rows, 1).abs().to(BF16), "weight_scale", description)
-    kv_cache = {"model.layers.0.self_attn.k_scale": torch.ones(1), f"{Q}.input_scale": torch.ones(1)}
+    kv_cache = {
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+        f"{Q}.input_scale": torch.ones(1),
+    }
     return encoded._replace(stored=encoded.stored | kv_cache)
 
 
 def fp8_modelopt() -> Encoded:
-    encoded = fp8_with(lambda _: torch.tensor(0.3), "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"})
+    encoded = fp8_with(
+        lambda _: torch.tensor(0.3),
+        "weight_scale",
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    )
     return encoded._replace(stored=encoded.stored | {f"{Q}.input_scale": torch.tensor(1.0)})
 
 
 def fp8_casts() -> Encoded:
-    stored = {f"{module}.weight": random(*shape).to(torch.float8_e5m2) for module, shape in SHAPES.items()}
+    stored = {
+        f"{module}.weight": random(*shape).to(torch.float8_e5m2) for module, shape in SHAPES.items()
+    }
     return Encoded(stored, {name: values.to(BF16) for name, values in stored.items()})
 
 
@@ -117,7 +161,9 @@ def int8_compressed_tensors() -> Encoded:
         values, scale = random_bytes(*shape).view(torch.int8), random(shape[0], 1).abs()
         stored |= {f"{module}.weight": values, f"{module}.weight_scale": scale}
         decoded[f"{module}.weight"] = (values.float() * scale).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "compressed-tensors", "format": "int-quantized"})
+    return Encoded(
+        stored, decoded, {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    )
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -137,7 +183,9 @@ def nvfp4_compressed_tensors() -> Encoded:
         stored |= {f"{module}.{name}": part for name, part in parts.items()}
         factors = (scale.float() / divisor).repeat_interleave(16, dim=1)
         decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"})
+    return Encoded(
+        stored, decoded, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    )
 
 
 def nvfp4_modelopt() -> Encoded:
@@ -145,7 +193,12 @@ def nvfp4_modelopt() -> Encoded:
     for module, (rows, columns) in SHAPES.items():
         pairs, factor = random_bytes(rows, columns // 2), torch.tensor(0.07)
         scale = random(rows, columns // 16).abs().to(torch.float8_e4m3fn)
-        parts = {"weight": pairs, "weight_scale": scale, "weight_scale_2": factor, "input_scale": torch.tensor(1.0)}
+        parts = {
+            "weight": pairs,
+            "weight_scale": scale,
+            "weight_scale_2": factor,
+            "input_scale": torch.tensor(1.0),
+        }
         stored |= {f"{module}.{name}": part for name, part in parts.items()}
         factors = (scale.float() * factor).repeat_interleave(16, dim=1)
         decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
@@ -156,11 +209,21 @@ def mxfp4_rows() -> Encoded:
     """As DeepSeek-V4 stores its experts."""
     stored, decoded = {}, {}
     for module, (rows, columns) in SHAPES.items():
-        pairs, exponents = random_bytes(rows, columns // 2), random_bytes(rows, columns // 32, high=8) + 120
-        stored |= {f"{module}.weight": pairs.view(torch.int8), f"{module}.scale": exponents.view(torch.float8_e8m0fnu)}
+        pairs, exponents = (
+            random_bytes(rows, columns // 2),
+            random_bytes(rows, columns // 32, high=8) + 120,
+        )
+        stored |= {
+            f"{module}.weight": pairs.view(torch.int8),
+            f"{module}.scale": exponents.view(torch.float8_e8m0fnu),
+        }
         factors = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=1)
         decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"})
+    return Encoded(
+        stored,
+        decoded,
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    )
 
 
 def mxfp4_experts() -> Encoded:
@@ -171,13 +234,19 @@ def mxfp4_experts() -> Encoded:
     stored = {f"{experts}.gate_up_proj_blocks": blocks, f"{experts}.gate_up_proj_scales": scales}
     decoded = {f"{experts}.gate_up_proj": convert_moe_packed_tensors(blocks, scales)}
     weight = {f"{Q}.weight": random(64, 128).to(BF16), f"{experts}.gate_up_proj_bias": bias}
-    return Encoded(stored | weight, decoded | weight, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return Encoded(
+        stored | weight,
+        decoded | weight,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
 
 
 def bitsandbytes_4bit() -> Encoded:
     stored, decoded = {}, {}
     for module, shape in SHAPES.items():
-        packed, state = quantize_4bit(random(*shape).to(BF16), quant_type="fp4", double_quant=module != Q)
+        packed, state = quantize_4bit(
+            random(*shape).to(BF16), quant_type="fp4", double_quant=module != Q
+        )
         stored |= {f"{module}.weight": packed}
         stored |= {f"{module}.weight.{suffix}": part for suffix, part in state.components().items()}
         decoded[f"{module}.weight"] = dequantize_4bit(packed, state)
@@ -188,7 +257,11 @@ def bitsandbytes_8bit() -> Encoded:
     stored, decoded = {}, {}
     for module, shape in SHAPES.items():
         values, scale = random_bytes(*shape).view(torch.int8), random(shape[0]).abs()
-        parts = {"weight": values, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        parts = {
+            "weight": values,
+            "SCB": scale,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
         stored |= {f"{module}.{name}": part for name, part in parts.items()}
         decoded[f"{module}.weight"] = (values.float() * scale.view(-1, 1) * (1 / 127)).to(BF16)
     return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_8bit": True})
@@ -212,11 +285,15 @@ ENCODINGS = [
 ]
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None = None) -> Path:
+def write(
+    folder: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None = None
+) -> Path:
     folder.mkdir()
     config = CONFIG | ({} if description is None else {"quantization_config": description})
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -236,20 +313,30 @@ def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("encode", ENCODINGS, ids=lambda encode: encode.__name__)
-def test_a_quantized_source_gives_what_its_decoded_form_gives(tmp_path: Path, encode: Callable[[], Encoded]):
+def test_a_quantized_source_gives_what_its_decoded_form_gives(
+    tmp_path: Path, encode: Callable[[], Encoded]
+):
     encoded = encode()
     source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
     plain = write(tmp_path / "plain", PLAIN | encoded.decoded)
     # what is in 4 bits already would otherwise stay in its own format
-    same_tensors(quantized(source, quant_type="nf4", blocksize=64, double_quant=True), quantized(plain))
+    same_tensors(
+        quantized(source, quant_type="nf4", blocksize=64, double_quant=True), quantized(plain)
+    )
     config = json.loads((tmp_path / "encoded-out/config.json").read_text())
     assert config == json.loads((tmp_path / "plain-out/config.json").read_text())
-    blobs = [name for name in load_file(tmp_path / "encoded-out/model.safetensors") if "quant_state" in name]
+    blobs = [
+        name
+        for name in load_file(tmp_path / "encoded-out/model.safetensors")
+        if "quant_state" in name
+    ]
     assert blobs, "nothing was packed"
 
 
 @pytest.mark.parametrize("encode", ENCODINGS, ids=lambda encode: encode.__name__)
-def test_what_was_packed_from_a_quantized_source_verifies_against_it(tmp_path: Path, encode: Callable[[], Encoded]):
+def test_what_was_packed_from_a_quantized_source_verifies_against_it(
+    tmp_path: Path, encode: Callable[[], Encoded]
+):
     encoded = encode()
     source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
     quantized(source, exclude=("*up_proj.weight",))
@@ -265,7 +352,9 @@ def test_weights_that_are_kept_are_stored_decoded(tmp_path: Path, encode: Callab
     source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
     kept = quantized(source, exclude=("*q_proj*", "*down_proj*"))
     for name in (f"{Q}.weight", f"{DOWN}.weight"):
-        assert torch.equal(kept[name].view(torch.uint8), encoded.decoded[name].view(torch.uint8)), name
+        assert torch.equal(kept[name].view(torch.uint8), encoded.decoded[name].view(torch.uint8)), (
+            name
+        )
 
 
 def test_parts_of_a_weight_in_different_files(tmp_path: Path):
@@ -286,7 +375,9 @@ def test_parts_of_a_weight_in_different_files(tmp_path: Path):
 def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
     encoded = nvfp4_modelopt()
     source = write(tmp_path / "encoded", PLAIN | encoded.stored)
-    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    (source / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "NVFP4"}})
+    )
     [note] = [note for note in plan_quantization(source).notes if "quantized" in note]
     assert note == "the source is quantized (modelopt): 3 of fp4"
     same_tensors(quantized(source), quantized(write(tmp_path / "plain", PLAIN | encoded.decoded)))
@@ -309,7 +400,11 @@ def test_llama_4_experts_in_fp8_are_split(tmp_path: Path):
     values, scale = random(2, 64, 256).to(torch.float8_e4m3fn), random(2, 1, 256).abs()
     down = {"model.layers.0.feed_forward.experts.down_proj": random(2, 128, 64).to(BF16)}
     decoded = {name: (values.float() * scale).to(BF16)}
-    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "dtype": "bfloat16"}
+    config = {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "dtype": "bfloat16",
+    }
     source = write(tmp_path / "encoded", down | {name: values, f"{name}_scale": scale})
     plain = write(tmp_path / "plain", down | decoded)
     for folder in (source, plain):
@@ -349,8 +444,13 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, reason: str, nested: bool):
     source = write(tmp_path / "source", PLAIN)
     description = {"quantization_config": {"quant_method": method}}
-    (source / "config.json").write_text(json.dumps(CONFIG | ({"text_config": description} if nested else description)))
-    with pytest.raises(SourceError, match=f"source: already quantized: quant_method {method}; .* made from: {reason}$"):
+    (source / "config.json").write_text(
+        json.dumps(CONFIG | ({"text_config": description} if nested else description))
+    )
+    with pytest.raises(
+        SourceError,
+        match=f"source: already quantized: quant_method {method}; .* made from: {reason}$",
+    ):
         plan_quantization(source)
 
 
@@ -381,12 +481,18 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
             f"{Q}.weight: F8_E4M3 without a scale; the checkpoint is incomplete",
         ),
         (
-            {f"{Q}.weight": random(64, 64).to(torch.float8_e4m3fn), f"{Q}.weight_scale_inv": torch.ones(3, 1)},
+            {
+                f"{Q}.weight": random(64, 64).to(torch.float8_e4m3fn),
+                f"{Q}.weight_scale_inv": torch.ones(3, 1),
+            },
             {"quant_method": "fp8"},
             rf"{Q}.weight: F8_E4M3 \[64, 64\] does not go with {Q}.weight_scale_inv, F32 \[3, 1\]",
         ),
         (
-            {f"{Q}.weight": random_bytes(64, 64).view(torch.int8), f"{Q}.weight_scale": torch.ones(64, 1)}
+            {
+                f"{Q}.weight": random_bytes(64, 64).view(torch.int8),
+                f"{Q}.weight_scale": torch.ones(64, 1),
+            }
             | {f"{Q}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)},
             {"quant_method": "compressed-tensors", "format": "int-quantized"},
             f"{Q}.weight: has zero points",
@@ -413,18 +519,31 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
         ),
         ({f"{Q}.weight.absmax": torch.ones(2)}, None, f"{Q}.weight.absmax: part of a weight"),
         (
-            {"experts.down_proj_blocks": random_bytes(2, 4, 3, 16), "experts.down_proj_scales": random_bytes(2, 4, 2)},
+            {
+                "experts.down_proj_blocks": random_bytes(2, 4, 3, 16),
+                "experts.down_proj_scales": random_bytes(2, 4, 2),
+            },
             {"quant_method": "mxfp4"},
             "experts.down_proj_blocks: U8 .* does not go with",
         ),
     ],
     ids=[
-        *("gptq-without-config", "pack-quantized", "modelopt-awq", "fp8-no-scale", "fp8-grid", "zero-point"),
+        *(
+            "gptq-without-config",
+            "pack-quantized",
+            "modelopt-awq",
+            "fp8-no-scale",
+            "fp8-grid",
+            "zero-point",
+        ),
         *("nvfp4-groups", "gpu-layout", "no-quant-state", "lone-absmax", "mxfp4-scales"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None, message: str
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    description: dict[str, Any] | None,
+    message: str,
 ):
     with pytest.raises(SourceError, match=message):
         plan_quantization(write(tmp_path / "source", PLAIN | tensors, description))
@@ -432,7 +551,10 @@ def test_what_does_not_fit_together_is_refused(
 
 def test_names_like_those_of_scales_are_nothing_in_a_plain_checkpoint(tmp_path: Path):
     """A model may have parameters of its own that end in k_scale."""
-    own = {"model.layers.0.self_attn.k_scale": torch.ones(3).bfloat16(), f"{Q}.weight": random(64, 128).bfloat16()}
+    own = {
+        "model.layers.0.self_attn.k_scale": torch.ones(3).bfloat16(),
+        f"{Q}.weight": random(64, 128).bfloat16(),
+    }
     assert "model.layers.0.self_attn.k_scale" in quantized(write(tmp_path / "source", PLAIN | own))
 
 
@@ -441,14 +563,21 @@ def test_names_like_those_of_scales_are_nothing_in_a_plain_checkpoint(tmp_path: 
 
 def test_a_pickle_gives_what_safetensors_give(tmp_path: Path):
     weight = random(128, 64).bfloat16()
-    state = PLAIN | {f"{Q}.weight": weight.t(), f"{UP}.weight": weight, f"{DOWN}.weight": weight[32:96]}
-    plain = write(tmp_path / "plain", {name: tensor.clone().contiguous() for name, tensor in state.items()})
+    state = PLAIN | {
+        f"{Q}.weight": weight.t(),
+        f"{UP}.weight": weight,
+        f"{DOWN}.weight": weight[32:96],
+    }
+    plain = write(
+        tmp_path / "plain", {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    )
     for is_zip in (True, False):
         source = write(tmp_path / f"pickle-{is_zip}", {"a": torch.ones(1)})
         (source / "model.safetensors").unlink()
         torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
         same_tensors(
-            quantized(source), quantized(plain) if is_zip else load_file(tmp_path / "plain-out/model.safetensors")
+            quantized(source),
+            quantized(plain) if is_zip else load_file(tmp_path / "plain-out/model.safetensors"),
         )
 
 
@@ -456,10 +585,17 @@ def test_sharded_pickles(tmp_path: Path):
     state = PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}
     source = write(tmp_path / "pickle", {"a": torch.ones(1)})
     (source / "model.safetensors").unlink()
-    files = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(state)}
+    files = {
+        name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin"
+        for number, name in enumerate(state)
+    }
     for file in set(files.values()):
-        torch.save({name: tensor for name, tensor in state.items() if files[name] == file}, source / file)
-    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        torch.save(
+            {name: tensor for name, tensor in state.items() if files[name] == file}, source / file
+        )
+    (source / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
     same_tensors(quantized(source), quantized(write(tmp_path / "plain", state)))
 
 
@@ -472,4 +608,6 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path):
 def test_a_single_pickle_is_a_source(tmp_path: Path):
     path = tmp_path / "consolidated.00.pth"
     torch.save(PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}, path)
-    assert f"{Q}.weight" in {row.name for row in plan_quantization(path).rows() if row.action == "pack"}
+    assert f"{Q}.weight" in {
+        row.name for row in plan_quantization(path).rows() if row.action == "pack"
+    }

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4conv.checkpoint.encoded_pieces import encoded_pieces, packed_pieces
-from nf4conv.checkpoint.header import DTYPE_BITS, Encoding, TensorInfo
-from nf4conv.checkpoint.reader import Reader
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.format.encodings import Method
-from nf4conv.pipeline.with_torch.reading import TORCH_DTYPES, read_decoded
-from nf4conv.pipeline.with_torch.worker import TorchEngine
+from nf4conv.run.with_torch.reading import TORCH_DTYPES, read_decoded
+from nf4conv.run.with_torch.worker import TorchEngine
+from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
+from nf4conv.sources.header import DTYPE_BITS, Encoding, TensorInfo
+from nf4conv.sources.reader import Reader
 
 F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
 CASES = {
@@ -54,10 +54,14 @@ def write_encoded(folder: Path, case: str) -> TensorInfo:
             tensor = torch.randint(0, 120, part_shape, dtype=torch.uint8, generator=generator)
         raw = tensor.numpy().tobytes()
         assert len(raw) == math.prod(part_shape) * DTYPE_BITS[dtype] // 8
-        parts.append((role, TensorInfo(role, dtype, part_shape, file, len(content), len(content) + len(raw))))
+        parts.append(
+            (role, TensorInfo(role, dtype, part_shape, file, len(content), len(content) + len(raw)))
+        )
         content += raw
     file.write_bytes(content)
-    return TensorInfo("w", "BF16", shape, file, 0, len(content), Encoding(method, tuple(parts), block))
+    return TensorInfo(
+        "w", "BF16", shape, file, 0, len(content), Encoding(method, tuple(parts), block)
+    )
 
 
 @pytest.mark.parametrize("unit", [1, 32, 512])
@@ -69,7 +73,9 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: 
     starts = [piece.start for piece in pieces] + [tensor.elements]
     assert starts[0] == 0
     assert all(start % unit == 0 for start in starts[:-1])
-    assert [right - left for left, right in pairwise(starts)] == [piece.tensor.elements for piece in pieces]
+    assert [right - left for left, right in pairwise(starts)] == [
+        piece.tensor.elements for piece in pieces
+    ]
     with Reader() as reader, TorchEngine("cpu").worker(reader, 2**16, lambda _: None) as worker:
         whole = read_decoded(worker, tensor)
         again = torch.cat([read_decoded(worker, piece.tensor).view(-1) for piece in pieces])
@@ -78,7 +84,9 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: 
     assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("rows of one block", "a vector")])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in ("rows of one block", "a vector")]
+)
 def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
     tensor = write_encoded(tmp_path, case)
     assert len([*encoded_pieces(tensor, 2000)]) > 1
@@ -87,14 +95,18 @@ def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("elements", [1, 4095, 32768, 100_001])
 @pytest.mark.parametrize(("blocksize", "unit"), [(32, 1), (64, 128), (64, 4096)])
-def test_packed_weights_in_pieces(tmp_path: Path, elements: int, blocksize: int, unit: int, double_quant: bool):
+def test_packed_weights_in_pieces(
+    tmp_path: Path, elements: int, blocksize: int, unit: int, double_quant: bool
+):
     weight = torch.randn(1, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed, state = quantize_4bit(weight, blocksize=blocksize, double_quant=double_quant)
     content, parts = bytearray(), []
     for role, part in {"values": packed, **state.components()}.items():
         raw = part.numpy().tobytes()
         dtype = {torch.uint8: U8, torch.float32: F32}[part.dtype]
-        parts.append((role, TensorInfo(role, dtype, tuple(part.shape), tmp_path / "parts", len(content), 0)))
+        parts.append(
+            (role, TensorInfo(role, dtype, tuple(part.shape), tmp_path / "parts", len(content), 0))
+        )
         content += raw
         parts[-1] = (role, parts[-1][1]._replace(stop=len(content)))
     (tmp_path / "parts").write_bytes(content)

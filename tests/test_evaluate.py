@@ -1,4 +1,6 @@
-"""`nf4conv evaluate`: its figures against the same computed at once, in double precision, from whole models."""
+"""`nf4conv evaluate`: its figures against the same computed at once, in double precision, from
+whole models.
+"""
 
 import json
 import shutil
@@ -27,21 +29,33 @@ MODELS = {
         transformers.LlamaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
     ),
     "masked": transformers.BertForMaskedLM(
-        transformers.BertConfig(**SMALL | {"vocab_size": 30522}, num_attention_heads=2, max_position_embeddings=64)
+        transformers.BertConfig(
+            **SMALL | {"vocab_size": 30522}, num_attention_heads=2, max_position_embeddings=64
+        )
     ),
     "seq2seq": transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, tie_word_embeddings=False
+            vocab_size=300,
+            d_model=64,
+            d_kv=32,
+            d_ff=128,
+            num_layers=2,
+            num_heads=2,
+            tie_word_embeddings=False,
         )
     ),
     "text encoder": transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
+        transformers.T5Config(
+            vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2
+        )
     ),
     "short": transformers.RobertaForMaskedLM(
         transformers.RobertaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
     ),
     "classifier": transformers.ViTForImageClassification(
-        transformers.ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+        transformers.ViTConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+        )
     ),
 }
 
@@ -51,13 +65,17 @@ def made(folder: Path, kind: str, *tokenizer: str, card: str = "") -> tuple[Path
     model = MODELS[kind]
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # answers that differ between tokens
-        parameter.data = torch.randn(parameter.shape, generator=generator) * (2 / parameter.shape[-1]) ** 0.5
+        parameter.data = (
+            torch.randn(parameter.shape, generator=generator) * (2 / parameter.shape[-1]) ** 0.5
+        )
     model.save_pretrained(folder / "source")
     for name in tokenizer:
         shutil.copy(MINILM / name, folder / "source" / name)
     (folder / "source/README.md").write_text(card)
     options = QuantizeOptions(scales="search", compute_dtype="float32")
-    nf4conv.quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True))
+    nf4conv.quantize_checkpoint(
+        folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True)
+    )
     return folder / "source", folder / "out"
 
 
@@ -98,13 +116,20 @@ def test_a_language_model(tmp_path, ids):
     assert found.figures["kl"] > 1e-4
     assert found.figures["kl_median"] == pytest.approx(float(kl.median()), rel=1e-3)
     assert found.figures["kl_99th"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-3)
-    assert found.figures["agreement"] == pytest.approx(float((before.argmax(-1) == after.argmax(-1)).double().mean()))
-    for said, perplexity in ((before, found.figures["perplexity_source"]), (after, found.figures["perplexity"])):
+    assert found.figures["agreement"] == pytest.approx(
+        float((before.argmax(-1) == after.argmax(-1)).double().mean())
+    )
+    for said, perplexity in (
+        (before, found.figures["perplexity_source"]),
+        (after, found.figures["perplexity"]),
+    ):
         loss = -said.gather(-1, windows[:, 1:, None]).mean()
         assert perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "tokenizer"), [("causal", ()), ("masked", ("tokenizer.json",)), ("seq2seq", ())])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"), [("causal", ()), ("masked", ("tokenizer.json",)), ("seq2seq", ())]
+)
 def test_a_model_says_what_its_decoded_weights_say(tmp_path, ids, kind, tokenizer):
     source, out = made(tmp_path, kind, *tokenizer)
     options = EvaluateOptions(text=None if tokenizer else ids, tokens=320)
@@ -122,27 +147,45 @@ def test_a_sequence_to_sequence_model_is_asked_for_the_second_half(tmp_path, ids
     shifted = torch.cat((torch.zeros_like(written[:, :1]), written[:, :-1]), dim=1)
     loader = transformers.T5ForConditionalGeneration
     before, after = (
-        double(loader, folder, input_ids=read, decoder_input_ids=shifted) for folder in (source, decoded(tmp_path, out))
+        double(loader, folder, input_ids=read, decoder_input_ids=shifted)
+        for folder in (source, decoded(tmp_path, out))
     )
     found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
-    assert found.figures["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
+    assert found.figures["kl"] == pytest.approx(
+        float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3
+    )
 
 
 def test_an_encoder(tmp_path):
-    nf4conv.quantize_checkpoint(MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"))
-    found = nf4conv.evaluate_checkpoint(tmp_path / "out", MINILM, EvaluateOptions(tokens=1000), "cpu")
+    nf4conv.quantize_checkpoint(
+        MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu")
+    )
+    found = nf4conv.evaluate_checkpoint(
+        tmp_path / "out", MINILM, EvaluateOptions(tokens=1000), "cpu"
+    )
     assert found.kind == "encoder"
     assert "kl" not in found.figures
-    assert 0.85 < found.figures["cosine_least"] < found.figures["cosine"] < found.figures["cosine_pooled"] < 1
+    assert (
+        0.85
+        < found.figures["cosine_least"]
+        < found.figures["cosine"]
+        < found.figures["cosine_pooled"]
+        < 1
+    )
     result = run(tmp_path / "out", "--source", MINILM, "--max-kl", 1)
-    assert (result.exit_code, result.stderr) == (2, "Error: --max-kl: an encoder gives no probabilities\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: --max-kl: an encoder gives no probabilities\n",
+    )
 
 
 def test_half_a_model_that_encodes_text(tmp_path, ids):
     source, out = made(tmp_path, "text encoder")
     found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
     assert found.kind == "encoder"
-    again = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), EvaluateOptions(text=ids), "cpu")
+    again = nf4conv.evaluate_checkpoint(
+        out, decoded(tmp_path, out), EvaluateOptions(text=ids), "cpu"
+    )
     assert found.figures["cosine"] < 0.999 < 0.999999 < again.figures["cosine_least"]
 
 
@@ -150,7 +193,9 @@ def test_models_on_the_hub(tmp_path, ids, hub: Hub):
     source, out = made(tmp_path, "causal")
     expected = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu").figures
     hub.repos |= {"org/source": Repo(token="secret"), "org/out": Repo(token="secret")}
-    old = hub.repos["org/source"].commit({f"inner/{name}": content for name, content in contents(source).items()})
+    old = hub.repos["org/source"].commit(
+        {f"inner/{name}": content for name, content in contents(source).items()}
+    )
     hub.repos["org/source"].commit({"inner/config.json": b"{}"})
     hub.repos["org/out"].commit(contents(out))
     where = ("--revision", old, "--subfolder", "inner", "--cache-dir", tmp_path / "cache")
@@ -199,8 +244,12 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
     np.save(tmp_path / "large.npy", np.array([1, 2, 300]))
-    with pytest.raises(PlanError, match=r"large\.npy: expected at least two token ids from 0 to 299"):
-        nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=tmp_path / "large.npy"), "cpu")
+    with pytest.raises(
+        PlanError, match=r"large\.npy: expected at least two token ids from 0 to 299"
+    ):
+        nf4conv.evaluate_checkpoint(
+            out, source, EvaluateOptions(text=tmp_path / "large.npy"), "cpu"
+        )
     source, out = made(tmp_path / "short", "short")  # it counts positions from 2
     with pytest.raises(SourceError, match="transformers cannot run it: index"):
         nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")

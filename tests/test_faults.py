@@ -1,4 +1,6 @@
-"""What can break during a run: one clear line, no hang, nothing that looks finished, and the same command resumes."""
+"""What can break during a run: one clear line, no hang, nothing that looks finished, and the same
+command resumes.
+"""
 
 import dataclasses
 import os
@@ -14,9 +16,9 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 from test_resume import OPTIONS, RUN
 
-from nf4conv.checkpoint.reader import Reader
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, SourceError
+from nf4conv.sources.reader import Reader
 
 
 def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> None:
@@ -42,7 +44,9 @@ def test_a_write_that_fails(tmp_path, monkeypatch, call):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
-        with pytest.raises(OutputError, match=r"out/model-0000\d-of-0000\d.safetensors: No space left on device"):
+        with pytest.raises(
+            OutputError, match=r"out/model-0000\d-of-0000\d.safetensors: No space left on device"
+        ):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
@@ -90,7 +94,10 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read_into", shrinking)
-        with pytest.raises(SourceError, match=r"model-00002-of-00002.safetensors: ends at byte [\d,]+; it was cut off"):
+        with pytest.raises(
+            SourceError,
+            match=r"model-00002-of-00002.safetensors: ends at byte [\d,]+; it was cut off",
+        ):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     shard.write_bytes(content)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -98,7 +105,9 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 
 def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
-    """What was read is partly old and partly new: no checkpoint may come of it, nor of a resumed run."""
+    """What was read is partly old and partly new: no checkpoint may come of it, nor of a resumed
+    run.
+    """
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     shard = source / "model-00001-of-00002.safetensors"
     status = shard.stat()
@@ -111,7 +120,8 @@ def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", rewriting)
         with pytest.raises(
-            SourceError, match=r"00001-of-00002.safetensors: changed while it was read; start anew with"
+            SourceError,
+            match=r"00001-of-00002.safetensors: changed while it was read; start anew with",
         ):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert not (out / "config.json").exists()
@@ -136,7 +146,9 @@ def test_a_source_that_cannot_be_read_any_more(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", failing)
-        with pytest.raises(SourceError, match=r"source/model-0000\d-of-00002.safetensors: Input/output error"):
+        with pytest.raises(
+            SourceError, match=r"source/model-0000\d-of-00002.safetensors: Input/output error"
+        ):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
@@ -144,7 +156,9 @@ def test_a_source_that_cannot_be_read_any_more(tmp_path, monkeypatch):
 def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monkeypatch):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patched.setattr(
+            os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(OutputError):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     shard = source / "model-00001-of-00002.safetensors"
@@ -160,7 +174,9 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
     needed = plan_quantization(source, OPTIONS).output.largest_size
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    with pytest.raises(OutputError, match=r"out: the result takes [\d,]+ bytes but the disk has only [\d,]+ free"):
+    with pytest.raises(
+        OutputError, match=r"out: the result takes [\d,]+ bytes but the disk has only [\d,]+ free"
+    ):
         quantize_checkpoint(source, out, OPTIONS, RUN)
     assert not any(out.rglob("*.partial"))
     assert not any(out.rglob("*.safetensors"))
@@ -169,8 +185,19 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
 def test_a_full_disk_by_the_real_command(tmp_path):
     """The kernel refuses to let a file grow, as a full disk would, in the middle of the run."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(out), "--device", "cpu"]
-    limit = 50_000  # bytes of one file; SIGXFSZ is ignored by Python, so that writes fail with EFBIG
+    command = [
+        sys.executable,
+        "-m",
+        "nf4conv",
+        "quantize",
+        str(source),
+        str(out),
+        "--device",
+        "cpu",
+    ]
+    limit = (
+        50_000  # bytes of one file; SIGXFSZ is ignored by Python, so that writes fail with EFBIG
+    )
     process = subprocess.run(
         command,
         capture_output=True,
@@ -199,7 +226,11 @@ def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatc
         quantize_blocks(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")), "quantize_blocks", failing)
+        patched.setattr(
+            sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")),
+            "quantize_blocks",
+            failing,
+        )
         with pytest.raises(RuntimeError, match="a fault of the codec"):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")

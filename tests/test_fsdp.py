@@ -1,4 +1,6 @@
-"""QLoRA of a checkpoint with floats as storage, sharded over two processes by FSDP2: as in one, and its loss falls."""
+"""QLoRA of a checkpoint with floats as storage, sharded over two processes by FSDP2: as in one, and
+its loss falls.
+"""
 
 import os
 import socket
@@ -30,9 +32,18 @@ def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-        packed = [part for name, part in model.named_parameters() if name.endswith("up_proj.base_layer.weight")]
-        assert all(isinstance(part, DTensor) and len(part.to_local()) == len(part) // processes for part in packed)
-    optimizer = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=0.02)
+        packed = [
+            part
+            for name, part in model.named_parameters()
+            if name.endswith("up_proj.base_layer.weight")
+        ]
+        assert all(
+            isinstance(part, DTensor) and len(part.to_local()) == len(part) // processes
+            for part in packed
+        )
+    optimizer = torch.optim.AdamW(
+        [part for part in model.parameters() if part.requires_grad], lr=0.02
+    )
     losses = []
     for _ in range(6):
         optimizer.zero_grad()

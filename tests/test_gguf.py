@@ -1,4 +1,6 @@
-"""4-bit → trained → merged → GGUF: llama.cpp's converter takes what `dequantize --lora` writes (`make test-gguf`)."""
+"""4-bit → trained → merged → GGUF: llama.cpp's converter takes what `dequantize --lora` writes
+(`make test-gguf`).
+"""
 
 import os
 import subprocess
@@ -18,14 +20,19 @@ from nf4conv.options import DequantizeOptions, RunOptions
 CONVERTER = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
 pytestmark = [
     pytest.mark.oracle,
-    pytest.mark.skipif(not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"),
+    pytest.mark.skipif(
+        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
+    ),
 ]
 CPU = RunOptions(device="cpu")
 
 
 def write_tokenizer(folder: Path) -> None:
     """One as Llama 2 has it, whose kind the converter knows by its structure."""
-    tokens = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *map(chr, range(33, 126))])}
+    tokens = {
+        token: number
+        for number, token in enumerate(["<unk>", "<s>", "</s>", *map(chr, range(33, 126))])
+    }
     tokenizer = Tokenizer(models.BPE(tokens, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -36,7 +43,9 @@ def converted(folder: Path) -> dict[str, np.ndarray]:
     from gguf import GGUFReader
 
     out = folder.with_suffix(".gguf")
-    subprocess.run([sys.executable, CONVERTER, folder, "--outfile", out, "--outtype", "f32"], check=True)
+    subprocess.run(
+        [sys.executable, CONVERTER, folder, "--outfile", out, "--outtype", "f32"], check=True
+    )
     return {tensor.name: np.array(tensor.data) for tensor in GGUFReader(out).tensors}
 
 
@@ -44,11 +53,17 @@ def test_what_was_trained_on_4_bits_becomes_a_gguf(tmp_path):
     base = make_model(tmp_path / "base", "llama")
     write_tokenizer(base)
     quantize_checkpoint(base, tmp_path / "nf4", run=CPU)
-    train(load(tmp_path / "nf4", device_map="cpu"), tmp_path / "adapter", target_modules=LINEAR["llama"])
+    train(
+        load(tmp_path / "nf4", device_map="cpu"),
+        tmp_path / "adapter",
+        target_modules=LINEAR["llama"],
+    )
     lora = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     dequantize_checkpoint(tmp_path / "nf4", tmp_path / "merged", lora, CPU)
     dequantize_checkpoint(tmp_path / "nf4", tmp_path / "decoded", run=CPU)
-    merged_by_peft(load(tmp_path / "decoded"), tmp_path / "adapter").save_pretrained(tmp_path / "by_peft")
+    merged_by_peft(load(tmp_path / "decoded"), tmp_path / "adapter").save_pretrained(
+        tmp_path / "by_peft"
+    )
     write_tokenizer(tmp_path / "by_peft")
     ours, theirs = converted(tmp_path / "merged"), converted(tmp_path / "by_peft")
     assert ours.keys() == theirs.keys()

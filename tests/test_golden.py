@@ -1,6 +1,8 @@
-"""Every backend against bytes recorded from bitsandbytes CUDA: tests/golden/record.py says what they are.
+"""Every backend against bytes recorded from bitsandbytes CUDA: tests/golden/record.py says what
+they are.
 
-On a CPU the kernels run in Triton's interpreter, which truncates float32 → bfloat16: there they decode to the others.
+On a CPU the kernels run in Triton's interpreter, which truncates float32 → bfloat16: there they
+decode to the others.
 """
 
 import json
@@ -16,7 +18,9 @@ from nf4conv.codec import cpu, ops, reference
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton.runtime.interpreter"
+)  # 1 / 0 is meant
 
 GOLDEN = Path(__file__).parent / "golden"
 BACKENDS = {"reference": reference, "cpu": cpu}
@@ -26,7 +30,10 @@ if not ops.why_plain((9, 0)):
     BACKENDS["kernels"] = kernels
 VECTORS = {name: load_file(GOLDEN / f"{name}.safetensors") for name in DTYPES}
 CASES = [
-    (name, key.rpartition("/")[0]) for name, vectors in VECTORS.items() for key in vectors if key.endswith("/packed")
+    (name, key.rpartition("/")[0])
+    for name, vectors in VECTORS.items()
+    for key in vectors
+    if key.endswith("/packed")
 ]
 
 
@@ -39,14 +46,20 @@ def is_kernels(backend: ModuleType) -> bool:
 
 
 def blocksize_of(case: str) -> int:
-    return 64 if case.startswith(("ties", "short")) else int(case.removeprefix("special-").split("-")[0].split("/")[0])
+    return (
+        64
+        if case.startswith(("ties", "short"))
+        else int(case.removeprefix("special-").split("-")[0].split("/")[0])
+    )
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(found.cpu().view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES])
+@pytest.mark.parametrize(
+    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_quantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
@@ -59,7 +72,9 @@ def test_quantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> No
     assert same_bits(packed, vectors[f"{case}/packed"])
 
 
-@pytest.mark.parametrize(("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES])
+@pytest.mark.parametrize(
+    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
@@ -70,7 +85,9 @@ def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> 
     absmax, state2, offset = vectors[f"{case}/absmax"].to(device), None, None
     if f"{case}/codes" in vectors:
         absmax, offset = vectors[f"{case}/codes"].to(device), vectors[f"{case}/offset"].to(device)
-        state2 = NestedState(vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device))
+        state2 = NestedState(
+            vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device)
+        )
     out = torch.empty_like(expected, device=device)
     decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
     backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)
@@ -79,7 +96,9 @@ def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> 
     assert same_bits(out.cpu()[finite], expected[finite])
 
 
-@pytest.mark.parametrize(("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES])
+@pytest.mark.parametrize(
+    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_compresses_absmax_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
@@ -103,4 +122,6 @@ def test_mean_has_the_recorded_bits() -> None:
     recorded = json.loads((GOLDEN / "means.json").read_text())["means"]
     for count, bits in recorded.items():
         if int(count) <= 5_000_000:
-            assert f"{cuda_mean(spread_values(int(count))).view(torch.int32).item():08x}" == bits, count
+            assert f"{cuda_mean(spread_values(int(count))).view(torch.int32).item():08x}" == bits, (
+                count
+            )

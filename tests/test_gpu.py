@@ -1,6 +1,7 @@
 """The compiled kernels against bitsandbytes CUDA: every byte equal.
 
-Run on a GPU with `pytest -m gpu`. bitsandbytes launches its quantizer on the legacy default stream, as do these tests.
+Run on a GPU with `pytest -m gpu`. bitsandbytes launches its quantizer on the legacy default stream,
+as do these tests.
 """
 
 import numpy as np
@@ -31,7 +32,9 @@ def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert different == 0, f"{different} of {bits(ours).numel()} bytes differ"
 
 
-def assert_equals_bitsandbytes(weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool) -> None:
+def assert_equals_bitsandbytes(
+    weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool
+) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = ops.quantize_4bit(weight, quant_type, blocksize, double_quant)
     theirs, their_state = functional.quantize_4bit(
@@ -52,8 +55,22 @@ def assert_equals_bitsandbytes(weight: torch.Tensor, quant_type: str, blocksize:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_random_weights_of_any_size(quant_type: str, dtype: str, blocksize: int, double_quant: bool) -> None:
-    for elements in (2, 7, 63, 64, 65, 1000, 4096, 8192 + 8, 8192 * 3 + 5, 256 * blocksize + 1, 1 << 20):
+def test_random_weights_of_any_size(
+    quant_type: str, dtype: str, blocksize: int, double_quant: bool
+) -> None:
+    for elements in (
+        2,
+        7,
+        63,
+        64,
+        65,
+        1000,
+        4096,
+        8192 + 8,
+        8192 * 3 + 5,
+        256 * blocksize + 1,
+        1 << 20,
+    ):
         weight = random_weight(elements, DTYPES[dtype], seed=elements).to(CUDA)
         assert_equals_bitsandbytes(weight, quant_type, blocksize, double_quant)
 
@@ -80,7 +97,9 @@ def test_special_block_with_double_quantization(quant_type: str, dtype: str, nam
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_quotients_on_a_cut(quant_type: str, dtype: str, blocksize: int) -> None:
-    assert_equals_bitsandbytes(tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA), quant_type, blocksize, False)
+    assert_equals_bitsandbytes(
+        tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA), quant_type, blocksize, False
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +119,9 @@ def test_dequantize_any_bytes(quant_type: str, dtype: str, nested_kind: str) -> 
     functional = pytest.importorskip("bitsandbytes.functional")
     elements, blocksize = 64 * 100_003, 64
     generator = torch.Generator(CUDA).manual_seed(3)
-    packed = torch.randint(256, (elements // 2, 1), device=CUDA, generator=generator, dtype=torch.uint8)
+    packed = torch.randint(
+        256, (elements // 2, 1), device=CUDA, generator=generator, dtype=torch.uint8
+    )
     blocks = elements // blocksize
     state = functional.QuantState(
         absmax=torch.rand(blocks, device=CUDA, generator=generator)
@@ -116,7 +137,9 @@ def test_dequantize_any_bytes(quant_type: str, dtype: str, nested_kind: str) -> 
         state.state2 = functional.QuantState(
             absmax=nested, blocksize=256, code=code_table("dynamic", CUDA), dtype=torch.float32
         )
-        state.absmax = torch.randint(256, (blocks,), device=CUDA, generator=generator, dtype=torch.uint8)
+        state.absmax = torch.randint(
+            256, (blocks,), device=CUDA, generator=generator, dtype=torch.uint8
+        )
         state.offset = torch.tensor(0.0871, device=CUDA)
         state.nested = True
     assert_same_bits(ops.dequantize_4bit(packed, state), functional.dequantize_4bit(packed, state))
@@ -149,18 +172,24 @@ def test_more_than_two_to_the_thirty_one_elements() -> None:
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_inline_assembly_equals_plain_triton(quant_type: str, dtype: str, blocksize: int, elements: int) -> None:
+def test_inline_assembly_equals_plain_triton(
+    quant_type: str, dtype: str, blocksize: int, elements: int
+) -> None:
     for weight in (
         random_weight(elements, DTYPES[dtype]).to(CUDA),
         special_weight(DTYPES[dtype], blocksize).to(CUDA),
         tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA),
     ):
-        fast, plain = (encode_and_decode(weight, quant_type, blocksize, ptx) for ptx in (True, False))
+        fast, plain = (
+            encode_and_decode(weight, quant_type, blocksize, ptx) for ptx in (True, False)
+        )
         for ours, theirs in zip(fast, plain, strict=True):
             assert_same_bits(ours, theirs)
 
 
-def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx: bool) -> list[torch.Tensor]:
+def encode_and_decode(
+    weight: torch.Tensor, quant_type: str, blocksize: int, ptx: bool
+) -> list[torch.Tensor]:
     """The kernels with their constexpr PTX chosen, which the launchers derive from the device."""
     n = weight.numel()
     tile, num_warps = pack.packing(weight.dtype, blocksize, False)
@@ -189,7 +218,9 @@ def encode_and_decode(weight: torch.Tensor, quant_type: str, blocksize: int, ptx
     outs = []
     for nested in (False, True):
         out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
-        scales = (codes, code_table("dynamic", CUDA), nested_absmax, offset) if nested else (absmax,) * 4
+        scales = (
+            (codes, code_table("dynamic", CUDA), nested_absmax, offset) if nested else (absmax,) * 4
+        )
         kernels.dequantize._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
@@ -231,7 +262,9 @@ def test_nothing_is_written_behind_the_end() -> None:
         absmax = torch.full((-(-elements // 64) + 64,), -7.0, device=CUDA)
         out = torch.full((elements + 64,), 9.0, dtype=torch.bfloat16, device=CUDA)
         weight = random_weight(elements, torch.bfloat16).to(CUDA)
-        kernels.quantize_blocks(weight, packed[: -(-elements // 2)], absmax[: -(-elements // 64)], "nf4", 64)
+        kernels.quantize_blocks(
+            weight, packed[: -(-elements // 2)], absmax[: -(-elements // 64)], "nf4", 64
+        )
         kernels.dequantize_blocks(packed, Decoding(absmax, None, None, "nf4", 64), out[:elements])
         assert (packed[-64:] == 0xAB).all()
         assert (absmax[-64:] == -7).all()
@@ -241,14 +274,33 @@ def test_nothing_is_written_behind_the_end() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
-    sizes = [(2048, 768), (7,), (0,), (64, 64), (5, 1001), (1, 1), (1024, 1024), (4096, 3000), (9, 999)]
-    tensors = [random_weight(int(np.prod(s)), DTYPES[dtype], seed=i).view(s).to(CUDA) for i, s in enumerate(sizes)]
+    sizes = [
+        (2048, 768),
+        (7,),
+        (0,),
+        (64, 64),
+        (5, 1001),
+        (1, 1),
+        (1024, 1024),
+        (4096, 3000),
+        (9, 999),
+    ]
+    tensors = [
+        random_weight(int(np.prod(s)), DTYPES[dtype], seed=i).view(s).to(CUDA)
+        for i, s in enumerate(sizes)
+    ]
     for tensor, found in zip(tensors, quantize_batch(tensors, quant_type, 64), strict=True):
         if not tensor.numel():
             continue
         packed, state = ops.quantize_4bit(tensor, quant_type, 64, double_quant=False)
         _, nested = ops.quantize_4bit(tensor, quant_type, 64)
-        expected = (packed.view(-1), state.absmax, nested.absmax, nested.state2.absmax, nested.offset)
+        expected = (
+            packed.view(-1),
+            state.absmax,
+            nested.absmax,
+            nested.state2.absmax,
+            nested.offset,
+        )
         for part, other in zip(found, expected, strict=True):
             assert_same_bits(part, other)
 
@@ -258,22 +310,30 @@ def test_batch_means_are_torchs() -> None:
     counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)
-    for offset, count, found in zip(offsets.tolist(), counts.tolist(), means_of(values, offsets, counts), strict=True):
+    for offset, count, found in zip(
+        offsets.tolist(), counts.tolist(), means_of(values, offsets, counts), strict=True
+    ):
         assert_same_bits(found, values[offset : offset + count].clone().mean())
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_error_sums_equal_a_materialised_comparison(quant_type: str, dtype: str, double_quant: bool) -> None:
+def test_error_sums_equal_a_materialised_comparison(
+    quant_type: str, dtype: str, double_quant: bool
+) -> None:
     for elements in (1 << 20, 64 * 70 + 8, 70_003):
         weight = random_weight(elements, DTYPES[dtype]).to(CUDA)
         packed, state = ops.quantize_4bit(weight, quant_type, 64, double_quant)
         sums, again = (error_sums(weight, packed, state) for _ in range(2))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
-        assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
-        assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
+        assert sums.squared_error.item() == pytest.approx(
+            error.double().square().sum().item(), rel=1e-12
+        )
+        assert sums.squared_weight.item() == pytest.approx(
+            weight.double().square().sum().item(), rel=1e-12
+        )
         assert sums.outside.item() == 0
         assert all(torch.equal(getattr(sums, name), getattr(again, name)) for name in vars(sums))
         packed[elements // 4] ^= 0x88
@@ -305,7 +365,10 @@ def test_uses_the_current_stream_of_the_calling_thread() -> None:
 def test_reference_equals_the_kernels() -> None:
     for quant_type in QUANT_TYPES:
         weight = special_weight(torch.bfloat16, 64, "nan")
-        packed, absmax = torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8), torch.zeros(-(-weight.numel() // 64))
+        packed, absmax = (
+            torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8),
+            torch.zeros(-(-weight.numel() // 64)),
+        )
         reference.quantize_blocks(weight, packed, absmax, quant_type, 64)
         ours, state = ops.quantize_4bit(weight.to(CUDA), quant_type, 64, False)
         assert_same_bits(ours.cpu().view(-1), packed)

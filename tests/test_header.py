@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import save
 
-from nf4conv.checkpoint.header import DTYPE_BITS, build_header, parse_header, read_header
 from nf4conv.errors import SourceError
+from nf4conv.sources.header import DTYPE_BITS, build_header, parse_header, read_header
 
 
 def test_literal_bytes():
@@ -23,7 +23,9 @@ def test_literal_bytes():
 
 def test_the_format_s_own_library_reads_what_we_build(tmp_path):
     file = tmp_path / "file.safetensors"
-    header = build_header([("größe", "I32", (2,), 0, 8), ('quote"\\', "U8", (0,), 8, 8)], reserve=512)
+    header = build_header(
+        [("größe", "I32", (2,), 0, 8), ('quote"\\', "U8", (0,), 8, 8)], reserve=512
+    )
     file.write_bytes(header + b"\x01\0\0\0\x02\0\0\0")
     assert len(header) == 512
     with safe_open(file, "pt") as opened:
@@ -35,7 +37,11 @@ def test_the_format_s_own_library_reads_what_we_build(tmp_path):
 
 def test_we_read_what_the_format_s_own_library_builds(tmp_path):
     file = tmp_path / "file.safetensors"
-    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(7)}
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3),
+        "b": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.tensor(7),
+    }
     file.write_bytes(save(tensors))
     raw = file.read_bytes()
     found = {tensor.name: tensor for tensor in read_header(file)}
@@ -52,7 +58,9 @@ def test_we_read_what_the_format_s_own_library_builds(tmp_path):
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
-        st.tuples(st.sampled_from(["F32", "BF16", "U8", "I64"]), st.lists(st.integers(0, 5), max_size=3)),
+        st.tuples(
+            st.sampled_from(["F32", "BF16", "U8", "I64"]), st.lists(st.integers(0, 5), max_size=3)
+        ),
         max_size=8,
     ),
     st.integers(0, 4096),
@@ -68,7 +76,10 @@ def test_round_trip(tensors, reserve):
         position += size
     header = build_header(entries, reserve)
     found = parse_header(header[8:], Path("file"), len(header) + position)
-    expected = [(name, dtype, shape, len(header) + a, len(header) + b) for name, dtype, shape, a, b in entries]
+    expected = [
+        (name, dtype, shape, len(header) + a, len(header) + b)
+        for name, dtype, shape, a, b in entries
+    ]
     assert sorted((t.name, t.dtype, t.shape, t.start, t.stop) for t in found) == sorted(expected)
 
 
@@ -77,23 +88,65 @@ def test_round_trip(tensors, reserve):
     [
         ([], "not a JSON object"),
         ({"w": 1}, "w: the header entry lacks dtype, shape or data_offsets"),
-        ({"w": {"dtype": "F32", "shape": [1]}}, "w: the header entry lacks dtype, shape or data_offsets"),
+        (
+            {"w": {"dtype": "F32", "shape": [1]}},
+            "w: the header entry lacks dtype, shape or data_offsets",
+        ),
         ({"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}, "w: unknown dtype 3"),
-        ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, r"w: \[-1\] is not a shape"),
-        ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, r"w: \[1.0\] is not a shape"),
+        (
+            {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+            r"w: \[-1\] is not a shape",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}},
+            r"w: \[1.0\] is not a shape",
+        ),
         ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, "w: 1 is not a shape"),
-        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, r"w: \[4, 0\] are not data offsets"),
-        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, r"w: \[0\] are not data offsets"),
+        (
+            {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+            r"w: \[4, 0\] are not data offsets",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+            r"w: \[0\] are not data offsets",
+        ),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w: 4 bytes, expected 8"),
-        ({"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}}, "w: 4 bytes, expected"),
-        ({"w": {"dtype": "F32", "shape": [2**62] * 64, "data_offsets": [0, 4]}}, "w: 4 bytes, expected"),
-        ({"w": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}, r"w: .{100}… is not a shape"),
-        ({"w": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}, r"w: \[.*\] is not a shape"),
-        ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [10**300, 10**300 + 8]}}, r"w: .* are not data offsets"),
-        ({"w": {"dtype": "F" * 10**6, "shape": [1], "data_offsets": [0, 4]}}, r"w: unknown dtype .{100}…;"),
-        ({"w": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]}}, "w: 4 unused bytes before it"),
-        ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}, "w: the file ends 3 bytes early"),
-        ({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "1 bytes after the last tensor belong to none"),
+        (
+            {"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}},
+            "w: 4 bytes, expected",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [2**62] * 64, "data_offsets": [0, 4]}},
+            "w: 4 bytes, expected",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}},
+            r"w: .{100}… is not a shape",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}},
+            r"w: \[.*\] is not a shape",
+        ),
+        (
+            {"w": {"dtype": "U8", "shape": [8], "data_offsets": [10**300, 10**300 + 8]}},
+            r"w: .* are not data offsets",
+        ),
+        (
+            {"w": {"dtype": "F" * 10**6, "shape": [1], "data_offsets": [0, 4]}},
+            r"w: unknown dtype .{100}…;",
+        ),
+        (
+            {"w": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]}},
+            "w: 4 unused bytes before it",
+        ),
+        (
+            {"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}},
+            "w: the file ends 3 bytes early",
+        ),
+        (
+            {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}},
+            "1 bytes after the last tensor belong to none",
+        ),
         ({}, "5 bytes after the last tensor|5 unused|bytes"),
     ],
     ids=lambda value: None if isinstance(value, list | dict) else value.replace(" ", "-")[:30],
@@ -132,7 +185,14 @@ def test_a_name_given_twice_is_found_out():
         b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
         b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}',
     ],
-    ids=["empty", "cut-off", "not-utf-8", "nested-too-deep", "half-a-surrogate-pair", "number-of-5000-digits"],
+    ids=[
+        "empty",
+        "cut-off",
+        "not-utf-8",
+        "nested-too-deep",
+        "half-a-surrogate-pair",
+        "number-of-5000-digits",
+    ],
 )
 def test_what_is_no_header_at_all(raw):
     with pytest.raises(SourceError, match=r"^file: the safetensors header is malformed: .+"):
@@ -146,7 +206,11 @@ def damage() -> st.SearchStrategy[list[tuple[int, int]]]:
 @given(damage())
 @settings(max_examples=400, deadline=None)
 def test_any_damage_is_a_source_error_or_still_a_header_without_holes(places):
-    tensors = [("model.weight", "F32", (2, 3), 0, 24), ("b", "BF16", (4,), 24, 32), ("c", "U8", (), 32, 33)]
+    tensors = [
+        ("model.weight", "F32", (2, 3), 0, 24),
+        ("b", "BF16", (4,), 24, 32),
+        ("c", "U8", (), 32, 33),
+    ]
     raw = bytearray(build_header(tensors)[8:])
     for place, value in places:
         raw[place % len(raw)] = value

@@ -1,4 +1,6 @@
-"""Files made to break who reads them: refused by name or read safely, in little time, never with a traceback."""
+"""Files made to break who reads them: refused by name or read safely, in little time, never with a
+traceback.
+"""
 
 import json
 import os
@@ -39,30 +41,44 @@ WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "a quant state of floats": (packed() | {STATE: packed()[STATE].float()}, "are no quant state"),
     "absmax of rank 2": (packed(absmax=packed()[f"{UP}.absmax"].view(-1, 1)), "does not go with"),
     "absmax of rank 0": (
-        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False) | {f"{UP}.absmax": torch.tensor(1.0)},
+        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False)
+        | {f"{UP}.absmax": torch.tensor(1.0)},
         "does not go with",
     ),
     "nested absmax of rank 2": (packed(nested_absmax=torch.ones(1, 1)), "does not go with"),
-    "codes of complex numbers": (packed() | {UP: packed()[UP].view(-1).view(torch.complex64)}, "does not go with"),
+    "codes of complex numbers": (
+        packed() | {UP: packed()[UP].view(-1).view(torch.complex64)},
+        "does not go with",
+    ),
     "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "does not go with"),
     "a nested map alone": (
-        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False) | {f"{UP}.nested_quant_map": torch.ones(256)},
+        pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False)
+        | {f"{UP}.nested_quant_map": torch.ones(256)},
         "lacks its nested_absmax",
     ),
     "no nested map": (
         {name: part for name, part in packed().items() if not name.endswith("nested_quant_map")},
         "lacks its nested_quant_map",
     ),
-    "two quant states": (packed() | {STATE.replace("nf4", "fp4"): packed()[STATE]}, "does not go with"),
+    "two quant states": (
+        packed() | {STATE.replace("nf4", "fp4"): packed()[STATE]},
+        "does not go with",
+    ),
     "SCB of complex numbers": (
         EIGHT_BIT | {f"{UP.removesuffix('weight')}SCB": torch.ones(64, dtype=torch.complex64)},
         "does not go with",
     ),
     "SCB of rank 0": (
-        {UP: torch.ones(1, 64, dtype=torch.int8), f"{UP.removesuffix('weight')}SCB": torch.tensor(1.0)},
+        {
+            UP: torch.ones(1, 64, dtype=torch.int8),
+            f"{UP.removesuffix('weight')}SCB": torch.tensor(1.0),
+        },
         "does not go with",
     ),
-    "a complex scale": (FP8 | {f"{UP}_scale_inv": torch.ones(1, 1, dtype=torch.complex64)}, "does not go with"),
+    "a complex scale": (
+        FP8 | {f"{UP}_scale_inv": torch.ones(1, 1, dtype=torch.complex64)},
+        "does not go with",
+    ),
 }
 
 
@@ -73,14 +89,18 @@ def test_weights_that_do_not_hold_together(tmp_path: Path, kind: str, name: str)
     source = write_packed(tmp_path / "source", tensors)
     places = {"compare": [source, source], "verify": [source], "inspect": [source]}
     done = command(name, *places.get(name, [source, tmp_path / "out"]))
-    if name in ("quantize", "compare") or (name == "dequantize" and "SCB" not in kind and "scale" not in kind):
+    if name in ("quantize", "compare") or (
+        name == "dequantize" and "SCB" not in kind and "scale" not in kind
+    ):
         assert reason in refused(done)
     else:
         assert done.exit_code in (0, 1, 2), done.output
     assert not (tmp_path / "out/config.json").exists()
 
 
-@pytest.mark.parametrize("block", [[2**70, 1], [1, 10**18], [10**18, 10**18], [128, 2**62]], ids=str)
+@pytest.mark.parametrize(
+    "block", [[2**70, 1], [1, 10**18], [10**18, 10**18], [128, 2**62]], ids=str
+)
 def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     """One scale for all, however far a block is said to reach."""
     rows = 64 if block[0] == 1 else 1
@@ -88,8 +108,13 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     (tmp_path / "source").mkdir()
     save_file(tensors, tmp_path / "source/model.safetensors")
     described = {"quant_method": "fp8", "weight_block_size": block}
-    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG | {"quantization_config": described}))
-    assert command("quantize", tmp_path / "source", tmp_path / "out", "--no-double-quant").exit_code == 0
+    (tmp_path / "source/config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": described})
+    )
+    assert (
+        command("quantize", tmp_path / "source", tmp_path / "out", "--no-double-quant").exit_code
+        == 0
+    )
     assert load_file(tmp_path / "out/model.safetensors")[f"{UP}.absmax"].unique().tolist() == [0.5]
 
 
@@ -108,7 +133,12 @@ def test_configs_that_nobody_writes(tmp_path: Path, plan: str, change: dict[str,
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | change))
     done = command("quantize", source, tmp_path / "out", plan, "--dry-run")
-    assert done.exit_code == 0 or "cannot build" in refused(done) or "has no" in refused(done) or "dtype" in done.stderr
+    assert (
+        done.exit_code == 0
+        or "cannot build" in refused(done)
+        or "has no" in refused(done)
+        or "dtype" in done.stderr
+    )
 
 
 def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
@@ -123,9 +153,18 @@ def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
     source, adapter = write_source(tmp_path / "source"), tmp_path / "adapter"
     adapter.mkdir()
     place = f"base_model.model.{UP.removesuffix('.weight')}"
-    factors = {f"{place}.lora_A.weight": torch.randn(4, 128), f"{place}.lora_B.weight": torch.randn(512, 4)}
+    factors = {
+        f"{place}.lora_A.weight": torch.randn(4, 128),
+        f"{place}.lora_B.weight": torch.randn(512, 4),
+    }
     save_file(factors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "x\ud800", "note": "\ud800"}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "base_model_name_or_path": "x\ud800",
+        "note": "\ud800",
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     assert command("quantize", source, tmp_path / "out", "--lora", adapter).exit_code == 0
     record = json.loads((tmp_path / "out/nf4conv.json").read_bytes())
@@ -134,7 +173,9 @@ def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["quantize", "verify"])
 def test_what_is_wrong_is_said_in_a_line_however_much_it_is(tmp_path: Path, name: str):
-    source = write_packed(tmp_path / "source", packed(), {UP.replace("up", "down"): torch.ones(64, 64)})
+    source = write_packed(
+        tmp_path / "source", packed(), {UP.replace("up", "down"): torch.ones(64, 64)}
+    )
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {UP: ["x" * 100_000] * 10}}))
     done = command(name, source, *([] if name == "verify" else [tmp_path / "out"]))
@@ -157,11 +198,18 @@ def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
 
 @pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "-inf"])
 @pytest.mark.parametrize("name", ["quantize", "verify", "compare"])
-def test_a_tolerance_that_is_none_is_refused_before_the_work(tmp_path: Path, tolerance: str, name: str):
+def test_a_tolerance_that_is_none_is_refused_before_the_work(
+    tmp_path: Path, tolerance: str, name: str
+):
     source = write_source(tmp_path / "source")
     arguments = {"verify": [source, "--source", source], "compare": [source, source]}
     line = refused(
-        command(name, *arguments.get(name, [source, tmp_path / "out", "--verify"]), "--tolerance", tolerance)
+        command(
+            name,
+            *arguments.get(name, [source, tmp_path / "out", "--verify"]),
+            "--tolerance",
+            tolerance,
+        )
     )
     assert line == f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
     assert not (tmp_path / "out").exists()
@@ -198,14 +246,18 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: 
 
     module = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu"))
     monkeypatch.setattr(module, "quantize_blocks", failing)
-    assert "cpu: out of memory; try a smaller --buffer-size" in refused(command("quantize", source, tmp_path / "out"))
+    assert "cpu: out of memory; try a smaller --buffer-size" in refused(
+        command("quantize", source, tmp_path / "out")
+    )
 
 
 def broken(*_: object) -> None:
     raise KeyError("some\nthing")
 
 
-def test_an_error_that_is_not_ours_is_one_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_that_is_not_ours_is_one_line_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(nf4conv.cli.nf4conv, "plan_quantization", broken, raising=False)
     with pytest.raises(KeyError):
         command("quantize", tmp_path, tmp_path / "out")
@@ -213,7 +265,8 @@ def test_an_error_that_is_not_ours_is_one_line_that_says_so(tmp_path: Path, monk
     line = refused(command("quantize", tmp_path, tmp_path / "out"))
     assert (
         line
-        == r"KeyError: 'some\nthing': this is a bug of nf4conv, please report it; NF4CONV_DEBUG=1 shows where it is"
+        == r"KeyError: 'some\nthing': this is a bug of nf4conv, please report it; NF4CONV_DEBUG=1 "
+        r"shows where it is"
     )
 
 
@@ -228,12 +281,18 @@ def test_scales_whose_mean_is_infinite_are_refused_or_kept(tmp_path: Path):
     save_file(tensors, shard)
     line = refused(command("quantize", source, tmp_path / "out"))
     assert line == (
-        f"{shard}: {UP}: 65,536 of 65,536 values are too large for double quantization; repair the checkpoint, or "
+        f"{shard}: {UP}: 65,536 of 65,536 values are too large for double quantization; repair "
+        f"the checkpoint, or "
         "leave such tensors unquantized: --non-finite keep"
     )
     assert not (tmp_path / "out/config.json").exists()
-    assert command("quantize", source, tmp_path / "plain", "--no-double-quant", "--verify").exit_code == 0
-    done = command("quantize", source, tmp_path / "kept", "--non-finite", "keep", "--verify", "--json")
+    assert (
+        command("quantize", source, tmp_path / "plain", "--no-double-quant", "--verify").exit_code
+        == 0
+    )
+    done = command(
+        "quantize", source, tmp_path / "kept", "--non-finite", "keep", "--verify", "--json"
+    )
     assert done.exit_code == 0, done.output
     [note] = json.loads(done.stdout)["notes"]
     assert note == f"{UP}: kept unquantized, 65,536 values are too large for double quantization"

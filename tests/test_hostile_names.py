@@ -1,4 +1,6 @@
-"""Names made to break who reads them: refused or taken as they are, in no time, and never mistaken for one another."""
+"""Names made to break who reads them: refused or taken as they are, in no time, and never mistaken
+for one another.
+"""
 
 import json
 import signal
@@ -11,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from nf4conv.checkpoint.skip_list import build_skip_modules
+from nf4conv.choose.skip_list import build_skip_modules
 from nf4conv.cli import main
 from nf4conv.errors import PlanError
 
@@ -49,7 +51,11 @@ def command(*arguments: object) -> Result:
 
 
 def packed(out: Path) -> set[str]:
-    return {name.removesuffix(".absmax") for name in load_file(out / "model.safetensors") if name.endswith(".absmax")}
+    return {
+        name.removesuffix(".absmax")
+        for name in load_file(out / "model.safetensors")
+        if name.endswith(".absmax")
+    }
 
 
 def skip_list(out: Path) -> list[str]:
@@ -64,9 +70,14 @@ def with_skip_list(out: Path, entries: Any) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", [EVIL, "model.layers.0.mlp.a[0]{1}", "model.layers.0.mlp.*", "model.layers.0.²\\d|^"])
+@pytest.mark.parametrize(
+    "name", [EVIL, "model.layers.0.mlp.a[0]{1}", "model.layers.0.mlp.*", "model.layers.0.²\\d|^"]
+)
 def test_such_weights_are_packed_like_others(tmp_path, name):
-    source = write(tmp_path / "source", {GOOD: (64, 64), f"{name}.weight": (64, 64), f"{VICTIM}.weight": (64, 64)})
+    source = write(
+        tmp_path / "source",
+        {GOOD: (64, 64), f"{name}.weight": (64, 64), f"{VICTIM}.weight": (64, 64)},
+    )
     assert command("quantize", source, tmp_path / "out").exit_code == 0
     assert packed(tmp_path / "out") == {GOOD, f"{name}.weight", f"{VICTIM}.weight"}
     assert command("verify", tmp_path / "out", "--source", source).exit_code == 0
@@ -77,14 +88,17 @@ def test_such_weights_are_packed_like_others(tmp_path, name):
     assert f"cannot name {name!r}" in part.stderr
 
 
-@pytest.mark.parametrize("name", [EVIL, "model.layers.0.mlp.a[0]{1}", "model.layers.0.mlp.*", "model.(", ""], ids=repr)
+@pytest.mark.parametrize(
+    "name", [EVIL, "model.layers.0.mlp.a[0]{1}", "model.layers.0.mlp.*", "model.(", ""], ids=repr
+)
 def test_modules_that_would_have_to_be_listed_are_refused(tmp_path, name):
     """A loader that takes the entry for a pattern would fail, hang, or skip other modules."""
     shapes = {GOOD: (64, 64), f"{VICTIM}.weight": (64, 64), f"{name}.weight": (8, 64)}
     done = command("quantize", write(tmp_path / "source", shapes), tmp_path / "out")
     assert done.exit_code == 2
     assert done.stderr == (
-        f"Error: llm_int8_skip_modules cannot name {name!r}: transformers 5 takes it for a regular expression\n"
+        f"Error: llm_int8_skip_modules cannot name {name!r}: transformers 5 takes it for a "
+        f"regular expression\n"
     )
 
 
@@ -95,29 +109,45 @@ def test_a_module_above_may_be_listed_instead(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.up-proj/a b:c@d#e&f~g%h", "modèle.層.0.mlp.上", "model.layers.0.1²3", "..a..b"]
+    "name",
+    [
+        "model.layers.0.mlp.up-proj/a b:c@d#e&f~g%h",
+        "modèle.層.0.mlp.上",
+        "model.layers.0.1²3",
+        "..a..b",
+    ],
 )
 def test_odd_names_that_mean_themselves_are_listed(tmp_path, name):
     source = write(tmp_path / "source", {GOOD: (64, 64), f"{name}.weight": (8, 64)})
     done = command("quantize", source, tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert packed(tmp_path / "out") == {GOOD}
-    assert any(name == entry or name.startswith(f"{entry}.") for entry in skip_list(tmp_path / "out"))
+    assert any(
+        name == entry or name.startswith(f"{entry}.") for entry in skip_list(tmp_path / "out")
+    )
     assert command("verify", tmp_path / "out").exit_code == 0
 
 
 def test_a_dot_in_a_name_does_not_stand_for_another_character():
     entries, mistaken = build_skip_modules(["layers.aXb"], ["layers.a.b"], ())
-    assert (entries, mistaken) == (("layers.a.b",), ("layers.aXb",))  # transformers 5 takes it so, and it is said
+    assert (entries, mistaken) == (
+        ("layers.a.b",),
+        ("layers.aXb",),
+    )  # transformers 5 takes it so, and it is said
     with pytest.raises(PlanError, match=r"cannot name 'a\.\*'"):
         build_skip_modules(["a.b"], ["a.*"], ())
-    with pytest.raises(PlanError, match=r"cannot name 'head\.\*'"):  # nor by "head", the name of a packed one
+    with pytest.raises(
+        PlanError, match=r"cannot name 'head\.\*'"
+    ):  # nor by "head", the name of a packed one
         build_skip_modules(["layers.0.head"], ["head.*"], ())
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("a." * 65 + "weight", "136 characters and 65 dots"), ("1" * 5000 + ".weight", "5,007 characters and 1 dots")],
+    [
+        ("a." * 65 + "weight", "136 characters and 65 dots"),
+        ("1" * 5000 + ".weight", "5,007 characters and 1 dots"),
+    ],
     ids=["deep", "long"],
 )
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])
@@ -136,7 +166,9 @@ def test_names_that_no_model_can_have_are_refused(tmp_path, name, size, kind):
 
 def test_the_deepest_names_in_numbers(tmp_path):
     """Memory and time are those of names and their depth, not of its square."""
-    shapes = {f"model.layers.{number}.{'a.' * 60}weight": (1, 1) for number in range(2000)} | {GOOD: (64, 64)}
+    shapes = {f"model.layers.{number}.{'a.' * 60}weight": (1, 1) for number in range(2000)} | {
+        GOOD: (64, 64)
+    }
     source = write(tmp_path / "source", shapes)
     done = command("quantize", source, tmp_path / "out", "--dry-run")
     assert done.exit_code == 0, done.stderr
@@ -146,10 +178,15 @@ def test_the_deepest_names_in_numbers(tmp_path):
 def test_a_pattern_in_a_skip_list_is_not_run(tmp_path):
     source = write(tmp_path / "source", {GOOD: (64, 64), f"{VICTIM}.weight": (64, 64)})
     assert command("quantize", source, tmp_path / "out").exit_code == 0
-    with_skip_list(tmp_path / "out", [*skip_list(tmp_path / "out"), r"model\.layers\.0\.mlp\.(a+)+$"])
+    with_skip_list(
+        tmp_path / "out", [*skip_list(tmp_path / "out"), r"model\.layers\.0\.mlp\.(a+)+$"]
+    )
     done = command("verify", tmp_path / "out")
     assert done.exit_code == 0
-    assert r"'model\\.layers\\.0\\.mlp\\.(a+)+$' is a pattern to transformers 5, which is not checked" in done.stdout
+    assert (
+        r"'model\\.layers\\.0\\.mlp\\.(a+)+$' is a pattern to transformers 5, which is not checked"
+        in done.stdout
+    )
 
 
 @pytest.mark.parametrize("pattern", ["model.(", "*", "a{9999999999999}", "["], ids=repr)
@@ -159,7 +196,9 @@ def test_a_skip_list_that_is_no_regular_expression_fails_verification(tmp_path, 
     with_skip_list(tmp_path / "out", [*skip_list(tmp_path / "out"), pattern])
     done = command("verify", tmp_path / "out")
     assert done.exit_code == 1
-    assert f"{pattern!r} is not a regular expression, for which transformers 5 takes it" in done.stdout
+    assert (
+        f"{pattern!r} is not a regular expression, for which transformers 5 takes it" in done.stdout
+    )
 
 
 def test_skip_lists_are_still_held_against_the_loaders_that_take_them_literally(tmp_path):

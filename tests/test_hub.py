@@ -15,9 +15,9 @@ from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
-from nf4conv.checkpoint.source import Source, open_source
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
+from nf4conv.sources.source import Source, open_source
 
 REPO = "some-org/Some-Model_1.0"
 NEEDED = {
@@ -71,18 +71,26 @@ def test_only_what_is_needed_is_fetched(hub: Hub, files: dict[str, bytes], where
         assert hub.count(f"/resolve/.*/{name}$") == 0
 
 
-def test_the_result_is_that_of_the_folder(hub: Hub, files: dict[str, bytes], where: SourceOptions, tmp_path: Path):
+def test_the_result_is_that_of_the_folder(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions, tmp_path: Path
+):
     publish(hub, files)
     run = RunOptions(device="cpu", workers=2)
-    quantize_checkpoint(REPO, tmp_path / "from-hub", QuantizeOptions(max_shard_size=60_000), run, where=where)
-    quantize_checkpoint(tmp_path / "published", tmp_path / "from-disk", QuantizeOptions(max_shard_size=60_000), run)
+    quantize_checkpoint(
+        REPO, tmp_path / "from-hub", QuantizeOptions(max_shard_size=60_000), run, where=where
+    )
+    quantize_checkpoint(
+        tmp_path / "published", tmp_path / "from-disk", QuantizeOptions(max_shard_size=60_000), run
+    )
     from_hub, from_disk = contents(tmp_path / "from-hub"), contents(tmp_path / "from-disk")
     for name in ("README.md", "nf4conv.json"):
         assert from_hub.pop(name) != from_disk.pop(name)  # it names the source
     assert from_hub == from_disk
 
 
-def test_a_cached_snapshot_is_used_in_place(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_a_cached_snapshot_is_used_in_place(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     publish(hub, files)
     folder = open_source(REPO, where).folder
     hub.requests.clear()
@@ -93,7 +101,11 @@ def test_a_cached_snapshot_is_used_in_place(hub: Hub, files: dict[str, bytes], w
 
 @pytest.mark.parametrize("offline", ["--local-files-only", "HF_HUB_OFFLINE"])
 def test_offline_nobody_is_asked(
-    hub: Hub, files: dict[str, bytes], where: SourceOptions, offline: str, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    files: dict[str, bytes],
+    where: SourceOptions,
+    offline: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     publish(hub, files)
     online = open_source(REPO, where)
@@ -115,32 +127,48 @@ def test_offline_and_not_cached(hub: Hub, where: SourceOptions):
     assert hub.requests == []
 
 
-def test_an_interrupted_download_is_not_taken_for_a_cached_one(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_an_interrupted_download_is_not_taken_for_a_cached_one(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     publish(hub, files)
     hub.faults = [Fault("GET /cdn/.*00002-of-00002", times=99, cut=1000)]
     with pytest.raises(SourceError):
         open_source(REPO, where)
-    with pytest.raises(SourceError, match=r"00002-of-00002\.safetensors is missing; the download is incomplete"):
+    with pytest.raises(
+        SourceError, match=r"00002-of-00002\.safetensors is missing; the download is incomplete"
+    ):
         open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     hub.faults.clear()
     assert fetched_names(open_source(REPO, where)) == NEEDED
 
 
 def test_a_revision_is_resolved_once(hub: Hub, files: dict[str, bytes], where: SourceOptions):
-    """A push during the run changes nothing: whatever is fetched after the first request is of the first commit."""
+    """A push during the run changes nothing: whatever is fetched after the first request is of the
+    first commit.
+    """
     repo = publish(hub, files)
     first = repo.head
-    hub.faults = [Fault(r"GET /cdn/.*00001-of", call=lambda: repo.commit(files | {"tokenizer.json": b"new"}) and None)]
+    hub.faults = [
+        Fault(
+            r"GET /cdn/.*00001-of",
+            call=lambda: repo.commit(files | {"tokenizer.json": b"new"}) and None,
+        )
+    ]
     source = open_source(REPO, where)
     assert source.fetched.origin.commit == first != repo.head
     assert (source.folder / "tokenizer.json").read_bytes() == files["tokenizer.json"]
 
 
-def test_a_push_between_the_first_requests_is_noticed(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_a_push_between_the_first_requests_is_noticed(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     repo = publish(hub, files)
     hub.faults = [
         Fault(rf"GET /api/models/{REPO}$", times=0),
-        Fault(rf"GET /api/models/{REPO}/revision/main", call=lambda: repo.commit(files | {"new": b""}) and None),
+        Fault(
+            rf"GET /api/models/{REPO}/revision/main",
+            call=lambda: repo.commit(files | {"new": b""}) and None,
+        ),
     ]
     with pytest.raises(SourceError, match="changed while it was being read; run again"):
         open_source(REPO, where)
@@ -158,12 +186,17 @@ def test_an_older_revision(hub: Hub, files: dict[str, bytes], where: SourceOptio
 @pytest.mark.parametrize(
     ("attributes", "options", "explanation"),
     [
-        ({"token": "hf_owner"}, {}, "Repository Not Found .* If you are trying to access a private or gated repo"),
+        (
+            {"token": "hf_owner"},
+            {},
+            "Repository Not Found .* If you are trying to access a private or gated repo",
+        ),
         ({"token": "hf_owner"}, {"token": "hf_else"}, "Repository Not Found"),
         (
             {"token": "hf_owner", "gated": True},
             {"token": "hf_else"},
-            f"Cannot access gated repo .* Access to model {REPO} is restricted. Visit the page to ask for access.",
+            f"Cannot access gated repo .* Access to model {REPO} is restricted. Visit the page to "
+            f"ask for access.",
         ),
         ({}, {"revision": "never"}, "Revision Not Found .* Invalid rev id: never"),
     ],
@@ -185,7 +218,9 @@ def test_the_hubs_own_explanation(
     assert len(hub.requests) <= 8
 
 
-def test_the_token_is_sent_and_shown_nowhere(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_the_token_is_sent_and_shown_nowhere(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     publish(hub, files, token="hf_owner", gated=True)
     options = SourceOptions(cache_dir=where.cache_dir, token="hf_owner")
     source = open_source(REPO, options)
@@ -197,11 +232,15 @@ def test_the_token_is_sent_and_shown_nowhere(hub: Hub, files: dict[str, bytes], 
 
 @pytest.mark.usefixtures("hub")
 def test_a_repository_that_does_not_exist(where: SourceOptions):
-    with pytest.raises(SourceError, match=r"^no-such/repo: 401 Client Error\. Repository Not Found"):
+    with pytest.raises(
+        SourceError, match=r"^no-such/repo: 401 Client Error\. Repository Not Found"
+    ):
         open_source("no-such/repo", where)
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b/c", "org/", "no-slash", "org/na me", "org/..", "-x/y"])
+@pytest.mark.parametrize(
+    "name", ["../up", "a/b/c", "org/", "no-slash", "org/na me", "org/..", "-x/y"]
+)
 def test_what_cannot_be_a_repository_is_a_missing_path(hub: Hub, name: str):
     with pytest.raises(SourceError, match="no such file or folder"):
         open_source(name)
@@ -217,14 +256,19 @@ def test_a_path_that_exists_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
 
 
 tries_again = pytest.mark.skipif(
-    huggingface_hub.__version__.startswith("0."), reason="huggingface_hub before 1.0 gives up sooner"
+    huggingface_hub.__version__.startswith("0."),
+    reason="huggingface_hub before 1.0 gives up sooner",
 )
 
 
 @tries_again
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_server_is_asked_again(
-    hub: Hub, files: dict[str, bytes], where: SourceOptions, status: int, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    files: dict[str, bytes],
+    where: SourceOptions,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("time.sleep", lambda _: None)
     publish(hub, files)
@@ -234,7 +278,9 @@ def test_a_busy_server_is_asked_again(
 
 
 @tries_again
-def test_a_body_that_is_cut_off_is_fetched_again(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_a_body_that_is_cut_off_is_fetched_again(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     publish(hub, files)
     hub.faults = [Fault("GET /cdn/.*00001-of", cut=50_000)]
     source = open_source(REPO, where)
@@ -248,10 +294,14 @@ def test_a_body_that_is_cut_off_is_fetched_again(hub: Hub, files: dict[str, byte
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"model.layers.0.mlp.up_proj.weight": torch.randn(96, 64, generator=generator).bfloat16()}
+    return {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(96, 64, generator=generator).bfloat16()
+    }
 
 
-CONFIG = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}).encode()
+CONFIG = json.dumps(
+    {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+).encode()
 
 
 def test_pickles_where_there_are_no_safetensors(hub: Hub, where: SourceOptions, tmp_path: Path):
@@ -266,16 +316,24 @@ def test_pickles_where_there_are_no_safetensors(hub: Hub, where: SourceOptions, 
 def test_variant(hub: Hub, where: SourceOptions):
     publish(
         hub,
-        {"model.safetensors": save(weights(0)), "model.fp16.safetensors": save(weights(1)), "config.json": CONFIG},
+        {
+            "model.safetensors": save(weights(0)),
+            "model.fp16.safetensors": save(weights(1)),
+            "config.json": CONFIG,
+        },
     )
     source = open_source(REPO, SourceOptions(cache_dir=where.cache_dir, variant="fp16"))
     assert fetched_names(source) == {"model.fp16.safetensors", "config.json"}
     assert source.stem == "model"
-    with pytest.raises(SourceError, match="of the variant int3 in it; without --variant there are weights"):
+    with pytest.raises(
+        SourceError, match="of the variant int3 in it; without --variant there are weights"
+    ):
         open_source(REPO, SourceOptions(cache_dir=where.cache_dir, variant="int3"))
 
 
-@pytest.mark.parametrize("index", ["{}.safetensors.index.fp16.json", "{}.safetensors.fp16.index.json"])
+@pytest.mark.parametrize(
+    "index", ["{}.safetensors.index.fp16.json", "{}.safetensors.fp16.index.json"]
+)
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_sharded_variants_in_both_spellings(tmp_path: Path, stem: str, index: str):
     folder = tmp_path / "source"
@@ -296,7 +354,9 @@ def test_subfolder(hub: Hub, where: SourceOptions):
     pipeline = {
         "model_index.json": b"{}",
         "transformer/config.json": json.dumps({"_class_name": "FluxTransformer2DModel"}).encode(),
-        "transformer/diffusion_pytorch_model.safetensors": save({"blocks.0.ff.weight": torch.ones(64, 64)}),
+        "transformer/diffusion_pytorch_model.safetensors": save(
+            {"blocks.0.ff.weight": torch.ones(64, 64)}
+        ),
         "vae/diffusion_pytorch_model.safetensors": save({"conv": torch.ones(3, 3)}),
     }
     repo = publish(hub, pipeline)
@@ -305,14 +365,20 @@ def test_subfolder(hub: Hub, where: SourceOptions):
     assert fetched_names(source) == {"config.json", "diffusion_pytorch_model.safetensors"}
     assert str(source.fetched.origin) == f"{REPO}/transformer@{repo.head}"
     assert source.stem == "diffusion_pytorch_model"
-    offline = SourceOptions(cache_dir=where.cache_dir, subfolder="transformer", local_files_only=True)
+    offline = SourceOptions(
+        cache_dir=where.cache_dir, subfolder="transformer", local_files_only=True
+    )
     assert open_source(REPO, offline).fetched.origin == source.fetched.origin
-    with pytest.raises(SourceError, match=r"a diffusers pipeline, .* one by one: --subfolder transformer"):
+    with pytest.raises(
+        SourceError, match=r"a diffusers pipeline, .* one by one: --subfolder transformer"
+    ):
         open_source(REPO, where)
 
 
 def test_modules_of_sentence_transformers_come_along(hub: Hub, where: SourceOptions):
-    modules = json.dumps([{"path": "", "type": "Transformer"}, {"path": "2_Dense", "type": "Dense"}]).encode()
+    modules = json.dumps(
+        [{"path": "", "type": "Transformer"}, {"path": "2_Dense", "type": "Dense"}]
+    ).encode()
     publish(
         hub,
         {
@@ -325,20 +391,32 @@ def test_modules_of_sentence_transformers_come_along(hub: Hub, where: SourceOpti
         },
     )
     assert fetched_names(open_source(REPO, where)) == {
-        *("model.safetensors", "config.json", "modules.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+        *(
+            "model.safetensors",
+            "config.json",
+            "modules.json",
+            "2_Dense/config.json",
+            "2_Dense/model.safetensors",
+        )
     }
 
 
-def test_an_index_that_names_what_the_repository_lacks(hub: Hub, files: dict[str, bytes], where: SourceOptions):
+def test_an_index_that_names_what_the_repository_lacks(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions
+):
     del files["model-00002-of-00002.safetensors"]
     publish(hub, files)
-    with pytest.raises(SourceError, match=r"index\.json names model-00002-of-00002\.safetensors, which .* lacks"):
+    with pytest.raises(
+        SourceError, match=r"index\.json names model-00002-of-00002\.safetensors, which .* lacks"
+    ):
         open_source(REPO, where)
     assert hub.count("GET /cdn.*safetensors$") == 0
 
 
 def test_an_index_that_names_files_outside(hub: Hub, files: dict[str, bytes], where: SourceOptions):
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "../../../../etc/passwd"}}).encode()
+    files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {"a": "../../../../etc/passwd"}}
+    ).encode()
     publish(hub, files)
     with pytest.raises(SourceError, match="which the repository lacks"):
         open_source(REPO, where)

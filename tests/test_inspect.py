@@ -38,7 +38,11 @@ def test_a_packed_checkpoint(packed: Path):
     [row] = [row for row in found.tensors if row.name == UP]
     assert (row.format, row.dtype, row.shape) == ("nf4+/64", "bfloat16", (512, 128))
     quantization = row.quantization
-    assert (quantization.quant_type, quantization.blocksize, quantization.double_quant) == ("nf4", 64, True)
+    assert (quantization.quant_type, quantization.blocksize, quantization.double_quant) == (
+        "nf4",
+        64,
+        True,
+    )
     assert quantization.nested_offset > 0
     assert quantization.tensors[""] == "U8 [32768, 1]"
     assert quantization.tensors["absmax"] == "U8 [1024]"
@@ -57,7 +61,9 @@ def test_a_packed_checkpoint(packed: Path):
 
 def row_blob(folder: Path) -> int:
     parts = [load_file(path) for path in folder.glob("*.safetensors")]
-    return next(tensors[f"{UP}.quant_state.bitsandbytes__nf4"].numel() for tensors in parts if UP in tensors)
+    return next(
+        tensors[f"{UP}.quant_state.bitsandbytes__nf4"].numel() for tensors in parts if UP in tensors
+    )
 
 
 def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
@@ -99,7 +105,11 @@ def test_a_single_file_and_a_pickle(tmp_path: Path):
 def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[str, Any] | None):
     stored = pack(UP, torch.randn(64, 64).bfloat16())
     blob = f"{UP}.quant_state.bitsandbytes__nf4"
-    content = b"\0" * 7 if change is None else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
+    content = (
+        b"\0" * 7
+        if change is None
+        else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
+    )
     stored[blob] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     [row] = inspect_checkpoint(write(tmp_path / "made", stored)).tensors
     assert (row.format, row.quantization) == ("U8", None)
@@ -113,7 +123,11 @@ def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
     local = inspect_checkpoint(packed)
     assert found.tensors == local.tensors
     assert found.totals == local.totals
-    asked = [request for request in hub.requests if ".safetensors" in request.line and "index" not in request.line]
+    asked = [
+        request
+        for request in hub.requests
+        if ".safetensors" in request.line and "index" not in request.line
+    ]
     weights = [request for request in asked if request.line.startswith("GET")]
     assert weights
     assert all(request.range for request in weights), "no file is fetched whole"

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: one line, the exit code of the signal, and nobody who works on when the call is over."""
+"""Ctrl-C and SIGTERM: one line, the exit code of the signal, and nobody who works on when the call
+is over.
+"""
 
 import os
 import random
@@ -14,10 +16,10 @@ import pytest
 from checkpoints import contents, write_source
 from test_pipeline import Call, alive, pipeline
 
-from nf4conv.checkpoint.background import Background, outlast
-from nf4conv.checkpoint.reader import Reader
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.sources.reader import Reader
+from nf4conv.system.background import Background, outlast
 
 LINES = {
     signal.SIGINT: "Error: interrupted; the same command resumes\n",
@@ -95,7 +97,9 @@ def launch(*arguments: object) -> subprocess.Popen[str]:
 def is_answered(process: subprocess.Popen[str]) -> bool:
     """Whether the process has set up what answers SIGINT."""
     mask = next(
-        line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+        line
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if line.startswith("SigCgt")
     )
     return bool(int(mask.split()[1], 16) & 1 << signal.SIGTERM - 1)
 
@@ -104,13 +108,26 @@ def is_answered(process: subprocess.Popen[str]) -> bool:
 def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.Signals):
     """The moments are spread over the whole run; most of it is the import of torch."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    command = ["quantize", source, out, "--device", "cpu", "--workers", 2, "--max-shard-size", "60kB", "--quiet"]
+    command = [
+        "quantize",
+        source,
+        out,
+        "--device",
+        "cpu",
+        "--workers",
+        2,
+        "--max-shard-size",
+        "60kB",
+        "--quiet",
+    ]
     started = time.monotonic()
     assert launch(*command).wait() == 0
     seconds = time.monotonic() - started
     chosen = random.Random(int(number))
     codes: list[int] = []
-    for moment in range(12):  # the first run was slower than the others if the machine was busy, so some come too late
+    for moment in range(
+        12
+    ):  # the first run was slower than the others if the machine was busy, so some come too late
         if moment >= 4 and codes.count(128 + number) >= 2:
             break
         process = launch(*command, "--overwrite")
@@ -131,11 +148,18 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
 
 def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
     """As for `command &` in a script."""
-    ignoring = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
-    )
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     source = write_source(tmp_path / "source")
-    inner = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(tmp_path / "out"), "--device", "cpu"]
+    inner = [
+        sys.executable,
+        "-m",
+        "nf4conv",
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+    ]
     with subprocess.Popen([sys.executable, "-c", ignoring, *inner, "--quiet"]) as process:
         time.sleep(0.5)
         for _ in range(5):
@@ -147,10 +171,16 @@ def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
 def test_a_full_disk_that_is_written_to_as_output(tmp_path: Path):
     """What click writes, and what a command does."""
     source = write_source(tmp_path / "source")
-    for command in (["--version"], ["quantize", "--help"], ["quantize", source, tmp_path / "out", "--dry-run"]):
+    for command in (
+        ["--version"],
+        ["quantize", "--help"],
+        ["quantize", source, tmp_path / "out", "--dry-run"],
+    ):
         arguments = [sys.executable, "-m", "nf4conv", *map(str, command)]
         with Path("/dev/full").open("w") as full:
-            done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
         assert done.returncode == 2
         assert done.stderr.endswith("No space left on device\n")
         assert done.stderr.count("\n") == 1

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nf4conv.codec.kernels import launch
-from nf4conv.pipeline.without_torch import bundle
-from nf4conv.pipeline.without_torch.bundle import Action, Purpose, load_bundles
-from nf4conv.pipeline.without_torch.driver import CudaError
+from nf4conv.run.without_torch import bundle
+from nf4conv.run.without_torch.bundle import Action, Purpose, load_bundles
+from nf4conv.run.without_torch.driver import CudaError
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
@@ -80,7 +80,9 @@ def test_kernels_in_doubt_are_compiled_again(kept: Path, doubt: str):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
 @pytest.mark.parametrize("content", ["{}", "[]", '{"bundle": {}, "sha256": ""}', '{"kernels": 1}'])
-def test_content_of_another_shape_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
+def test_content_of_another_shape_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = bundle.kernel_folder()
     assert folder is not None
@@ -104,7 +106,9 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
 
 
-def test_kernels_are_loaded_on_the_device_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_are_loaded_on_the_device_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpu, loaded = Gpu(), []
     bundle._keep(tmp_path / f"nf4conv/{bundle._key(gpu.capability(), PURPOSE)}.json", CONTENT)
@@ -128,7 +132,9 @@ def test_a_context_is_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPat
     assert users[-1] is threading.current_thread()
 
 
-def test_triton_keeps_nothing_at_a_home_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_triton_keeps_nothing_at_a_home_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)

@@ -1,6 +1,7 @@
 """The kernels against the reference, byte for byte, in Triton's interpreter where there is no GPU.
 
-The interpreter truncates float32 → bfloat16 where a GPU rounds, so it decodes to float16 and float32 only.
+The interpreter truncates float32 → bfloat16 where a GPU rounds, so it decodes to float16 and
+float32 only.
 """
 
 import numpy as np
@@ -15,7 +16,9 @@ from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decodin
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton.runtime.interpreter"
+)  # 1 / 0 is meant
 
 QUANT_TYPES = ("nf4", "fp4")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,17 +28,25 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8).cpu()
 
 
-def quantized(backend: object, weight: torch.Tensor, quant_type: str, blocksize: int) -> list[torch.Tensor]:
+def quantized(
+    backend: object, weight: torch.Tensor, quant_type: str, blocksize: int
+) -> list[torch.Tensor]:
     """packed and absmax, in poisoned buffers that are longer than needed."""
-    packed = torch.full((-(-weight.numel() // 2) + 5,), 0xAB, dtype=torch.uint8, device=weight.device)
+    packed = torch.full(
+        (-(-weight.numel() // 2) + 5,), 0xAB, dtype=torch.uint8, device=weight.device
+    )
     absmax = torch.full((-(-weight.numel() // blocksize) + 3,), -7.0, device=weight.device)
     backend.quantize_blocks(weight, packed[:-5], absmax[:-3], quant_type, blocksize)
     return [packed, absmax]
 
 
-def assert_quantizes_like_the_reference(weight: torch.Tensor, quant_type: str, blocksize: int) -> None:
+def assert_quantizes_like_the_reference(
+    weight: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
     ours = quantized(kernels, weight.to(DEVICE), quant_type, blocksize)
-    for found, expected in zip(ours, quantized(reference, weight, quant_type, blocksize), strict=True):
+    for found, expected in zip(
+        ours, quantized(reference, weight, quant_type, blocksize), strict=True
+    ):
         assert torch.equal(bits(found), bits(expected))
 
 
@@ -44,7 +55,9 @@ def assert_quantizes_like_the_reference(weight: torch.Tensor, quant_type: str, b
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_quantize_any_size(quant_type: str, dtype: str, blocksize: int, elements: int) -> None:
-    assert_quantizes_like_the_reference(random_weight(elements, DTYPES[dtype]), quant_type, blocksize)
+    assert_quantizes_like_the_reference(
+        random_weight(elements, DTYPES[dtype]), quant_type, blocksize
+    )
 
 
 @pytest.mark.parametrize("tail", ["", "nan", "all-nan", "zero"])
@@ -80,7 +93,9 @@ def test_dequantize(quant_type: str, dtype: str, nested: bool) -> None:
             state2 = NestedState(nested_absmax, code_table("dynamic", torch.device("cpu")))
             offset = torch.tensor(0.0871)
         expected = torch.empty(elements, dtype=DTYPES[dtype])
-        reference.dequantize_blocks(packed, Decoding(absmax, state2, offset, quant_type, blocksize), expected)
+        reference.dequantize_blocks(
+            packed, Decoding(absmax, state2, offset, quant_type, blocksize), expected
+        )
         out = torch.full((elements + 9,), 9.0, dtype=DTYPES[dtype], device=DEVICE)
         if state2 is not None and offset is not None:
             state2 = NestedState(state2.absmax.to(DEVICE), state2.code.to(DEVICE))
@@ -104,7 +119,11 @@ def test_compress_absmax_codes(blocks: int) -> None:
     values = torch.tensor(DYNAMIC_MAP, dtype=torch.float64)
     distance = (quotient[:, None] - values).abs()
     chosen = distance.gather(1, codes.cpu().long()[:, None])[:, 0]
-    assert (chosen <= distance.amin(1) + 1e-7).logical_or(peaks.repeat_interleave(256)[:blocks].cpu() == 0).all()
+    assert (
+        (chosen <= distance.amin(1) + 1e-7)
+        .logical_or(peaks.repeat_interleave(256)[:blocks].cpu() == 0)
+        .all()
+    )
 
 
 def test_ties_between_nested_codes_go_to_the_even_code() -> None:
@@ -117,7 +136,14 @@ def test_ties_between_nested_codes_go_to_the_even_code() -> None:
     padded[:255], padded[255] = middles, 1.0
     kernels.nested._launch(
         1,
-        (padded, torch.zeros((), device=DEVICE), codes[:256], nested_absmax, tables.middle_table(DEVICE), 256),
+        (
+            padded,
+            torch.zeros((), device=DEVICE),
+            codes[:256],
+            nested_absmax,
+            tables.middle_table(DEVICE),
+            256,
+        ),
         (DEVICE.type == "cuda",),
         None,
         kernels.nested.NUM_WARPS,
@@ -143,19 +169,30 @@ def test_mean_kernel_repeats_torchs_order() -> None:
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(DEVICE)
     means = mean.short_means(values, offsets, counts, launch_mean)
-    expected = [cuda_mean(values[start : start + count].cpu()) for start, count in zip(offsets, counts, strict=True)]
+    expected = [
+        cuda_mean(values[start : start + count].cpu())
+        for start, count in zip(offsets, counts, strict=True)
+    ]
     assert torch.equal(means.cpu(), torch.stack(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_batch_equals_one_by_one(quant_type: str, dtype: str) -> None:
-    weights = [random_weight(n, DTYPES[dtype], seed=n).to(DEVICE) for n in (64, 4096, 0, 1000, 7, 8192, 0)]
+    weights = [
+        random_weight(n, DTYPES[dtype], seed=n).to(DEVICE) for n in (64, 4096, 0, 1000, 7, 8192, 0)
+    ]
     for weight, found in zip(weights, quantize_batch(weights, quant_type, 64), strict=True):
         if not weight.numel():
             continue
-        packed, absmax = (part[:-p] for part, p in zip(quantized(kernels, weight, quant_type, 64), (5, 3), strict=True))
-        codes, nested_absmax = torch.zeros_like(absmax, dtype=torch.uint8), torch.zeros(1, device=DEVICE)
+        packed, absmax = (
+            part[:-p]
+            for part, p in zip(quantized(kernels, weight, quant_type, 64), (5, 3), strict=True)
+        )
+        codes, nested_absmax = (
+            torch.zeros_like(absmax, dtype=torch.uint8),
+            torch.zeros(1, device=DEVICE),
+        )
         offset = cuda_mean(absmax)
         kernels.nested._launch(
             1,
@@ -164,7 +201,9 @@ def test_batch_equals_one_by_one(quant_type: str, dtype: str) -> None:
             None,
             kernels.nested.NUM_WARPS,
         )
-        for part, expected in zip(found, (packed, absmax, codes, nested_absmax, offset), strict=True):
+        for part, expected in zip(
+            found, (packed, absmax, codes, nested_absmax, offset), strict=True
+        ):
             assert torch.equal(part, expected)
 
 
@@ -200,8 +239,12 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
         sums = kernels.error_sums(weight, packed.view(-1), decoding_of(state))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
-        assert sums.squared_error.item() == pytest.approx(error.double().square().sum().item(), rel=1e-12)
-        assert sums.squared_weight.item() == pytest.approx(weight.double().square().sum().item(), rel=1e-12)
+        assert sums.squared_error.item() == pytest.approx(
+            error.double().square().sum().item(), rel=1e-12
+        )
+        assert sums.squared_weight.item() == pytest.approx(
+            weight.double().square().sum().item(), rel=1e-12
+        )
         absmax = reference.decoded_absmax(decoding_of(state))
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
         assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
@@ -215,7 +258,11 @@ def test_error_bound_fails_only_where_the_format_does(name: str) -> None:
     weight = torch.full((64,), 0.5)
     SPECIAL_BLOCKS[name](weight)
     weight = weight.to(DEVICE)
-    packed, absmax = (part[:-p] for part, p in zip(quantized(kernels, weight, "nf4", 64), (5, 3), strict=True))
-    outside = kernels.error_sums(weight, packed, Decoding(absmax, None, None, "nf4", 64)).outside.item()
+    packed, absmax = (
+        part[:-p] for part, p in zip(quantized(kernels, weight, "nf4", 64), (5, 3), strict=True)
+    )
+    outside = kernels.error_sums(
+        weight, packed, Decoding(absmax, None, None, "nf4", 64)
+    ).outside.item()
     broken = name in {"above-two-to-the-126"} or "nan" in name or "infinity" in name
     assert (outside > 0) == broken

@@ -13,13 +13,16 @@ from nf4conv.format.layout import Format, block_count, components, quant_state_j
 
 def test_json_without_double_quantization():
     blob = quant_state_json(Format("nf4", 64, False, "bfloat16"), (192, 128))
-    assert blob == b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [192, 128]}'
+    assert (
+        blob == b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [192, 128]}'
+    )
 
 
 def test_json_with_double_quantization():
     blob = quant_state_json(Format("fp4", 128, True, "float32"), (3,), 0.08713658899068832)
     assert blob == (
-        b'{"quant_type": "fp4", "blocksize": 128, "dtype": "float32", "shape": [3], "nested_blocksize": 256,'
+        b'{"quant_type": "fp4", "blocksize": 128, "dtype": "float32", "shape": [3], '
+        b'"nested_blocksize": 256,'
         b' "nested_dtype": "float32", "nested_offset": 0.08713658899068832}'
     )
 
@@ -36,18 +39,25 @@ def test_no_offset_makes_the_json_longer_than_planned(pattern):
     assert len(quant_state_json(format, (8, 64), offset)) <= planned
 
 
-def planned_and_made(shape: tuple[int, ...], quant_type: str, blocksize: int, double_quant: bool) -> None:
+def planned_and_made(
+    shape: tuple[int, ...], quant_type: str, blocksize: int, double_quant: bool
+) -> None:
     packed, state = quantize_4bit(torch.randn(shape), quant_type, blocksize, double_quant)
     made = {"": packed, **state.components()}
     planned = components(Format(quant_type, blocksize, double_quant, "float32"), shape)
     tags = {torch.uint8: "U8", torch.float32: "F32"}
     assert [part.suffix for part in planned] == list(made)
     for part in planned[:-1]:
-        assert (part.dtype, part.shape) == (tags[made[part.suffix].dtype], tuple(made[part.suffix].shape))
+        assert (part.dtype, part.shape) == (
+            tags[made[part.suffix].dtype],
+            tuple(made[part.suffix].shape),
+        )
         assert part.nbytes == made[part.suffix].nbytes
     blob = made[planned[-1].suffix]
     assert json.loads(bytes(blob.tolist()))["shape"] == list(shape)
-    assert blob.numel() <= planned[-1].nbytes if double_quant else blob.numel() == planned[-1].nbytes
+    assert (
+        blob.numel() <= planned[-1].nbytes if double_quant else blob.numel() == planned[-1].nbytes
+    )
 
 
 def test_planned_components_are_those_that_quantizing_makes():

@@ -25,13 +25,18 @@ from nf4conv.report.results import Environment
 
 
 def measured(*arguments: object) -> tuple[int, str, float]:
-    """Exit code, stderr, and the peak of resident memory in megabytes, of a command in a process of its own."""
+    """Exit code, stderr, and the peak of resident memory in megabytes, of a command in a process of
+    its own.
+    """
     program = (
-        "import sys\nfrom nf4conv.cli import main\nfrom nf4conv.pipeline.loop import _peak_resident\n"
+        "import sys\nfrom nf4conv.cli import main\nfrom nf4conv.run.loop import _peak_resident\n"
         "try:\n    main(sys.argv[1:])\nfinally:\n    print(_peak_resident(), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     *lines, peak = done.stderr.splitlines()
     return done.returncode, "\n".join(lines), int(peak) / 1e6
@@ -54,7 +59,9 @@ def write_sparse(folder: Path, sizes: dict[str, int]) -> Path:
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "verify", "inspect", "compare"])
 def test_a_quant_state_of_gigabytes_is_not_read(tmp_path: Path, name: str):
-    source = write_sparse(tmp_path / "source", {UP: 8, f"{UP}.absmax": 4, f"{UP}.quant_map": 64, STATE: 3 * 2**30})
+    source = write_sparse(
+        tmp_path / "source", {UP: 8, f"{UP}.absmax": 4, f"{UP}.quant_map": 64, STATE: 3 * 2**30}
+    )
     arguments = {"verify": [source], "inspect": [source], "compare": [source, source]}
     code, errors, peak = measured(name, *arguments.get(name, [source, tmp_path / "out"]))
     assert code == {"verify": 1, "inspect": 0}.get(name, 2)
@@ -72,11 +79,13 @@ def test_a_header_longer_than_its_data_is_not_read(tmp_path: Path):
     assert peak < 200
 
 
-def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_more_tensors_than_any_model_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     source = write_source(tmp_path / "source")
     for module, place in (
-        ("nf4conv.checkpoint.source", "in all files up to it"),
-        ("nf4conv.checkpoint.header", "expected"),
+        ("nf4conv.sources.source", "in all files up to it"),
+        ("nf4conv.sources.header", "expected"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(importlib.import_module(module), "MOST_TENSORS", 9)
@@ -85,7 +94,9 @@ def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch
             assert place in line
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "modules.json", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "modules.json", "README.md"]
+)
 def test_descriptions_of_gigabytes_are_not_read(tmp_path: Path, name: str):
     source = write_source(tmp_path / "source")
     with (source / name).open("r+b" if (source / name).exists() else "wb") as file:
@@ -116,26 +127,47 @@ def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
 
 def test_results_go_to_what_stdout_is(tmp_path: Path):
     out = write_packed(tmp_path / "out", packed())
-    words = [sys.executable, "-m", "nf4conv", "verify", str(out), "--device", "cpu", "-q", "--json-file", "/dev/stdout"]
+    words = [
+        sys.executable,
+        "-m",
+        "nf4conv",
+        "verify",
+        str(out),
+        "--device",
+        "cpu",
+        "-q",
+        "--json-file",
+        "/dev/stdout",
+    ]
     with (tmp_path / "file").open("wb") as file:
         subprocess.run(words, stdout=file, check=True)
     assert json.loads((tmp_path / "file").read_text())["passed"]
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_a_link_that_waits_for_the_temporary_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_link_that_waits_for_the_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Nor can anybody know its name."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     names = set()
     opening = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest, **more: (names.add(str(path)), opening(path, *rest, **more))[1])
+    monkeypatch.setattr(
+        os,
+        "open",
+        lambda path, *rest, **more: (names.add(str(path)), opening(path, *rest, **more))[1],
+    )
     (tmp_path / ".report.json.partial").symlink_to(victim)
     for _ in range(2):
         write_json(FOUND, tmp_path / "report.json")
     assert victim.read_text() == "precious"
     assert len({name for name in names if name.endswith(".partial")}) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".report.json.partial", "report.json", "victim"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".report.json.partial",
+        "report.json",
+        "victim",
+    ]
 
 
 # --- file descriptors -------------------------------------------------------------------------------------------------
@@ -150,13 +182,28 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, name: str):
         names = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(32, 32).bfloat16()}
         save_file(names, source / f"model-{number:05d}.safetensors")
         weight_map |= dict.fromkeys(names, f"model-{number:05d}.safetensors")
-    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (source / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (source / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "out"
-    arguments = {"quantize": [source, out], "verify": [out, "--source", source], "compare": [source, source]}
+    arguments = {
+        "quantize": [source, out],
+        "verify": [out, "--source", source],
+        "compare": [source, source],
+    }
     if name == "verify":
         assert command("quantize", source, out).exit_code == 0
-    words = [sys.executable, "-m", "nf4conv", name, *map(str, arguments[name]), "--device", "cpu", "-q"]
+    words = [
+        sys.executable,
+        "-m",
+        "nf4conv",
+        name,
+        *map(str, arguments[name]),
+        "--device",
+        "cpu",
+        "-q",
+    ]
     limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
     done = subprocess.run(words, preexec_fn=limits, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,6 @@
-"""linear_4bit: its definition on a CPU, what torch asks of an operator, and the kernel's PTX, emulated."""
+"""linear_4bit: its definition on a CPU, what torch asks of an operator, and the kernel's PTX,
+emulated.
+"""
 
 import gc
 import os
@@ -20,9 +22,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("n", "k", "blocksize"), [(7, 33, 64), (96, 128, 32), (1, 1, 64), (40, 192, 256)])
+@pytest.mark.parametrize(
+    ("n", "k", "blocksize"), [(7, 33, 64), (96, 128, 32), (1, 1, 64), (40, 192, 256)]
+)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
-def test_is_the_product(shape: tuple[int, ...], n: int, k: int, blocksize: int, dtype: torch.dtype, bias: bool) -> None:
+def test_is_the_product(
+    shape: tuple[int, ...], n: int, k: int, blocksize: int, dtype: torch.dtype, bias: bool
+) -> None:
     packed, state = packed_weight(n, k, "fp4", blocksize)
     x, added = torch.randn(*shape, k).to(dtype), torch.randn(n).to(dtype) if bias else None
     assert_close_to_exact(nf4conv.linear_4bit(x, packed, state, added), x, packed, state, added)
@@ -31,7 +37,9 @@ def test_is_the_product(shape: tuple[int, ...], n: int, k: int, blocksize: int, 
 @pytest.mark.oracle
 def test_takes_the_state_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    packed, state = functional.quantize_4bit(torch.randn(40, 128), quant_type="nf4", compress_statistics=True)
+    packed, state = functional.quantize_4bit(
+        torch.randn(40, 128), quant_type="nf4", compress_statistics=True
+    )
     x = torch.randn(3, 128)
     assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
 
@@ -61,8 +69,12 @@ def test_the_gradient_is_that_of_the_decoded_weight() -> None:
     bias = torch.randn(24, requires_grad=True)
     weight = dequantize_4bit(packed, state)
     probe = torch.randn(2, 3, 24)
-    ours = torch.autograd.grad((nf4conv.linear_4bit(x, packed, state, bias) * probe).sum(), (x, bias))
-    theirs = torch.autograd.grad((torch.nn.functional.linear(x, weight, bias) * probe).sum(), (x, bias))
+    ours = torch.autograd.grad(
+        (nf4conv.linear_4bit(x, packed, state, bias) * probe).sum(), (x, bias)
+    )
+    theirs = torch.autograd.grad(
+        (torch.nn.functional.linear(x, weight, bias) * probe).sum(), (x, bias)
+    )
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -82,7 +94,9 @@ def test_custom_op_is_registered_correctly() -> None:
     packed, state = quantize_4bit(torch.randn(24, 128, device=DEVICE))
     x = torch.randn(2, 128, device=DEVICE, requires_grad=True)
     nested = state.state2.absmax, state.state2.code, state.offset
-    torch.library.opcheck(linear._linear_op, (x, None, packed, state.absmax, *nested, 24, "nf4", 64))
+    torch.library.opcheck(
+        linear._linear_op, (x, None, packed, state.absmax, *nested, 24, "nf4", 64)
+    )
 
 
 def test_compiles_as_one_graph() -> None:
@@ -119,7 +133,9 @@ def test_notices_what_has_been_replaced_and_forgets_what_is_gone() -> None:
     ],
     ids=["columns", "dtype", "bias"],
 )
-def test_says_what_does_not_belong_together(x: torch.Tensor, bias: torch.Tensor | None, told: str) -> None:
+def test_says_what_does_not_belong_together(
+    x: torch.Tensor, bias: torch.Tensor | None, told: str
+) -> None:
     packed, state = quantize_4bit(torch.randn(24, 128))
     with pytest.raises(CodecError, match=told):
         nf4conv.linear_4bit(x, packed, state, bias)
@@ -132,7 +148,9 @@ def test_refuses_a_weight_that_is_no_matrix() -> None:
 
 
 def test_the_kernels_multiply() -> None:
-    """Their PTX for an H200, executed without one: several units and stages, and what hangs over an edge."""
+    """Their PTX for an H200, executed without one: several units and stages, and what hangs over an
+    edge.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).with_name("emulator.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

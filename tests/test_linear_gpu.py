@@ -1,4 +1,6 @@
-"""linear_4bit on a GPU: every kernel, every way round them, and bitsandbytes' own product beside it."""
+"""linear_4bit on a GPU: every kernel, every way round them, and bitsandbytes' own product beside
+it.
+"""
 
 import pytest
 import torch
@@ -18,13 +20,17 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 4096], ids="b{}".format)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_any_number(dtype: torch.dtype, quant_type: str, blocksize: int, nested: bool) -> None:
+def test_rows_of_any_number(
+    dtype: torch.dtype, quant_type: str, blocksize: int, nested: bool
+) -> None:
     for n, k in ((1, 64), (7, 33), (200, 1088), (300, 192), (4096, 4160), (33, 14336)):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested, "cuda")
         bias = torch.randn(n, device="cuda").to(dtype)
         for m in ROWS:
             x = torch.randn(m, k, device="cuda").to(dtype)
-            assert_close_to_exact(nf4conv.linear_4bit(x, packed, state, bias), x, packed, state, bias)
+            assert_close_to_exact(
+                nf4conv.linear_4bit(x, packed, state, bias), x, packed, state, bias
+            )
 
 
 @pytest.mark.parametrize("m", [1, 3, 7, 40, 90])
@@ -89,7 +95,9 @@ def test_runs_in_a_graph_and_compiled(m: int) -> None:
     out.zero_()
     graph.replay()
     assert torch.equal(out, expected)
-    compiled = torch.compile(lambda x: nf4conv.linear_4bit(x, packed, state), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: nf4conv.linear_4bit(x, packed, state), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(x), expected)
 
 
@@ -110,15 +118,24 @@ def test_error_is_at_most_that_of_bitsandbytes(dtype: torch.dtype) -> None:
     for m in (1, 2, 4, 8, 16, 32, 64, 256):
         for n, k in ((1024, 4096), (4096, 1024)):
             weight = torch.randn(n, k, device="cuda").to(dtype) * 0.02
-            packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+            packed, state = bitsandbytes.functional.quantize_4bit(
+                weight, quant_type="nf4", compress_statistics=True
+            )
             x = torch.randn(m, k, device="cuda").to(dtype)
-            exact = x.double() @ nf4conv.dequantize_4bit(packed, state, dtype=torch.float32).double().T
+            exact = (
+                x.double() @ nf4conv.dequantize_4bit(packed, state, dtype=torch.float32).double().T
+            )
             ours = nf4conv.linear_4bit(x, packed, state)
             theirs = bitsandbytes.matmul_4bit(x, packed.t(), state)
-            errors = [((out.double() - exact).norm() / exact.norm()).item() for out in (ours, theirs)]
+            errors = [
+                ((out.double() - exact).norm() / exact.norm()).item() for out in (ours, theirs)
+            ]
             squares += torch.tensor(errors, dtype=torch.float64) ** 2
             assert errors[0] <= 1.02 * errors[1], f"{m} rows: {errors}"
-    print(f"{dtype}: root mean square over the suite {(squares[0] / squares[1]).sqrt().item():.3f} of bitsandbytes'")
+    print(
+        f"{dtype}: root mean square over the suite {(squares[0] / squares[1]).sqrt().item():.3f} "
+        f"of bitsandbytes'"
+    )
 
 
 def test_fused_kernels_are_what_runs() -> None:

@@ -1,4 +1,6 @@
-"""Links, special files and cards in a source that comes from a stranger: what is read of them, copied, and said."""
+"""Links, special files and cards in a source that comes from a stranger: what is read of them,
+copied, and said.
+"""
 
 import json
 import os
@@ -24,7 +26,11 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize"])
 def test_a_link_that_leads_out_is_not_copied_and_said(tmp_path: Path, secret: Path, name: str):
-    source = write_packed(tmp_path / "source", packed()) if name == "dequantize" else write_source(tmp_path / "source")
+    source = (
+        write_packed(tmp_path / "source", packed())
+        if name == "dequantize"
+        else write_source(tmp_path / "source")
+    )
     (source / "inside.txt").symlink_to(source / "config.json")
     (source / "notes.txt").symlink_to(secret)
     (source / "environment.json").symlink_to("/proc/self/environ")
@@ -41,10 +47,18 @@ def test_a_link_that_leads_out_is_not_copied_and_said(tmp_path: Path, secret: Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "hf_quant_config.json"]
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "hf_quant_config.json",
+    ],
 )
 @pytest.mark.parametrize("command_name", ["quantize", "compare", "inspect"])
-def test_a_config_or_weights_that_lead_out_are_refused_by_name(tmp_path: Path, name: str, command_name: str):
+def test_a_config_or_weights_that_lead_out_are_refused_by_name(
+    tmp_path: Path, name: str, command_name: str
+):
     source = write_source(tmp_path / "source")
     if name == "hf_quant_config.json":
         (tmp_path / name).write_text("{}")
@@ -54,11 +68,15 @@ def test_a_config_or_weights_that_lead_out_are_refused_by_name(tmp_path: Path, n
         shutil.move(source / name, tmp_path / name)
     (source / name).symlink_to(tmp_path / name)
     arguments = (
-        [source] if command_name == "inspect" else [source, source if command_name == "compare" else tmp_path / "out"]
+        [source]
+        if command_name == "inspect"
+        else [source, source if command_name == "compare" else tmp_path / "out"]
     )
     line = refused(command(command_name, *arguments))
     assert (
-        line == f"{source / name}: a link that leads out of {source}, to {tmp_path / name}; put the file itself there"
+        line
+        == f"{source / name}: a link that leads out of {source}, to {tmp_path / name}; put the "
+        f"file itself there"
     )
 
 
@@ -66,7 +84,10 @@ def test_links_into_the_blobs_of_the_hub_s_cache_are_followed(tmp_path: Path):
     files = contents(write_source(tmp_path / "published"))
     repo = tmp_path / "hub/models--org--name"
     (repo / "blobs").mkdir(parents=True)
-    for snapshot in (repo / "snapshots/0123", tmp_path / "a local folder"):  # as huggingface-cli once made them
+    for snapshot in (
+        repo / "snapshots/0123",
+        tmp_path / "a local folder",
+    ):  # as huggingface-cli once made them
         snapshot.mkdir(parents=True)
         for number, (name, content) in enumerate(files.items()):
             (repo / f"blobs/{number}").write_bytes(content)
@@ -96,7 +117,10 @@ def test_links_within_a_pipeline_are_followed_and_others_are_not(tmp_path: Path,
     (root / "text_encoder/config.json").symlink_to("../own.json")
     (root / "text_encoder/tokenizer.json").unlink()
     (root / "text_encoder/tokenizer.json").symlink_to(secret)
-    parts = {"text_encoder": ["transformers", "LlamaModel"], "tokenizer": ["transformers", "LlamaTokenizer"]}
+    parts = {
+        "text_encoder": ["transformers", "LlamaModel"],
+        "tokenizer": ["transformers", "LlamaTokenizer"],
+    }
     (root / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", **parts}))
     done = command("quantize", root, tmp_path / "out")
     assert done.exit_code == 0, done.output
@@ -119,14 +143,19 @@ BOMB = "---\n" + "a0: &a0 {x: 1}\n" + "".join(
     [
         (BOMB.encode(), "it has aliases"),
         (b"---\nlicense: " + b"[" * 50_000 + b"\n---\n", "recursion"),
-        (b"---\nlicense: mit\n" + b"#\n" * 100_000 + b"---\n", "it does not end within 131,072 bytes"),
+        (
+            b"---\nlicense: mit\n" + b"#\n" * 100_000 + b"---\n",
+            "it does not end within 131,072 bytes",
+        ),
         (b"---\nlicense: \xff\n---\n", "can't decode byte"),
         (b"---\n{: broken\n---\n", "expected"),
         ("link", "a link that leads out of"),
     ],
     ids=["merge keys", "deep", "long", "no text", "broken", "link"],
 )
-def test_front_matter_that_cannot_be_read_is_said_before_the_work(tmp_path: Path, card: bytes | str, reason: str):
+def test_front_matter_that_cannot_be_read_is_said_before_the_work(
+    tmp_path: Path, card: bytes | str, reason: str
+):
     source = write_source(tmp_path / "source")
     if isinstance(card, str):
         (tmp_path / "card").write_text("---\nlicense: mit\n---\n")
@@ -134,7 +163,9 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(tmp_path: Path
     else:
         (source / "README.md").write_bytes(card)
     [note] = plan_quantization(source).notes
-    assert note.startswith("README.md: the new card takes over nothing of it, for its front matter cannot be read: ")
+    assert note.startswith(
+        "README.md: the new card takes over nothing of it, for its front matter cannot be read: "
+    )
     assert reason in note
     assert "\n" not in note
     assert command("quantize", source, tmp_path / "out").exit_code == 0
@@ -167,7 +198,10 @@ def test_names_of_submodels_are_text_in_a_card(tmp_path: Path):
     root.mkdir()
     write_source(root / name)
     write_source(root / "evil").rename(root / evil.replace("/", "\\"))
-    parts = {name: ["transformers", "LlamaModel"], evil.replace("/", "\\"): ["transformers", "LlamaModel"]}
+    parts = {
+        name: ["transformers", "LlamaModel"],
+        evil.replace("/", "\\"): ["transformers", "LlamaModel"],
+    }
     (root / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", **parts}))
     assert command("quantize", root, tmp_path / "out").exit_code == 0
     card = (tmp_path / "out/README.md").read_text()
@@ -184,4 +218,6 @@ def test_a_source_that_is_a_stranger_s_tree_of_links_ends(tmp_path: Path):
     (source / "up").symlink_to("..")
     (source / "dangling.txt").symlink_to("nowhere")
     assert command("quantize", source, tmp_path / "out").exit_code == 0
-    assert not {"loop.json", "dangling.txt", "up"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert not {"loop.json", "dangling.txt", "up"} & {
+        path.name for path in (tmp_path / "out").iterdir()
+    }

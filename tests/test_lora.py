@@ -31,7 +31,13 @@ from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantizati
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions, VerifyOptions
+from nf4conv.options import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 
 pytestmark = [
     pytest.mark.oracle,
@@ -40,12 +46,17 @@ pytestmark = [
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 ROUNDING = {torch.float32: 2**-21, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Of a value, relative to the largest of its tensor: PEFT rounds the product, the norm and the sum, we the sum."""
+"""Of a value, relative to the largest of its tensor: PEFT rounds the product, the norm and the sum,
+we the sum.
+"""
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "scaled by rank": ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 8, r".*layers\.1\.mlp\.up_proj": 2}}),
+    "scaled by rank": (
+        "llama",
+        {"use_rslora": True, "rank_pattern": {"q_proj": 8, r".*layers\.1\.mlp\.up_proj": 2}},
+    ),
     "alpha by module": ("llama", {"alpha_pattern": {"v_proj": 3, "layers.1.mlp.up_proj": 30}}),
     "modules by pattern": ("llama", {"target_modules": r".*layers\.0\..*(q|up)_proj"}),
     "all linear modules": ("llama", {"target_modules": "all-linear"}),
@@ -68,7 +79,10 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "one parameter of experts": ("qwen3_moe", {"target_parameters": EXPERTS[1:]}),
     "router and experts": (
         "qwen3_moe",
-        {"target_parameters": [EXPERTS[0], "mlp.gate.weight"], "rank_pattern": {EXPERTS[0]: 2, "gate.weight": 6}},
+        {
+            "target_parameters": [EXPERTS[0], "mlp.gate.weight"],
+            "rank_pattern": {EXPERTS[0]: 2, "gate.weight": 6},
+        },
     ),
 }
 
@@ -78,7 +92,10 @@ def largest_difference(ours: Any, theirs: Any) -> float:
     found, expected = ours.state_dict(), theirs.state_dict()
     assert found.keys() == expected.keys()
     return max(
-        float((found[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-9))
+        float(
+            (found[name].double() - value.double()).abs().max()
+            / value.double().abs().max().clamp(min=1e-9)
+        )
         for name, value in expected.items()
     )
 
@@ -90,19 +107,27 @@ def logits(model: Any) -> torch.Tensor:
 
 def changed(model: Any, base: Any) -> set[str]:
     before = base.state_dict()
-    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    return {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
 
 
 @pytest.mark.parametrize(
     ("feature", "dtype"),
     [(name, torch.float32) for name in FEATURES]
-    + [(name, dtype) for name in ("llama", "DoRA", "mixture of experts") for dtype in (torch.bfloat16, torch.float16)],
+    + [
+        (name, dtype)
+        for name in ("llama", "DoRA", "mixture of experts")
+        for dtype in (torch.bfloat16, torch.float16)
+    ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_the_merged_model_is_that_of_peft(tmp_path, feature, dtype):
     kind, config = FEATURES[feature]
     base = make_model(tmp_path / "base", kind, dtype)
-    adapted = train(load(base).float(), tmp_path / "adapter", **{"target_modules": LINEAR[kind], **config})
+    adapted = train(
+        load(base).float(), tmp_path / "adapter", **{"target_modules": LINEAR[kind], **config}
+    )
     options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     report = dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
     ours, theirs = load(tmp_path / "merged"), merged_by_peft(load(base), tmp_path / "adapter")
@@ -122,23 +147,41 @@ def test_a_merged_4bit_model_is_that_of_the_merged_model_quantized(tmp_path, fea
     lora = (str(tmp_path / "adapter"),)
     dequantize_checkpoint(base, tmp_path / "merged", DequantizeOptions(lora=lora), CPU)
     quantize_checkpoint(tmp_path / "merged", tmp_path / "expected", run=CPU)
-    run = RunOptions(device="cpu", workers=3, buffer_size=3 * 2**20, verify=True)  # in pieces of another size
+    run = RunOptions(
+        device="cpu", workers=3, buffer_size=3 * 2**20, verify=True
+    )  # in pieces of another size
     quantize_checkpoint(base, tmp_path / "direct", QuantizeOptions(lora=lora), run)
     assert weights_of(tmp_path / "direct") == weights_of(tmp_path / "expected")
-    assert json.loads((tmp_path / "direct/config.json").read_text())["quantization_config"]["load_in_4bit"]
+    assert json.loads((tmp_path / "direct/config.json").read_text())["quantization_config"][
+        "load_in_4bit"
+    ]
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, content in contents(folder).items() if name.endswith(".safetensors")}
+    return {
+        name: content for name, content in contents(folder).items() if name.endswith(".safetensors")
+    }
 
 
 def test_several_adapters_are_merged_in_their_order(tmp_path):
-    base, adapters = make_model(tmp_path / "base", "llama"), [tmp_path / f"adapter{number}" for number in range(3)]
+    base, adapters = (
+        make_model(tmp_path / "base", "llama"),
+        [tmp_path / f"adapter{number}" for number in range(3)],
+    )
     for number, adapter in enumerate(adapters):
-        train(load(base), adapter, target_modules=["q_proj", "up_proj"], r=2 + number, use_dora=number < 2)
+        train(
+            load(base),
+            adapter,
+            target_modules=["q_proj", "up_proj"],
+            r=2 + number,
+            use_dora=number < 2,
+        )
     options = DequantizeOptions(lora=tuple(map(str, adapters)))
     dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
-    assert largest_difference(load(tmp_path / "merged"), merged_by_peft(load(base), *adapters)) <= 2**-20
+    assert (
+        largest_difference(load(tmp_path / "merged"), merged_by_peft(load(base), *adapters))
+        <= 2**-20
+    )
 
 
 TIES = {
@@ -160,7 +203,9 @@ TIES = {
 @pytest.mark.parametrize("stored", [False, True], ids=["head not stored", "head stored too"])
 @pytest.mark.parametrize("what", TIES)
 def test_a_tied_head_does_what_it_was_trained_to_do(tmp_path, what, stored):
-    """PEFT's merge adds LoRA of one of the two to both, and of tied ones twice; the adapted model did neither."""
+    """PEFT's merge adds LoRA of one of the two to both, and of tied ones twice; the adapted model
+    did neither.
+    """
     base = make_model(tmp_path / "base", "llama", tie_word_embeddings=True)
     adapted = train(load(base), tmp_path / "adapter", **TIES[what])
     if stored:
@@ -171,7 +216,9 @@ def test_a_tied_head_does_what_it_was_trained_to_do(tmp_path, what, stored):
     dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
     merged = load(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=2e-5)
-    assert merged.config.tie_word_embeddings is (what in ("embedding, kept tied", "saved, kept tied", "tokens"))
+    assert merged.config.tie_word_embeddings is (
+        what in ("embedding, kept tied", "saved, kept tied", "tokens")
+    )
 
 
 def small(kind: str) -> Any:
@@ -186,15 +233,26 @@ def small(kind: str) -> Any:
         "num_key_value_heads": 2,
     }
     if kind == "gpt-oss":  # whose down_proj is square, and stored [in, out]
-        return GptOssForCausalLM(GptOssConfig(**sizes | {"intermediate_size": 64, "head_dim": 16}, num_local_experts=4))
+        return GptOssForCausalLM(
+            GptOssConfig(**sizes | {"intermediate_size": 64, "head_dim": 16}, num_local_experts=4)
+        )
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
     if kind == "bert":
-        return BertModel(BertConfig(**{**sizes, "num_key_value_heads": None}), add_pooling_layer=False)
+        return BertModel(
+            BertConfig(**{**sizes, "num_key_value_heads": None}), add_pooling_layer=False
+        )
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
     )
-    return LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**sizes), vision_config=vision))
+    return LlavaForConditionalGeneration(
+        LlavaConfig(text_config=LlamaConfig(**sizes), vision_config=vision)
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +267,9 @@ def small(kind: str) -> Any:
 def test_names_in_memory_are_found_on_disk(tmp_path, kind, config):
     model = small(kind)
     model.save_pretrained(tmp_path / "base")
-    get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **config)).save_pretrained(tmp_path / "adapter")
+    get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **config)).save_pretrained(
+        tmp_path / "adapter"
+    )
     options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     dequantize_checkpoint(tmp_path / "base", tmp_path / "merged", options, CPU)
     theirs = merged_by_peft(load(tmp_path / "base"), tmp_path / "adapter")
@@ -220,21 +280,30 @@ def test_an_adapter_of_a_model_without_its_head_fits_the_one_with_it(tmp_path):
     """AutoModel drops "bert." from all names."""
     base = make_model(tmp_path / "base", "bert")
     encoder = BertModel.from_pretrained(base)
-    adapted = get_peft_model(encoder, LoraConfig(init_lora_weights=False, target_modules=["query", "output.dense"]))
+    adapted = get_peft_model(
+        encoder, LoraConfig(init_lora_weights=False, target_modules=["query", "output.dense"])
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
     theirs = merged_by_peft(BertModel.from_pretrained(base), tmp_path / "adapter")
-    assert largest_difference(BertModel.from_pretrained(tmp_path / "merged"), theirs) <= ROUNDING[torch.float32]
+    assert (
+        largest_difference(BertModel.from_pretrained(tmp_path / "merged"), theirs)
+        <= ROUNDING[torch.float32]
+    )
 
 
 def test_an_adapter_of_single_experts_is_merged_into_them(tmp_path):
-    """As transformers 4 trained them; transformers 5 has them stacked, and PEFT puts the factors together."""
+    """As transformers 4 trained them; transformers 5 has them stacked, and PEFT puts the factors
+    together.
+    """
     base = make_model(tmp_path / "base", "qwen3_moe")
     tensors = load_file(base / "model.safetensors")
     name = "model.layers.1.mlp.experts.2.up_proj"
     up, down = torch.randn(48, 4), torch.randn(4, 64)
-    write_adapter(tmp_path / "adapter", {f"{name}.lora_B.weight": up, f"{name}.lora_A.weight": down})
+    write_adapter(
+        tmp_path / "adapter", {f"{name}.lora_B.weight": up, f"{name}.lora_A.weight": down}
+    )
     options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
     merged = load_file(tmp_path / "merged/model.safetensors")
@@ -246,9 +315,15 @@ def test_an_adapter_of_single_experts_is_merged_into_them(tmp_path):
 def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
     folder.mkdir()
     save_file(
-        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
+        folder / "adapter_model.safetensors",
     )
-    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "org/base"}
+    described = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "base_model_name_or_path": "org/base",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(described | config))
     return folder
 
@@ -257,21 +332,32 @@ def test_pickled_adapters_are_read_too(tmp_path):
     base = make_model(tmp_path / "base", "llama")
     train(load(base), tmp_path / "safe", target_modules=["q_proj"])
     shutil.copytree(tmp_path / "safe", tmp_path / "pickled")
-    torch.save(load_file(tmp_path / "safe/adapter_model.safetensors"), tmp_path / "pickled/adapter_model.bin")
+    torch.save(
+        load_file(tmp_path / "safe/adapter_model.safetensors"),
+        tmp_path / "pickled/adapter_model.bin",
+    )
     (tmp_path / "pickled/adapter_model.safetensors").unlink()
     for name in ("safe", "pickled"):
-        dequantize_checkpoint(base, tmp_path / f"{name}-out", DequantizeOptions(lora=(str(tmp_path / name),)), CPU)
+        dequantize_checkpoint(
+            base, tmp_path / f"{name}-out", DequantizeOptions(lora=(str(tmp_path / name),)), CPU
+        )
     assert weights_of(tmp_path / "safe-out") == weights_of(tmp_path / "pickled-out")
 
 
 def test_neither_workers_nor_pieces_change_a_byte(tmp_path):
-    base = make_model(tmp_path / "base", "llama", torch.bfloat16, hidden_size=256, intermediate_size=704)
+    base = make_model(
+        tmp_path / "base", "llama", torch.bfloat16, hidden_size=256, intermediate_size=704
+    )
     train(load(base).float(), tmp_path / "adapter", target_modules=LINEAR["llama"], use_dora=True)
     options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
     for number, (workers, buffer) in enumerate([(1, 65536), (2, 2 * 65536), (4, 2**26)]):
         run = RunOptions(device="cpu", workers=workers, buffer_size=buffer)
         dequantize_checkpoint(base, tmp_path / f"out{number}", options, run)
-    assert weights_of(tmp_path / "out0") == weights_of(tmp_path / "out1") == weights_of(tmp_path / "out2")
+    assert (
+        weights_of(tmp_path / "out0")
+        == weights_of(tmp_path / "out1")
+        == weights_of(tmp_path / "out2")
+    )
 
 
 @pytest.mark.gpu
@@ -302,9 +388,14 @@ def test_an_adapter_is_merged_into_the_4bit_model_it_was_trained_on(tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "merged")), logits(exact), rtol=0, atol=5e-6)
     quantize_checkpoint(tmp_path / "nf4", tmp_path / "again", QuantizeOptions(lora=lora), CPU)
     assert verify_checkpoint(
-        tmp_path / "again", tmp_path / "nf4", VerifyOptions(lora=lora, exact=True), RunOptions(device="cpu")
+        tmp_path / "again",
+        tmp_path / "nf4",
+        VerifyOptions(lora=lora, exact=True),
+        RunOptions(device="cpu"),
     ).passed
-    again = PeftModel.from_pretrained(load(tmp_path / "nf4", device_map="cpu"), tmp_path / "adapter")
+    again = PeftModel.from_pretrained(
+        load(tmp_path / "nf4", device_map="cpu"), tmp_path / "adapter"
+    )
     torch.testing.assert_close(logits(again), logits(adapted))
 
 
@@ -339,12 +430,19 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
         ({}, {"lora_alpha": None}, "None is no lora_alpha"),
         ({f"{Q}.lora_diag": torch.ones(4)}, {}, "lora_diag: not a tensor of LoRA"),
         ({f"{Q}.lora_A.default.weight": torch.ones(4)}, {}, "not a tensor of LoRA"),
-        ({f"layers.7.lora_{name}.weight": torch.ones(4, 4) for name in "AB"}, {}, r"layers\.7: .* has nothing"),
-        ({"score.weight": torch.ones(2, 64)}, {}, "score.weight: .* has nothing that the adapter could change there"),
-        ({"lm_head.weight": torch.ones(98, 64)}, {}, r"\[98, 64\] does not go with lm_head.weight \[96, 64\].*resized"),
-        ({f"{Q}.lora_B.weight": torch.ones(96, 4)}, {}, r"lora_B.weight \[96, 4\] does not go with .*\[64, 64\]"),
-        ({f"{Q}.lora_magnitude_vector": torch.ones(5)}, {}, r"lora_magnitude_vector \[5\] does not go"),
-        ({"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, {}, "one of lora_A and lora_B, but not both"),
+        ({f"layers.7.lora_{name}.weight": torch.ones(4, 4) for name in "AB"}, {}, r"layers\.7: .* "
+                                                                                  r"has nothing"),
+        ({"score.weight": torch.ones(2, 64)}, {}, "score.weight: .* has nothing that the adapter "
+                                                  "could change there"),
+        ({"lm_head.weight": torch.ones(98, 64)}, {}, r"\[98, 64\] does not go with lm_head.weight "
+                                                     r"\[96, 64\].*resized"),
+        ({f"{Q}.lora_B.weight": torch.ones(96, 4)}, {}, r"lora_B.weight \[96, 4\] does not go "
+                                                        r"with .*\[64, 64\]"),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(5)}, {}, r"lora_magnitude_vector \[5\] does "
+                                                            r"not go"),
+        ({"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, {}, "one of lora_A and "
+                                                                              "lora_B, but not "
+                                                                              "both"),
         ({"model.layers.0.mlp.down_proj.lora_B.bias": torch.ones(64)} | {
             "model.layers.0.mlp.down_proj.lora_A.weight": torch.ones(4, 160),
             "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(64, 4)}, {}, "down_proj.bias: .* has nothing"),
@@ -370,14 +468,19 @@ def test_what_is_no_adapter_is_refused(tmp_path):
 
 
 def test_one_of_two_adapters_may_replace_a_tensor(tmp_path):
-    adapters = [write_adapter(tmp_path / name, {"lm_head.weight": torch.ones(96, 64)}) for name in ("one", "two")]
+    adapters = [
+        write_adapter(tmp_path / name, {"lm_head.weight": torch.ones(96, 64)})
+        for name in ("one", "two")
+    ]
     make_model(tmp_path / "base", "llama")
     with pytest.raises(SourceError, match="only one of them can"):
         plan_dequantization(tmp_path / "base", DequantizeOptions(lora=tuple(map(str, adapters))))
 
 
 def test_a_base_of_another_name_is_a_note(tmp_path):
-    plan = merge_llama(tmp_path, write_adapter(tmp_path / "adapter", FACTORS, base_model_name_or_path="org/other"))
+    plan = merge_llama(
+        tmp_path, write_adapter(tmp_path / "adapter", FACTORS, base_model_name_or_path="org/other")
+    )
     assert any("was trained on org/other, and is merged into" in note for note in plan.notes)
     same = write_adapter(tmp_path / "same", FACTORS, base_model_name_or_path="/elsewhere/base")
     assert not any("was trained on" in note for note in merge_llama(tmp_path, same).notes)
@@ -388,13 +491,23 @@ def test_a_weight_that_changes_cannot_stay_in_4_bits(tmp_path):
     quantize_checkpoint(tmp_path / "base", tmp_path / "nf4", run=CPU)
     adapter = write_adapter(tmp_path / "adapter", FACTORS)
     with pytest.raises(PlanError, match="leaves it in 4 bits, but an adapter changes it"):
-        plan_dequantization(tmp_path / "nf4", DequantizeOptions(lora=(str(adapter),), exclude=("*layers.0*",)))
+        plan_dequantization(
+            tmp_path / "nf4", DequantizeOptions(lora=(str(adapter),), exclude=("*layers.0*",))
+        )
 
 
 def test_the_plan_shows_what_is_merged(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", FACTORS | {"lm_head.weight": torch.ones(96, 64)})
     make_model(tmp_path / "base", "llama")
-    command = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--lora", str(adapter), "--dry-run", "--all"]
+    command = [
+        "quantize",
+        str(tmp_path / "base"),
+        str(tmp_path / "out"),
+        "--lora",
+        str(adapter),
+        "--dry-run",
+        "--all",
+    ]
     shown = CliRunner().invoke(main, command)
     assert shown.exit_code == 0
     rows = shown.output.partition("\ntensor ")[2].splitlines()
@@ -430,15 +543,22 @@ def test_base_and_adapter_come_from_the_hub_and_are_named_in_the_card(tmp_path, 
     hub.repos["org/adapter"].commit({"README.md": b"the adapter is in an earlier revision"})
     where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
     lora = (f"org/adapter@{commit}",)
-    quantize_checkpoint("org/base", tmp_path / "streamed", QuantizeOptions(lora=lora), CPU, where=where)
+    quantize_checkpoint(
+        "org/base", tmp_path / "streamed", QuantizeOptions(lora=lora), CPU, where=where
+    )
     local = QuantizeOptions(lora=(str(tmp_path / "adapter"),))
     quantize_checkpoint(base, tmp_path / "local", local, CPU)
     assert weights_of(tmp_path / "streamed") == weights_of(tmp_path / "local")
     card = (tmp_path / "streamed/README.md").read_text()
     assert f"--source org/base --lora org/adapter@{commit}" in card
     assert "base_model:\n- org/base\n- org/adapter\nbase_model_relation: merge\n" in card
-    dequantize_checkpoint("org/base", tmp_path / "plain", DequantizeOptions(lora=lora), CPU, where=where)
-    assert f"merged with the LoRA adapter [org/adapter@{commit}]" in (tmp_path / "plain/README.md").read_text()
+    dequantize_checkpoint(
+        "org/base", tmp_path / "plain", DequantizeOptions(lora=lora), CPU, where=where
+    )
+    assert (
+        f"merged with the LoRA adapter [org/adapter@{commit}]"
+        in (tmp_path / "plain/README.md").read_text()
+    )
     assert "merged with the LoRA adapter `adapter`" in (tmp_path / "local/README.md").read_text()
 
 
@@ -448,7 +568,7 @@ def test_an_interrupted_merge_resumes_with_the_same_adapter_only(tmp_path, monke
     options = QuantizeOptions(lora=(str(tmp_path / "adapter"),), max_shard_size=20_000)
     quantize_checkpoint(base, tmp_path / "whole", options, CPU)
     with monkeypatch.context() as patched:
-        patched.setattr("nf4conv.checkpoint.workspace.Workspace.write", fail)
+        patched.setattr("nf4conv.output.workspace.Workspace.write", fail)
         with pytest.raises(Nf4convError, match="stopped"):
             quantize_checkpoint(base, tmp_path / "out", options, CPU)
     config = tmp_path / "adapter/adapter_config.json"
@@ -474,18 +594,27 @@ def test_an_adapter_that_changes_meanwhile_is_noticed(tmp_path):
         (adapter / "adapter_model.safetensors").touch()
 
     with pytest.raises(SourceError, match=r"adapter_model\.safetensors: changed while it was read"):
-        dequantize_checkpoint(base, tmp_path / "out", DequantizeOptions(lora=(str(adapter),)), CPU, progress=touch)
+        dequantize_checkpoint(
+            base, tmp_path / "out", DequantizeOptions(lora=(str(adapter),)), CPU, progress=touch
+        )
 
 
 def test_a_diffusers_pipeline_takes_adapters_part_by_part(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
-    for plan, options in ((plan_quantization, QuantizeOptions), (plan_dequantization, DequantizeOptions)):
+    for plan, options in (
+        (plan_quantization, QuantizeOptions),
+        (plan_dequantization, DequantizeOptions),
+    ):
         with pytest.raises(PlanError, match="--subfolder transformer"):
             plan(tmp_path, options(lora=("adapter",)))
 
 
 def test_what_an_adapter_ruins_is_not_packed(tmp_path):
-    adapter = write_adapter(tmp_path / "adapter", FACTORS | {f"{Q}.lora_A.weight": torch.full((4, 64), float("nan"))})
+    adapter = write_adapter(
+        tmp_path / "adapter", FACTORS | {f"{Q}.lora_A.weight": torch.full((4, 64), float("nan"))}
+    )
     make_model(tmp_path / "base", "llama")
     with pytest.raises(SourceError, match=rf"{Q}.weight: 4,096 of 4,096 values are NaN"):
-        quantize_checkpoint(tmp_path / "base", tmp_path / "out", QuantizeOptions(lora=(str(adapter),)), CPU)
+        quantize_checkpoint(
+            tmp_path / "base", tmp_path / "out", QuantizeOptions(lora=(str(adapter),)), CPU
+        )

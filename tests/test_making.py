@@ -32,7 +32,11 @@ def stamps(folder: Path) -> dict[str, int]:
 def test_the_record(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
-    assert (record["schema_version"], record["command"], record["version"]) == (1, "quantize", nf4conv.__version__)
+    assert (record["schema_version"], record["command"], record["version"]) == (
+        1,
+        "quantize",
+        nf4conv.__version__,
+    )
     assert record["options"]["blocksize"] == 128
     assert record["source"]["id"] == "source"
     assert str(tmp_path) not in json.dumps(record)
@@ -41,26 +45,38 @@ def test_the_record(source: Path, tmp_path: Path):
 def test_equal_runs_write_equal_bytes_wherever_the_source_lies(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "a", run=CPU)
     moved = shutil.copytree(source, tmp_path / "elsewhere/source")
-    quantize_checkpoint(moved, tmp_path / "b", run=RunOptions(device="cpu", workers=1, buffer_size=100_000))
+    quantize_checkpoint(
+        moved, tmp_path / "b", run=RunOptions(device="cpu", workers=1, buffer_size=100_000)
+    )
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 @pytest.mark.parametrize("command", ["quantize", "dequantize"])
 def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, command: str):
     quantize_checkpoint(source, tmp_path / "packed", run=CPU)
-    arguments = [command, str(source if command == "quantize" else tmp_path / "packed"), str(tmp_path / "out")]
+    arguments = [
+        command,
+        str(source if command == "quantize" else tmp_path / "packed"),
+        str(tmp_path / "out"),
+    ]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     before = stamps(tmp_path / "out")
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 0
     assert "; already complete, nothing was done" in again.stdout
-    assert json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["already_complete"] is True
+    assert (
+        json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["already_complete"]
+        is True
+    )
     assert stamps(tmp_path / "out") == before
 
 
 def test_another_job_s_result_is_not_taken_for_this_one_s(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
-    with pytest.raises(OutputError, match=r"blocksize was 64 and is 128 now\); choose another folder, or --overwrite"):
+    with pytest.raises(
+        OutputError,
+        match=r"blocksize was 64 and is 128 now\); choose another folder, or --overwrite",
+    ):
         quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     shard = source / "model-00001-of-00002.safetensors"
     content = shard.read_bytes()
@@ -92,7 +108,9 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
     assert again.already_complete
     assert again.verification.measured() == first.verification.measured()
     with pytest.raises(VerificationError, match=r"largest relative error 0.09\d\d, more than 0.01"):
-        quantize_checkpoint(source, tmp_path / "out", run=RunOptions(device="cpu", verify=True, tolerance=0.01))
+        quantize_checkpoint(
+            source, tmp_path / "out", run=RunOptions(device="cpu", verify=True, tolerance=0.01)
+        )
 
 
 def test_a_run_killed_at_its_very_end_is_tidied_up(source: Path, tmp_path: Path):
@@ -110,7 +128,9 @@ def test_verify_says_if_the_source_given_is_another(source: Path, tmp_path: Path
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     assert not verify_checkpoint(tmp_path / "out", source, run=CPU).findings
     other = write_source(tmp_path / "other", layers=8)
-    noted = [finding.text for finding in verify_checkpoint(tmp_path / "out", other, run=CPU).findings]
+    noted = [
+        finding.text for finding in verify_checkpoint(tmp_path / "out", other, run=CPU).findings
+    ]
     assert "it was made from source, whose tensors are not those of the source given" in noted
 
 
@@ -132,7 +152,9 @@ def test_an_unfinished_result_is_recognised(source: Path, tmp_path: Path, comman
     "content", [b"", b"[]", b"{", b'{"options": 1}', b"[" * 10**5, b'{"options": {}, "source": {}}'],
     ids=["empty", "list", "cut", "wrong", "deep", "bare"],
 )  # fmt: skip
-def test_a_record_of_somebody_else_s_making_stops_nothing(source: Path, tmp_path: Path, content: bytes):
+def test_a_record_of_somebody_else_s_making_stops_nothing(
+    source: Path, tmp_path: Path, content: bytes
+):
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     (tmp_path / "out/nf4conv.json").write_bytes(content)
     for command in ("inspect", "verify"):
@@ -145,9 +167,14 @@ def test_adapters_are_in_it_without_their_paths(tmp_path: Path):
     base, adapter = write_source(tmp_path / "base"), tmp_path / "adapter"
     adapter.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
-    factors = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(64, 4)}
+    factors = {
+        f"{name}.lora_A.weight": torch.ones(4, 64),
+        f"{name}.lora_B.weight": torch.ones(64, 4),
+    }
     save_file(factors, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8})
+    )
     quantize_checkpoint(base, tmp_path / "out", QuantizeOptions(lora=(str(adapter),)), CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
     assert [merged["id"] for merged in record["source"]["adapters"]] == [adapter.name]

@@ -1,4 +1,6 @@
-"""Memory follows --buffer-size, not the checkpoint: the real commands on checkpoints larger than what they may hold."""
+"""Memory follows --buffer-size, not the checkpoint: the real commands on checkpoints larger than
+what they may hold.
+"""
 
 import json
 import math
@@ -16,15 +18,16 @@ SMALL, LARGE = 3, 17
 FACTORS = (("A", 4, 8192), ("B", 1024, 4))
 
 LIVE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
-"""Makes glibc give back every large block at once, so that peaks are what is alive: they repeat to within 2 MB, where
-by default the allocator keeps some 50 MB, now more, now less."""
+"""Makes glibc give back every large block at once, so that peaks are what is alive: they repeat to
+within 2 MB, where by default the allocator keeps some 50 MB, now more, now less.
+"""
 
 # prints the peak after whatever the command prints
 PROGRAM = """
 import sys
 from pathlib import Path
 from nf4conv.cli import main
-from nf4conv.pipeline.loop import _peak_resident
+from nf4conv.run.loop import _peak_resident
 try:
     main(sys.argv[1:])
 finally:
@@ -45,7 +48,11 @@ def write_adapter(folder: Path, weights: int) -> Path:
     """LoRA of rank 4 for each of those weights, 74 kB."""
     folder.mkdir()
     names = [f"base_model.model.model.layers.{number}.mlp.up_proj" for number in range(weights)]
-    shapes = {f"{name}.lora_{part}.weight": (rows, columns) for name in names for part, rows, columns in FACTORS}
+    shapes = {
+        f"{name}.lora_{part}.weight": (rows, columns)
+        for name in names
+        for part, rows, columns in FACTORS
+    }
     write_zeros(folder / "adapter_model.safetensors", shapes)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     return folder
@@ -65,7 +72,9 @@ def write_zeros(file: Path, shapes: dict[str, tuple[int, int]]) -> None:
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     options = ["--device", "cpu", "--workers", "2"]
     command = [sys.executable, "-c", PROGRAM, *map(str, arguments), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
+    )
 
 
 def peak(*arguments: object) -> float:
@@ -77,7 +86,9 @@ def peak(*arguments: object) -> float:
 def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """For each command: how many more megabytes the large checkpoint takes than the small one."""
     folders = [tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("large")]
-    with ThreadPoolExecutor() as pool:  # much of the time is that of importing torch, which uses one core
+    with (
+        ThreadPoolExecutor() as pool
+    ):  # much of the time is that of importing torch, which uses one core
         small, large = pool.map(peaks, folders, (SMALL, LARGE))
     print(small, large)
     return {command: large[command] - small[command] for command in small}
@@ -85,7 +96,11 @@ def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 def peaks(folder: Path, weights: int) -> dict[str, float]:
     """Megabytes, by command."""
-    source, packed, plain = write_source(folder / "source", weights), folder / "packed", folder / "plain"
+    source, packed, plain = (
+        write_source(folder / "source", weights),
+        folder / "packed",
+        folder / "plain",
+    )
     lora = ["--lora", write_adapter(folder / "adapter", weights), "--max-shard-size", "100GB"]
     # most scales for the weights, and one shard, until whose end all that its tasks hold is kept
     options = ["--blocksize", 32, "--max-shard-size", "100GB"]
@@ -99,13 +114,18 @@ def peaks(folder: Path, weights: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("command", ["quantize", "verify", "dequantize", "compare", "merge", "merge into 4 bits"])
+@pytest.mark.parametrize(
+    "command", ["quantize", "verify", "dequantize", "compare", "merge", "merge into 4 bits"]
+)
 def test_nothing_is_kept_of_what_is_done(growths, command):
-    """Of 235 MB more weights the absmax alone are 14.7 MB; an adapter, which is kept, has 1 MB more."""
+    """Of 235 MB more weights the absmax alone are 14.7 MB; an adapter, which is kept, has 1 MB
+    more.
+    """
     assert growths[command] < 9
 
 
-# bounds on the growth: buffers, packed pieces, and the codec's scratch for each worker; measured: 70, 170 and 22 MB
+# bounds on the growth: buffers, packed pieces, and the codec's scratch for each worker; measured:
+# 70, 170 and 22 MB
 @pytest.mark.parametrize(
     ("command", "buffer_size", "megabytes"),
     [("quantize", "8MB", 150), ("quantize", "64MB", 250), ("dequantize", "8MB", 60)],

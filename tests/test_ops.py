@@ -15,7 +15,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def quantized(double_quant: bool = True) -> tuple[torch.Tensor, QuantState]:
-    return ops.quantize_4bit(random_weight(96 * 64, torch.float32).view(96, 64).to(DEVICE), double_quant=double_quant)
+    return ops.quantize_4bit(
+        random_weight(96 * 64, torch.float32).view(96, 64).to(DEVICE), double_quant=double_quant
+    )
 
 
 def test_out_is_returned_and_dtype_respected() -> None:
@@ -39,17 +41,33 @@ def test_packed_may_be_viewed_as_another_dtype() -> None:
         (lambda p, s: (p[:-1], s), "packed: 3071 bytes, expected 3072"),
         (lambda p, s: (p.repeat(1, 2)[:, :1], s), "packed: not contiguous"),
         (lambda p, s: (p, replaced(s, absmax=s.absmax[1:])), "absmax: 95 elements"),
-        (lambda p, s: (p, replaced(s, absmax=s.absmax.repeat_interleave(2)[::2])), "absmax: .*not contiguous"),
+        (
+            lambda p, s: (p, replaced(s, absmax=s.absmax.repeat_interleave(2)[::2])),
+            "absmax: .*not contiguous",
+        ),
         (lambda p, s: (p, replaced(s, absmax=s.absmax.float())), "absmax: torch.float32, expected"),
         (lambda p, s: (p, replaced(s, offset=None)), "nested state"),
         (lambda p, s: (p, replaced(s, blocksize=48)), "unsupported blocksize 48"),
         (lambda p, s: (p, replaced(s, quant_type="int4")), "unknown quant_type 'int4'"),
         (
-            lambda p, s: (p, replaced(s, state2=NestedState(s.state2.absmax.repeat(3), s.state2.code))),
+            lambda p, s: (
+                p,
+                replaced(s, state2=NestedState(s.state2.absmax.repeat(3), s.state2.code)),
+            ),
             "nested_absmax: 3 elements",
         ),
     ],
-    ids=["short", "strided", "absmax-short", "absmax-strided", "absmax-dtype", "offset", "blocksize", "type", "nested"],
+    ids=[
+        "short",
+        "strided",
+        "absmax-short",
+        "absmax-strided",
+        "absmax-dtype",
+        "offset",
+        "blocksize",
+        "type",
+        "nested",
+    ],
 )
 def test_dequantize_refuses(change: object, message: str) -> None:
     packed, state = change(*quantized())
@@ -118,10 +136,14 @@ def test_quantize_refuses_integers_and_doubles() -> None:
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_compiles_without_a_graph_break(double_quant: bool) -> None:
     packed, state = quantized(double_quant)
-    compiled = torch.compile(lambda p, s: ops.dequantize_4bit(p, s) * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda p, s: ops.dequantize_4bit(p, s) * 2, fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(packed, state), ops.dequantize_4bit(packed, state) * 2)
     out = torch.empty(96, 64, device=DEVICE)
-    into = torch.compile(lambda p, s, o: ops.dequantize_4bit(p, s, out=o) + 1, fullgraph=True, backend="aot_eager")
+    into = torch.compile(
+        lambda p, s, o: ops.dequantize_4bit(p, s, out=o) + 1, fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(into(packed, state, out), ops.dequantize_4bit(packed, state) + 1)
     assert torch.equal(out, ops.dequantize_4bit(packed, state))
 
@@ -131,7 +153,16 @@ def test_custom_op_is_registered_correctly() -> None:
     out = torch.empty(96 * 64, device=DEVICE)
     torch.library.opcheck(
         ops.dequantize_op,
-        (packed.view(-1), state.absmax, state.state2.absmax, state.state2.code, state.offset, out, "nf4", 64),
+        (
+            packed.view(-1),
+            state.absmax,
+            state.state2.absmax,
+            state.state2.code,
+            state.offset,
+            out,
+            "nf4",
+            64,
+        ),
     )
 
 
@@ -140,4 +171,6 @@ def test_error_sums_of_an_exact_weight_are_zero() -> None:
     exact = ops.dequantize_4bit(packed, state)
     sums = error_sums(exact, packed, state)
     assert (sums.max_error, sums.squared_error, sums.outside) == (0, 0, 0)
-    assert sums.squared_weight.item() == pytest.approx(exact.double().square().sum().item(), rel=1e-6)
+    assert sums.squared_weight.item() == pytest.approx(
+        exact.double().square().sum().item(), rel=1e-6
+    )

@@ -1,10 +1,12 @@
 """Our checkpoints in the hands of their real client: transformers with bitsandbytes, on the CPU.
 
-Without double quantization everything must be equal, because there the CPU arithmetic of bitsandbytes is that of its
-CUDA kernels but for single codes, which are counted and explained (test_bitsandbytes.explained). With it, the CPU sums
-absmax in another order and looks its 8-bit codes up in a coarse table, where the CUDA kernels search for the nearest
-(docs/format.md): where codes differ, ours must be no farther from the absmax it stands for than the CPU's. Of MiniLM's
-168,192 codes 384 differ, by up to three steps of the dynamic map, and outputs agree as closely as that allows.
+Without double quantization everything must be equal, because there the CPU arithmetic of
+bitsandbytes is that of its CUDA kernels but for single codes, which are counted and explained
+(test_bitsandbytes.explained). With it, the CPU sums absmax in another order and looks its 8-bit
+codes up in a coarse table, where the CUDA kernels search for the nearest (docs/format.md): where
+codes differ, ours must be no farther from the absmax it stands for than the CPU's. Of MiniLM's
+168,192 codes 384 differ, by up to three steps of the dynamic map, and outputs agree as closely as
+that allows.
 """
 
 import json
@@ -65,7 +67,9 @@ def skip_modules(folder: Path) -> list[str]:
     return listed
 
 
-def peer_options(folder: Path, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+def peer_options(
+    folder: Path, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
+) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
@@ -76,26 +80,35 @@ def peer_options(folder: Path, quant_type: str, double_quant: bool, compute_dtyp
 
 
 def packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: module.weight for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Linear4bit"
+    }
 
 
 def embed(model: torch.nn.Module) -> torch.Tensor:
     """[sentences, 384] unit vectors, mean-pooled as sentence-transformers does."""
-    tokens = AutoTokenizer.from_pretrained(MINILM)(list(SENTENCES), padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(MINILM)(
+        list(SENTENCES), padding=True, return_tensors="pt"
+    )
     with torch.no_grad():
         hidden = model.eval()(**tokens).last_hidden_state.float()
     mask = tokens["attention_mask"].unsqueeze(-1)
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-@pytest.mark.parametrize(("quant_type", "most", "noise"), [("nf4", 2, 1e-6), ("fp4", 30, 2e-3)], ids=["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("quant_type", "most", "noise"), [("nf4", 2, 1e-6), ("fp4", 30, 2e-3)], ids=["nf4", "fp4"]
+)
 def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type, most, noise):
     options = QuantizeOptions(quant_type=quant_type, double_quant=False, compute_dtype="float32")
     report = quantize_checkpoint(MINILM, tmp_path / "ours", options, CPU)
     assert report.packed == 37  # six layers of six, and the pooler
     tensors = written(tmp_path / "ours")
     peer = AutoModel.from_pretrained(
-        MINILM, quantization_config=peer_options(tmp_path / "ours", quant_type, False, torch.float32)
+        MINILM,
+        quantization_config=peer_options(tmp_path / "ours", quant_type, False, torch.float32),
     )
     original = load_file(MINILM / "model.safetensors")
     codebook, differing = CODEBOOKS[quant_type], 0
@@ -107,10 +120,13 @@ def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_
         ours, theirs = nibbles(tensors[name]), nibbles(weight.data)
         places = (ours != theirs).nonzero().view(-1)
         absmax = tensors[f"{name}.absmax"][places // 64]
-        assert explained(original[name].view(-1)[places], absmax, ours[places], theirs[places], codebook).all(), name
+        assert explained(
+            original[name].view(-1)[places], absmax, ours[places], theirs[places], codebook
+        ).all(), name
         # a zero of FP4 has two codes, which differ in nothing but their sign
         differing += int((ranks(ours[places], codebook) != ranks(theirs[places], codebook)).sum())
-    # NF4's cuts differ by an ulp from the CPU's midpoints, FP4's by up to 14: measured, 0 and 15 of 10.8 million codes
+    # NF4's cuts differ by an ulp from the CPU's midpoints, FP4's by up to 14: measured, 0 and 15 of
+    # 10.8 million codes
     assert differing <= most
 
     mine = AutoModel.from_pretrained(tmp_path / "ours")
@@ -118,26 +134,42 @@ def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_
     assert (embed(mine) - embed(peer)).abs().max() < noise
 
 
-def decoded_absmax(codes: torch.Tensor, state2_absmax: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(DYNAMIC_MAP)[codes.int()] * state2_absmax.repeat_interleave(256)[: codes.numel()] + offset
+def decoded_absmax(
+    codes: torch.Tensor, state2_absmax: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    return (
+        torch.tensor(DYNAMIC_MAP)[codes.int()]
+        * state2_absmax.repeat_interleave(256)[: codes.numel()]
+        + offset
+    )
 
 
 def changed_scales(
-    nested: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], peers: dict[str, torch.nn.Parameter]
+    nested: dict[str, torch.Tensor],
+    plain: dict[str, torch.Tensor],
+    peers: dict[str, torch.nn.Parameter],
 ) -> int:
-    """Count the absmax codes in which the peer differs from ours, after checking that ours are never farther off."""
+    """Count the absmax codes in which the peer differs from ours, after checking that ours are
+    never farther off.
+    """
     changed = 0
     for module, weight in peers.items():
         name, theirs = f"{module}.weight", weight.quant_state
         ours = QuantState.from_components(
-            {key.removeprefix(f"{name}."): part for key, part in nested.items() if key.startswith(f"{name}.")}
+            {
+                key.removeprefix(f"{name}."): part
+                for key, part in nested.items()
+                if key.startswith(f"{name}.")
+            }
         )
         assert torch.equal(nested[name].view(-1), weight.data.view(-1)), name
         assert torch.allclose(ours.offset, theirs.offset, rtol=2**-20, atol=0), name
         places = ours.absmax != theirs.absmax
         exact = plain[f"{name}.absmax"]
         our_error = (decoded_absmax(ours.absmax, ours.state2.absmax, ours.offset) - exact).abs()
-        their_error = (decoded_absmax(theirs.absmax, theirs.state2.absmax, theirs.offset) - exact).abs()
+        their_error = (
+            decoded_absmax(theirs.absmax, theirs.state2.absmax, theirs.offset) - exact
+        ).abs()
         assert (our_error <= their_error)[places].all(), name
         changed += int(places.sum())
     return changed
@@ -160,12 +192,16 @@ def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
     assert (embed(mine) * embed(peer)).sum(1).min() > 0.99995
     assert (embed(mine) - embed(peer)).abs().max() < 5e-3
     full = AutoModel.from_pretrained(MINILM)
-    assert (embed(mine) * embed(full)).sum(1).min() > 0.95  # and it still is the model it was made from
+    assert (embed(mine) * embed(full)).sum(
+        1
+    ).min() > 0.95  # and it still is the model it was made from
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
-    """quantize ▸ verify ▸ dequantize ▸ plain transformers: what the quantized model computes in float32."""
+    """quantize ▸ verify ▸ dequantize ▸ plain transformers: what the quantized model computes in
+    float32.
+    """
     options = QuantizeOptions(double_quant=double_quant, compute_dtype="float32")
     quantize_checkpoint(MINILM, tmp_path / "packed", options, CPU)
     report = verify_checkpoint(tmp_path / "packed", MINILM, VerifyOptions(exact=True), CPU)
@@ -177,7 +213,9 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
     assert packed_modules(plain) == {}
     packed = AutoModel.from_pretrained(tmp_path / "packed")
     assert len(packed_modules(packed)) == 37
-    tokens = AutoTokenizer.from_pretrained(MINILM)(list(SENTENCES), padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(MINILM)(
+        list(SENTENCES), padding=True, return_tensors="pt"
+    )
     # with gradients, because without them bitsandbytes multiplies in bfloat16 on CPUs that can
     expected, found = (model.eval()(**tokens).last_hidden_state for model in (packed, plain))
     assert (found - expected).abs().max() < 1e-5
@@ -185,9 +223,17 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
 
 def test_the_sentence_transformers_files_come_along(tmp_path):
     quantize_checkpoint(MINILM, tmp_path / "ours", None, CPU)
-    for name in ("modules.json", "1_Pooling/config.json", "tokenizer.json", "vocab.txt", "special_tokens_map.json"):
+    for name in (
+        "modules.json",
+        "1_Pooling/config.json",
+        "tokenizer.json",
+        "vocab.txt",
+        "special_tokens_map.json",
+    ):
         assert (tmp_path / "ours" / name).read_bytes() == (MINILM / name).read_bytes()
-    assert "sentence-transformers" in (tmp_path / "ours/README.md").read_text(), "a card, by which the Hub files it"
+    assert "sentence-transformers" in (tmp_path / "ours/README.md").read_text(), (
+        "a card, by which the Hub files it"
+    )
 
 
 def write_llama(folder: Path, dtype: torch.dtype, tied: bool, sharded: bool) -> Path:
@@ -211,7 +257,9 @@ def write_llama(folder: Path, dtype: torch.dtype, tied: bool, sharded: bool) -> 
 
 def generate(model: torch.nn.Module) -> list[list[int]]:
     prompts = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [100, 50, 25, 12]])
-    ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False)
+    ids = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False
+    )
     listed: list[list[int]] = ids.tolist()
     return listed
 
@@ -222,12 +270,16 @@ def generate(model: torch.nn.Module) -> list[list[int]]:
 def test_a_llama_generates_what_its_peer_does(tmp_path, dtype, sharded, tied):
     source = write_llama(tmp_path / "source", dtype, tied, sharded)
     name = str(dtype).removeprefix("torch.")
-    options = QuantizeOptions(double_quant=False, compute_dtype=name, max_shard_size=40_000 if sharded else 10**9)
+    options = QuantizeOptions(
+        double_quant=False, compute_dtype=name, max_shard_size=40_000 if sharded else 10**9
+    )
     quantize_checkpoint(source, tmp_path / "ours", options, CPU)
     assert (tmp_path / "ours/model.safetensors.index.json").exists() is sharded
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     peer = AutoModelForCausalLM.from_pretrained(
-        source, quantization_config=peer_options(tmp_path / "ours", "nf4", False, dtype), dtype=dtype
+        source,
+        quantization_config=peer_options(tmp_path / "ours", "nf4", False, dtype),
+        dtype=dtype,
     )
     ours, theirs = packed_modules(mine), packed_modules(peer)
     assert ours.keys() == theirs.keys()
@@ -236,7 +288,9 @@ def test_a_llama_generates_what_its_peer_does(tmp_path, dtype, sharded, tied):
         assert torch.equal(weight.data.view(-1), theirs[module].data.view(-1)), module
         assert torch.equal(weight.quant_state.absmax, theirs[module].quant_state.absmax), module
         assert weight.quant_state.dtype == theirs[module].quant_state.dtype == dtype
-    assert {n: p.dtype for n, p in mine.named_parameters()} == {n: p.dtype for n, p in peer.named_parameters()}
+    assert {n: p.dtype for n, p in mine.named_parameters()} == {
+        n: p.dtype for n, p in peer.named_parameters()
+    }
     assert generate(mine) == generate(peer)
 
 
@@ -249,10 +303,14 @@ def test_a_llama_with_double_quantization_differs_in_single_scales(tmp_path, dty
         quantize_checkpoint(source, tmp_path / folder, options, CPU)
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "nested")
     peer = AutoModelForCausalLM.from_pretrained(
-        source, quantization_config=peer_options(tmp_path / "nested", "nf4", True, dtype), dtype=dtype
+        source,
+        quantization_config=peer_options(tmp_path / "nested", "nf4", True, dtype),
+        dtype=dtype,
     )
     assert packed_modules(mine).keys() == packed_modules(peer).keys()
-    changed = changed_scales(written(tmp_path / "nested"), written(tmp_path / "plain"), packed_modules(peer))
+    changed = changed_scales(
+        written(tmp_path / "nested"), written(tmp_path / "plain"), packed_modules(peer)
+    )
     assert changed <= 30  # measured, of 1,728: 14 for bfloat16, 1 for float16, 0 for float32
     tokens = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [100, 50, 25, 12]])
     with torch.no_grad():
@@ -268,4 +326,6 @@ def test_input_shards_do_not_change_the_result(tmp_path):
         quantize_checkpoint(source, tmp_path / f"{source.name}-out", None, CPU)
     left, right = (written(tmp_path / f"{source.name}-out") for source in (whole, parts))
     assert left.keys() == right.keys()
-    assert all(torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left)
+    assert all(
+        torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
+    )

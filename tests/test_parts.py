@@ -1,4 +1,6 @@
-"""--part and finish: the bytes of a single run, however many parts, in whatever order; what does not fit is refused."""
+"""--part and finish: the bytes of a single run, however many parts, in whatever order; what does
+not fit is refused.
+"""
 
 import errno
 import fcntl
@@ -32,10 +34,10 @@ from nf4conv import (
     plan_quantization,
     quantize_checkpoint,
 )
-from nf4conv.checkpoint.workspace import finished_shards
 from nf4conv.cli import main
 from nf4conv.commands.parts import number_of
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
+from nf4conv.sources.unfinished import finished_shards
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
@@ -52,7 +54,9 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def part(source: str | Path, out: Path, name: str, options: QuantizeOptions = OPTIONS, **others: Any) -> Any:
+def part(
+    source: str | Path, out: Path, name: str, options: QuantizeOptions = OPTIONS, **others: Any
+) -> Any:
     where = others.pop("where", None)
     return quantize_checkpoint(source, out, options, replace(RUN, part=name, **others), where=where)
 
@@ -68,7 +72,9 @@ def names_of(count: int) -> list[str]:
 
 @pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
-def test_the_bytes_are_those_of_a_single_run(source: Path, tmp_path: Path, count: int, verify: bool):
+def test_the_bytes_are_those_of_a_single_run(
+    source: Path, tmp_path: Path, count: int, verify: bool
+):
     single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
     before = 0
     for name in names_of(count):
@@ -96,7 +102,9 @@ def test_all_parts_at_once_and_each_of_them_twice(source: Path, tmp_path: Path):
 
 
 def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path: Path):
-    """Another process makes the same part, and finish takes away the folder in which this one is writing."""
+    """Another process makes the same part, and finish takes away the folder in which this one is
+    writing.
+    """
     calls = []
 
     def interfere(count: int) -> None:
@@ -105,7 +113,9 @@ def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path:
             part(source, tmp_path / "out", "1/1")
             finish_checkpoint(tmp_path / "out")
 
-    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere)
+    report = quantize_checkpoint(
+        source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere
+    )
     assert report.already_complete
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -116,27 +126,40 @@ def test_a_dequantization(source: Path, tmp_path: Path):
     options = DequantizeOptions(max_shard_size=150_000)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, RUN)
     for name in names_of(3):
-        dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, replace(RUN, part=name))
+        dequantize_checkpoint(
+            tmp_path / "packed", tmp_path / "out", options, replace(RUN, part=name)
+        )
     finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 @pytest.mark.parametrize("scenario", ["parts", "streamed-parts"])
 def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
-    """Three parts and finish, one after the other; at a few of all operations, which `make kills` tries one by one."""
+    """Three parts and finish, one after the other; at a few of all operations, which `make kills`
+    tries one by one.
+    """
     program = str(Path(__file__).with_name("interruptions.py"))
     done = subprocess.run(
-        [sys.executable, program, scenario, str(tmp_path), str(POINTS)], capture_output=True, text=True, check=False
+        [sys.executable, program, scenario, str(tmp_path), str(POINTS)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == POINTS
     for result in results:
-        assert (result["status"], result["differing"], result["looks finished and is not"]) == (0, [], False), result
+        assert (result["status"], result["differing"], result["looks finished and is not"]) == (
+            0,
+            [],
+            False,
+        ), result
 
 
 def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path):
-    """1, 2, 3 and 7 of them, one twice, and finish, each in a process of its own; with and without --stream."""
+    """1, 2, 3 and 7 of them, one twice, and finish, each in a process of its own; with and without
+    --stream.
+    """
     program = str(Path(__file__).with_name("interruptions.py"))
     command = [sys.executable, program, "--at-once", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -164,17 +187,29 @@ def where(hub: Hub, source: Path, tmp_path: Path) -> SourceOptions:
 @pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: int, verify: bool):
-    quantize_checkpoint(REPO, tmp_path / "single", OPTIONS, replace(RUN, verify=verify), where=where)
+    quantize_checkpoint(
+        REPO, tmp_path / "single", OPTIONS, replace(RUN, verify=verify), where=where
+    )
     for name in names_of(count):
         part(REPO, tmp_path / "out", name, where=where, verify=verify)
     finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
-@pytest.mark.parametrize("size", [40_000, 10**6], ids=["more parts than files", "parts of whole files"])
-def test_no_byte_is_fetched_by_two_parts(hub: Hub, where: SourceOptions, source: Path, tmp_path: Path, size: int):
+@pytest.mark.parametrize(
+    "size", [40_000, 10**6], ids=["more parts than files", "parts of whole files"]
+)
+def test_no_byte_is_fetched_by_two_parts(
+    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path, size: int
+):
     for number in range(1, 6):
-        part(REPO, tmp_path / "out", f"{number}/5", replace(OPTIONS, max_shard_size=size), where=where)
+        part(
+            REPO,
+            tmp_path / "out",
+            f"{number}/5",
+            replace(OPTIONS, max_shard_size=size),
+            where=where,
+        )
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
     fetched, whole = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
     for request in hub.requests:
@@ -188,7 +223,9 @@ def test_no_byte_is_fetched_by_two_parts(hub: Hub, where: SourceOptions, source:
     assert all(0.9 * files[name] < fetched[name] <= files[name] for name in files)
 
 
-def test_another_commit_is_another_plan(hub: Hub, where: SourceOptions, source: Path, tmp_path: Path):
+def test_another_commit_is_another_plan(
+    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path
+):
     part(REPO, tmp_path / "out", "1/3", where=where)
     hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
     with pytest.raises(OutputError, match=r"differs in source files, source id, "):
@@ -220,7 +257,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "headers": (renamed_tensor, {}, "source headers"),
     "tokenizer": (lambda source: (source / "tokenizer.json").write_text("[]"), {}, "auxiliary "),
     "card": (lambda source: (source / "README.md").write_text("another"), {}, "model card "),
-    "config": (lambda source: (source / "config.json").write_text('{"model_type": "llama"}'), {}, "source config, "),
+    "config": (
+        lambda source: (source / "config.json").write_text('{"model_type": "llama"}'),
+        {},
+        "source config, ",
+    ),
     "version": (other_version, {}, "version, "),
     "parts": (lambda _: None, {"part": "2/4"}, "number of parts"),
     "checksum": (lambda _: None, {"checksum": False}, "--checksum "),
@@ -230,7 +271,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_part_of_another_plan_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
+def test_a_part_of_another_plan_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
     monkeypatch.setattr(output_module, "__version__", output_module.__version__)
     out = tmp_path / "out"
     part(source, out, "1/3")
@@ -238,15 +281,24 @@ def test_a_part_of_another_plan_is_refused(source: Path, tmp_path: Path, monkeyp
     alter, options, name = CHANGES[change]
     alter(source)
     with pytest.raises(
-        OutputError, match=rf"out: holds an unfinished run that differs in {name}.*; all parts take the"
+        OutputError,
+        match=rf"out: holds an unfinished run that differs in {name}.*; all parts take the",
     ):
         quantize_checkpoint(source, out, OPTIONS, replace(RUN, **{"part": "2/3", **options}))
     assert contents(out) == before
 
 
 REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
-    "overwrite": (OPTIONS, {"overwrite": True}, "--overwrite, which would delete what other parts make"),
-    "non-finite": (replace(OPTIONS, non_finite="keep"), {}, "--non-finite keep: each part would read all weights"),
+    "overwrite": (
+        OPTIONS,
+        {"overwrite": True},
+        "--overwrite, which would delete what other parts make",
+    ),
+    "non-finite": (
+        replace(OPTIONS, non_finite="keep"),
+        {},
+        "--non-finite keep: each part would read all weights",
+    ),
     "0/3": (OPTIONS, {"part": "0/3"}, "--part 0/3: expected auto, or I/N with I from 1 to N"),
     "4/3": (OPTIONS, {"part": "4/3"}, "--part 4/3: expected auto"),
     "words": (OPTIONS, {"part": "two"}, "--part two: expected auto"),
@@ -257,24 +309,42 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
 def test_what_does_not_go_with_parts_is_refused(source: Path, tmp_path: Path, case: str):
     options, run, message = REFUSED[case]
     with pytest.raises(PlanError, match=message):
-        quantize_checkpoint(source, tmp_path / "out.safetensors", options, replace(RUN, **{"part": "1/3", **run}))
+        quantize_checkpoint(
+            source, tmp_path / "out.safetensors", options, replace(RUN, **{"part": "1/3", **run})
+        )
     assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_a_single_file_has_no_parts(source: Path):
     plan = plan_quantization(source, OPTIONS)
-    with pytest.raises(PlanError, match="--part does not go with --single-file: one file has no parts"):
+    with pytest.raises(
+        PlanError, match="--part does not go with --single-file: one file has no parts"
+    ):
         plan_part(replace(plan, options=replace(OPTIONS, single_file=True)), RunOptions(part="1/2"))
 
 
 def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Path):
-    arguments = ["quantize", str(source), str(tmp_path / "out"), "--part", "1/2", "--push-to-hub", "me/it"]
+    arguments = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--part",
+        "1/2",
+        "--push-to-hub",
+        "me/it",
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
-    assert "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all parts" in done.stderr
+    assert (
+        "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all "
+        "parts" in done.stderr
+    )
     pipeline = tmp_path / "pipeline"
     shutil.copytree(source, pipeline / "text_encoder")
-    index = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "text_encoder": ["transformers", "LlamaModel"],
+    }
     (pipeline / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(PlanError, match="one by one: --subfolder NAME, into OUT/NAME"):
         part(pipeline, tmp_path / "out", "1/2")
@@ -289,7 +359,8 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
 def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tmp_path: Path):
     part(source, tmp_path / "parts", "1/2")
     with pytest.raises(
-        OutputError, match="is filled in parts; run the parts that are missing, and then `nf4conv finish`"
+        OutputError,
+        match="is filled in parts; run the parts that are missing, and then `nf4conv finish`",
     ):
         quantize_checkpoint(source, tmp_path / "parts", OPTIONS, RUN)
     quantize_checkpoint(source, tmp_path / "parts", OPTIONS, replace(RUN, overwrite=True))
@@ -298,7 +369,9 @@ def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tm
     shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run
     with pytest.raises(SourceError, match="NaN"):
         quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
-    with pytest.raises(OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"):
+    with pytest.raises(
+        OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"
+    ):
         part(source, tmp_path / "single", "1/2")
     with pytest.raises(OutputError, match="not in parts"):
         finish_checkpoint(tmp_path / "single")
@@ -335,7 +408,10 @@ def test_what_is_missing_or_damaged_is_named_and_made_again(source: Path, tmp_pa
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(OutputError, match=rf"1 of \d+ files are not what was written, such as {shard.name}; .*: \[4\]"):
+    with pytest.raises(
+        OutputError,
+        match=rf"1 of \d+ files are not what was written, such as {shard.name}; .*: \[4\]",
+    ):
         finish_checkpoint(out)
     assert not (out / "config.json").exists()
     assert part(source, out, "4/4").shards_resumed == part(source, out, "4/4").shards_resumed - 1
@@ -382,7 +458,11 @@ def test_there_must_be_something_to_finish(tmp_path: Path, place: str):
 def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
     with pytest.raises(VerificationError, match=r"out: verification failed: model\.layers"):
         part(source, tmp_path / "out", "1/2", verify=True, tolerance=0.01)
-    assert not any(shard.verified["packed"] for shard in finished_shards(tmp_path / "out").values() if shard.verified)
+    assert not any(
+        shard.verified["packed"]
+        for shard in finished_shards(tmp_path / "out").values()
+        if shard.verified
+    )
 
 
 def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Path):
@@ -393,7 +473,9 @@ def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Pat
     assert not finished_shards(tmp_path / "out")
 
 
-def test_no_file_system_needs_to_know_locks_or_links(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_file_system_needs_to_know_locks_or_links(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
 
     def unknown(*_: object) -> None:
@@ -438,7 +520,9 @@ for parts in (2, 4, 8):
 """
 
 
-def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_there_are(source: Path, tmp_path: Path):
+def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_there_are(
+    source: Path, tmp_path: Path
+):
     """And planning opens each source file once."""
     words = [sys.executable, "-c", COUNTING, str(source), str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -453,7 +537,9 @@ def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_the
     for_each = (max(operations[many]) - max(operations[few])) / (many - few)
     assert for_each < 12
     for shards, found in operations.items():
-        assert all(abs(calls - operations[few][0] - for_each * (shards - few)) <= 3 for calls in found)
+        assert all(
+            abs(calls - operations[few][0] - for_each * (shards - few)) <= 3 for calls in found
+        )
 
 
 # --- auto ------------------------------------------------------------------------------------------------------------
@@ -468,7 +554,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
     [
         (SLURM, (3, 4)),
         (SLURM | {"NF4CONV_PARTS": "4"}, (3, 4)),
-        (SLURM | {"NF4CONV_PARTS": "64", "SLURM_ARRAY_TASK_MIN": "12", "SLURM_ARRAY_TASK_COUNT": "1"}, (13, 64)),
+        (
+            SLURM
+            | {"NF4CONV_PARTS": "64", "SLURM_ARRAY_TASK_MIN": "12", "SLURM_ARRAY_TASK_COUNT": "1"},
+            (13, 64),
+        ),
         (SLURM | TORCHRUN, (3, 4)),
         (KUBERNETES, (1, 8)),
         (TORCHRUN, (4, 4)),
@@ -476,7 +566,10 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
         ({}, "none of SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, RANK is set"),
         ({"NF4CONV_PARTS": "8"}, "none of SLURM_ARRAY_TASK_ID"),
         ({"JOB_COMPLETION_INDEX": "0"}, "NF4CONV_PARTS is not set"),
-        (KUBERNETES | {"JOB_COMPLETION_INDEX": "8"}, "JOB_COMPLETION_INDEX is 8, which fits no 8 parts"),
+        (
+            KUBERNETES | {"JOB_COMPLETION_INDEX": "8"},
+            "JOB_COMPLETION_INDEX is 8, which fits no 8 parts",
+        ),
         (TORCHRUN | {"NF4CONV_PARTS": "3"}, "RANK is 3, which fits no 3 parts"),
         (SLURM | {"SLURM_ARRAY_TASK_ID": "14"}, "SLURM_ARRAY_TASK_ID is 14, which fits no 4 parts"),
         (SLURM | {"SLURM_ARRAY_TASK_ID": "9"}, "SLURM_ARRAY_TASK_ID is 9, which fits no 4 parts"),

@@ -1,4 +1,6 @@
-"""torch pickles: the same tensors as torch.load finds, from the same bytes; and nothing in a pickle is ever run."""
+"""torch pickles: the same tensors as torch.load finds, from the same bytes; and nothing in a pickle
+is ever run.
+"""
 
 import argparse
 import collections
@@ -18,9 +20,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.pickle_header import read_pickle_header
 from nf4conv.errors import SourceError
+from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.pickles.header import read_pickle_header
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -41,7 +43,9 @@ def load(tensor: TensorInfo) -> torch.Tensor:
     if tensor.encoding is not None:
         [(_, stored)] = tensor.encoding.parts
         rank = len(tensor.shape)
-        return torch.as_strided(load(stored), tensor.encoding.block[:rank], tensor.encoding.block[rank:])
+        return torch.as_strided(
+            load(stored), tensor.encoding.block[:rank], tensor.encoding.block[rank:]
+        )
     raw = tensor.file.read_bytes()[tensor.start : tensor.stop]
     return torch.tensor(list(raw), dtype=torch.uint8).view(TORCH[tensor.dtype]).view(tensor.shape)
 
@@ -52,7 +56,9 @@ def check_against_torch(path: Path) -> dict[str, TensorInfo]:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert load(tensor).dtype == expected[name].dtype
-        assert torch.equal(load(tensor).contiguous().view(-1).view(torch.uint8), raw_bytes(expected[name])), name
+        assert torch.equal(
+            load(tensor).contiguous().view(-1).view(torch.uint8), raw_bytes(expected[name])
+        ), name
         assert load(tensor).shape == expected[name].shape
     return found
 
@@ -63,7 +69,9 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @FORMATS
 def test_a_state_dict_is_read_as_torch_reads_it(tmp_path: Path, is_zip: bool):
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Embedding(3, 2)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Embedding(3, 2)
+    ).bfloat16()
     check_against_torch(save(tmp_path / "x.bin", model.state_dict(), is_zip))
 
 
@@ -72,7 +80,8 @@ NOT_IN_LEGACY = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "U32", "U64")
 
 
 @pytest.mark.parametrize(
-    ("tag", "is_zip"), [(tag, True) for tag in TORCH] + [(tag, False) for tag in TORCH if tag not in NOT_IN_LEGACY]
+    ("tag", "is_zip"),
+    [(tag, True) for tag in TORCH] + [(tag, False) for tag in TORCH if tag not in NOT_IN_LEGACY],
 )
 def test_every_dtype(tmp_path: Path, tag: str, is_zip: bool):
     raw = torch.arange(48, dtype=torch.uint8)
@@ -84,7 +93,13 @@ def test_every_dtype(tmp_path: Path, tag: str, is_zip: bool):
 @FORMATS
 def test_views_read_their_part_of_a_shared_storage(tmp_path: Path, is_zip: bool):
     whole = torch.randn(6, 4)
-    state = {"whole": whole, "rows": whole[2:4], "tied": whole, "row": whole[5], "scalar": whole[1, 2]}
+    state = {
+        "whole": whole,
+        "rows": whole[2:4],
+        "tied": whole,
+        "row": whole[5],
+        "scalar": whole[1, 2],
+    }
     path = save(tmp_path / "x.bin", state, is_zip)
     found = check_against_torch(path)
     assert found["tied"][4:] == found["whole"][4:]
@@ -103,7 +118,11 @@ def test_tensors_whose_elements_are_not_in_order(tmp_path: Path, is_zip: bool):
 
 @FORMATS
 def test_shapes_without_elements_or_dimensions(tmp_path: Path, is_zip: bool):
-    state = {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ones": torch.ones(1, 3, 1).transpose(0, 2)}
+    state = {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "ones": torch.ones(1, 3, 1).transpose(0, 2),
+    }
     found = check_against_torch(save(tmp_path / "x.bin", state, is_zip))
     assert all(tensor.encoding is None for tensor in found.values())
 
@@ -111,14 +130,20 @@ def test_shapes_without_elements_or_dimensions(tmp_path: Path, is_zip: bool):
 @FORMATS
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_pickle_protocol(tmp_path: Path, protocol: int, is_zip: bool):
-    state = collections.OrderedDict(a=torch.nn.Parameter(torch.randn(3, 4)), b=torch.nn.Buffer(torch.ones(2)))
+    state = collections.OrderedDict(
+        a=torch.nn.Parameter(torch.randn(3, 4)), b=torch.nn.Buffer(torch.ones(2))
+    )
     path = save(tmp_path / "x.bin", state, is_zip, pickle_protocol=protocol)
     assert {tensor.name for tensor in read_pickle_header(path)} == {"a", "b"}
 
 
 @FORMATS
 def test_the_state_dict_of_a_training_checkpoint(tmp_path: Path, is_zip: bool):
-    path = save(tmp_path / "x.bin", {"state_dict": {"a": torch.ones(2)}, "epoch": 3, "loss": 0.5, "notes": []}, is_zip)
+    path = save(
+        tmp_path / "x.bin",
+        {"state_dict": {"a": torch.ones(2)}, "epoch": 3, "loss": 0.5, "notes": []},
+        is_zip,
+    )
     assert [tensor.name for tensor in read_pickle_header(path)] == ["a"]
 
 
@@ -150,7 +175,10 @@ def test_nothing_is_executed(tmp_path: Path, is_zip: bool):
     ("value", "name"),
     [
         (argparse.Namespace(lr=1), r"argparse\.Namespace"),
-        (np.ones(3), r"numpy\._core\.multiarray\._reconstruct|numpy\.core\.multiarray\._reconstruct"),
+        (
+            np.ones(3),
+            r"numpy\._core\.multiarray\._reconstruct|numpy\.core\.multiarray\._reconstruct",
+        ),
         (datetime.date(2020, 1, 1), r"datetime\.date"),
         (torch.nn.Linear(2, 2), r"torch\.nn\.modules\.linear\.Linear"),
         (torch.ones(3).to_sparse(), r"torch\._utils\._rebuild_sparse_tensor"),
@@ -162,7 +190,9 @@ def test_nothing_is_executed(tmp_path: Path, is_zip: bool):
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 @FORMATS
-def test_what_is_more_than_tensors_is_refused_by_name(tmp_path: Path, value: object, name: str, is_zip: bool):
+def test_what_is_more_than_tensors_is_refused_by_name(
+    tmp_path: Path, value: object, name: str, is_zip: bool
+):
     path = save(tmp_path / "x.bin", {"a": torch.ones(2), "b": value}, is_zip)
     with pytest.raises(SourceError, match=rf"needs ({name}); only pickles of tensors are read"):
         read_pickle_header(path)
@@ -188,7 +218,9 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, state: object, reason:
 # --- malformed -------------------------------------------------------------------------------------------------------
 
 
-def rezip(path: Path, change: dict[str, bytes | None], compression: int = zipfile.ZIP_STORED) -> Path:
+def rezip(
+    path: Path, change: dict[str, bytes | None], compression: int = zipfile.ZIP_STORED
+) -> Path:
     """The archive with some entries replaced, or removed (None), or all compressed."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
@@ -202,12 +234,21 @@ def rezip(path: Path, change: dict[str, bytes | None], compression: int = zipfil
 
 
 def forged(path: Path, *arguments: Any) -> Path:
-    """An archive of one tensor, whose view of its 4-element storage is as given: offset, shape, stride."""
+    """An archive of one tensor, whose view of its 4-element storage is as given: offset, shape,
+    stride.
+    """
 
     class Forged:
         def __reduce__(self) -> Any:
-            storage = torch.storage.TypedStorage(wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32)
-            return torch._utils._rebuild_tensor_v2, (storage, *arguments, False, collections.OrderedDict())
+            storage = torch.storage.TypedStorage(
+                wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32
+            )
+            return torch._utils._rebuild_tensor_v2, (
+                storage,
+                *arguments,
+                False,
+                collections.OrderedDict(),
+            )
 
     return save(path, {"a": Forged()})
 
@@ -225,7 +266,17 @@ def forged(path: Path, *arguments: Any) -> Path:
         ((0, ("2",), (1,)), "make no tensor"),
         ((0, (2**60, 2**60), (1, 1)), "a: reaches beyond the end of its storage"),
     ],
-    ids=["long", "offset", "stride", "negative-offset", "negative-stride", "ranks", "bool", "string", "huge"],
+    ids=[
+        "long",
+        "offset",
+        "stride",
+        "negative-offset",
+        "negative-stride",
+        "ranks",
+        "bool",
+        "string",
+        "huge",
+    ],
 )
 def test_a_view_that_its_storage_does_not_hold(tmp_path: Path, view: tuple[Any, ...], reason: str):
     with pytest.raises(SourceError, match=reason):
@@ -247,12 +298,32 @@ def test_the_forged_view_is_read_when_it_fits(tmp_path: Path):
         ({}, zipfile.ZIP_DEFLATED, "is compressed"),
         ({"data.pkl": b"no pickle"}, zipfile.ZIP_STORED, "not a pickle of a state dict"),
         ({"data.pkl": b""}, zipfile.ZIP_STORED, "not a pickle of a state dict"),
-        ({"data.pkl": b"\x80\x02\x8d" + b"\xff" * 7 + b"\x7f."}, zipfile.ZIP_STORED, "not a pickle of a state dict"),
-        ({"data.pkl": b"\x80\x02]q\x00}q\x01h\x00K\x01s."}, zipfile.ZIP_STORED, "not a pickle of a state dict"),
+        (
+            {"data.pkl": b"\x80\x02\x8d" + b"\xff" * 7 + b"\x7f."},
+            zipfile.ZIP_STORED,
+            "not a pickle of a state dict",
+        ),
+        (
+            {"data.pkl": b"\x80\x02]q\x00}q\x01h\x00K\x01s."},
+            zipfile.ZIP_STORED,
+            "not a pickle of a state dict",
+        ),
     ],
-    ids=["no-data", "short", "no-pickle", "big", "compressed", "text", "empty", "endless-string", "unhashable-key"],
+    ids=[
+        "no-data",
+        "short",
+        "no-pickle",
+        "big",
+        "compressed",
+        "text",
+        "empty",
+        "endless-string",
+        "unhashable-key",
+    ],
 )
-def test_malformed_archives(tmp_path: Path, change: dict[str, bytes | None], compression: int, reason: str):
+def test_malformed_archives(
+    tmp_path: Path, change: dict[str, bytes | None], compression: int, reason: str
+):
     path = rezip(save(tmp_path / "x.bin", {"a": torch.ones(8)}), change, compression)
     with pytest.raises(SourceError, match=reason):
         read_pickle_header(path)
@@ -260,7 +331,9 @@ def test_malformed_archives(tmp_path: Path, change: dict[str, bytes | None], com
 
 @FORMATS
 def test_no_truncation_gives_a_tensor_beyond_the_file(tmp_path: Path, is_zip: bool):
-    whole = save(tmp_path / "x.bin", {"a": torch.ones(8), "b": torch.ones(3, dtype=torch.int8)}, is_zip).read_bytes()
+    whole = save(
+        tmp_path / "x.bin", {"a": torch.ones(8), "b": torch.ones(3, dtype=torch.int8)}, is_zip
+    ).read_bytes()
     cut = tmp_path / "cut.bin"
     for length in range(0, len(whole), 7):
         cut.write_bytes(whole[:length])
@@ -270,17 +343,27 @@ def test_no_truncation_gives_a_tensor_beyond_the_file(tmp_path: Path, is_zip: bo
 
 @functools.cache
 def sound(*, is_zip: bool) -> bytes:
-    """Made once: a legacy file names its storages by their addresses, so its length differs from one to the next."""
+    """Made once: a legacy file names its storages by their addresses, so its length differs from
+    one to the next.
+    """
     buffer = io.BytesIO()
-    torch.save({"a": torch.ones(8), "b": torch.ones(4, 4).t()}, buffer, _use_new_zipfile_serialization=is_zip)
+    torch.save(
+        {"a": torch.ones(8), "b": torch.ones(4, 4).t()},
+        buffer,
+        _use_new_zipfile_serialization=is_zip,
+    )
     return buffer.getvalue()
 
 
 @FORMATS
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
+)
 @given(data=st.data())
 def test_damage_is_an_error_or_harmless(tmp_path: Path, is_zip: bool, data: st.DataObject):
-    """Whatever bytes are changed, the reader answers with its own error or with tensors inside the file."""
+    """Whatever bytes are changed, the reader answers with its own error or with tensors inside the
+    file.
+    """
     raw = bytearray(sound(is_zip=is_zip))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -324,12 +407,16 @@ def program(path: Path, code: bytes) -> Path:
 
 
 DOUBLED = b")" + b"q\x00h\x00\x86" * 40
-"""A tuple of two that are one and the same, forty times over: 2^40 to hash, to compare or to print, in 160 bytes."""
+"""A tuple of two that are one and the same, forty times over: 2^40 to hash, to compare or to print,
+in 160 bytes.
+"""
 
 ORDERED = b"ccollections\nOrderedDict\n"
 COPIES = (b"ccollections\nOrderedDict\nh\x00\x85R") * 3000
 VIEW = b"ctorch._utils\n_rebuild_tensor_v2\n"
-STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+STORAGE = (
+    b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+)
 
 
 @pytest.mark.usefixtures("_in_no_time")
@@ -344,9 +431,14 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (DOUBLED + b")R.", "calls a tuple"),
         (DOUBLED + b"Q.", "needs the object a tuple"),
         (b"(" + DOUBLED + b"NNNNtQ.", "of the kind a tuple"),
-        (b"(X\x07\x00\x00\x00storage" + DOUBLED + b"X\x01\x00\x00\x000NK\x04tQ.", "a tuple is no storage"),
         (
-            b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000N" + DOUBLED + b"tQ.",
+            b"(X\x07\x00\x00\x00storage" + DOUBLED + b"X\x01\x00\x00\x000NK\x04tQ.",
+            "a tuple is no storage",
+        ),
+        (
+            b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000N"
+            + DOUBLED
+            + b"tQ.",
             "a tuple is no size",
         ),
         (VIEW + b"(" + STORAGE + b"K\x00" + DOUBLED + b"K\x01\x85tR.", "is no size"),
@@ -358,17 +450,50 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (b"(" * 300_000, "containers in containers, more than 100"),
         (b"]" * 3_000_000 + b".", "more than 2,097,152 steps"),
         (b"](" + b"K\x01N\x86" * 1000 + b"eq\x00" + COPIES + b".", "more than 2,097,152 steps"),
-        (VIEW + b"(" + STORAGE + b"K\x00(" + b"K\x01" * 200_000 + b"t(" + b"K\x01" * 200_000 + b"ttR.", "is no shape"),
+        (
+            VIEW
+            + b"("
+            + STORAGE
+            + b"K\x00("
+            + b"K\x01" * 200_000
+            + b"t("
+            + b"K\x01" * 200_000
+            + b"ttR.",
+            "is no shape",
+        ),
         (b"\x8b\x00\x00\x10\x00" + b"\x7f" * 2**20 + b".", "more than 128 bits"),
         (b"}X\x04\x00\x00\x00\xed\xa0\x80aK\x01s.", "not a tensor"),
     ],
     ids=[
-        *("key", "keys", "dict", "pairs", "name", "function", "identity", "kind", "storage", "elements", "shape"),
-        *("no storage", "a number for one", "number", "deep value", "deep key", "deep marks", "long", "copies"),
+        *(
+            "key",
+            "keys",
+            "dict",
+            "pairs",
+            "name",
+            "function",
+            "identity",
+            "kind",
+            "storage",
+            "elements",
+            "shape",
+        ),
+        *(
+            "no storage",
+            "a number for one",
+            "number",
+            "deep value",
+            "deep key",
+            "deep marks",
+            "long",
+            "copies",
+        ),
         *("dimensions", "number of bytes", "half a character"),
     ],
 )
-def test_a_program_that_would_take_for_ever_is_refused_at_once(tmp_path: Path, code: bytes, reason: str):
+def test_a_program_that_would_take_for_ever_is_refused_at_once(
+    tmp_path: Path, code: bytes, reason: str
+):
     with pytest.raises(SourceError, match=reason) as caught:
         read_pickle_header(program(tmp_path / "x.bin", code))
     assert len(str(caught.value)) < 1000
@@ -408,6 +533,8 @@ def test_a_directory_larger_than_any_is_not_read(tmp_path: Path):
     with path.open("wb") as file:
         file.truncate(size)
         file.seek(size)
-        file.write(b"PK\x05\x06" + bytes(4) + b"\x01\x00\x01\x00" + size.to_bytes(4, "little") + bytes(6))
+        file.write(
+            b"PK\x05\x06" + bytes(4) + b"\x01\x00\x01\x00" + size.to_bytes(4, "little") + bytes(6)
+        )
     with pytest.raises(SourceError, match="a directory of 2,147,483,647 bytes"):
         read_pickle_header(path)

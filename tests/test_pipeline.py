@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.checkpoint.reader import Reader
 from nf4conv.errors import PlanError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.options import RunOptions
-from nf4conv.pipeline.loop import (
+from nf4conv.run.loop import (
     LARGEST_PIECE,
     Activity,
     Pipeline,
@@ -25,6 +24,7 @@ from nf4conv.pipeline.loop import (
     make_pipeline,
     piece_size,
 )
+from nf4conv.sources.reader import Reader
 
 
 class PlainEngine:
@@ -38,7 +38,9 @@ class PlainEngine:
         self._lock = threading.Lock()
 
     @contextmanager
-    def worker(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> Iterator[Worker]:
+    def worker(
+        self, reader: Reader, piece: int, advance: Callable[[int], None]
+    ) -> Iterator[Worker]:
         with self._lock:
             self.open += 1
             self.threads.add(threading.get_ident())
@@ -62,7 +64,9 @@ class Call:
 
 
 def pipeline(workers: int = 4, engine: PlainEngine | None = None) -> Pipeline[Worker]:
-    return Pipeline(engine or PlainEngine(), workers=workers, buffer_size=2**20, advance=lambda _: None)
+    return Pipeline(
+        engine or PlainEngine(), workers=workers, buffer_size=2**20, advance=lambda _: None
+    )
 
 
 def alive() -> list[str]:
@@ -186,11 +190,17 @@ def test_progress_counts_the_bytes_read(tmp_path):
 
         def __call__(self, worker: Worker) -> None:
             host = memoryview(bytearray(128))
-            worker.fill(host, [(tmp_path / "file", self.start, self.start + 30), (tmp_path / "file", 0, 6)], [0, 64])
+            worker.fill(
+                host,
+                [(tmp_path / "file", self.start, self.start + 30), (tmp_path / "file", 0, 6)],
+                [0, 64],
+            )
             assert host[:30] == (tmp_path / "file").read_bytes()[self.start : self.start + 30]
             assert host[64:70] == bytes(range(6))
 
-    Pipeline(PlainEngine(), workers=3, buffer_size=2**20, advance=seen.append).run([Read(at) for at in range(50)])
+    Pipeline(PlainEngine(), workers=3, buffer_size=2**20, advance=seen.append).run(
+        [Read(at) for at in range(50)]
+    )
     assert sum(seen) == 50 * 36
 
 
@@ -210,7 +220,9 @@ def test_interleave():
     assert list(interleave([], 3)) == []
     assert list(interleave(["abc", "de", "fg"], 2)) == list("adbecfg")
     assert "".join(interleave(["abc", "de"], 1)) == "abcde"
-    assert sorted(interleave((range(n) for n in range(30)), 7)) == sorted(x for n in range(30) for x in range(n))
+    assert sorted(interleave((range(n) for n in range(30)), 7)) == sorted(
+        x for n in range(30) for x in range(n)
+    )
 
 
 def test_interleave_opens_no_more_groups_than_asked_for():
@@ -229,7 +241,9 @@ def test_room_in_a_buffer(nbytes, room):
     assert aligned(nbytes) == room
 
 
-@pytest.mark.parametrize("run", [RunOptions(workers=-1), RunOptions(buffer_size=0), RunOptions(buffer_size=-5)])
+@pytest.mark.parametrize(
+    "run", [RunOptions(workers=-1), RunOptions(buffer_size=0), RunOptions(buffer_size=-5)]
+)
 def test_numbers_that_make_no_sense(run):
     with pytest.raises(PlanError, match="--workers and --buffer-size must be positive"):
         make_pipeline(PlainEngine(), run, lambda _: None)
@@ -245,4 +259,7 @@ def test_memory_of_this_process_is_seen_to_grow():
 
 def _resident() -> int:
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+        * 1024
+    )

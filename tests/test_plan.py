@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from pace import Stopwatch
 
-from nf4conv.checkpoint.header import DTYPE_BITS, TensorInfo, build_header, parse_header
-from nf4conv.checkpoint.plan import CopyJob, PackJob, make_plan, plan_fingerprint
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, select
+from nf4conv.choose.selection import Keep, Pack, PackedMatrix, select
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
+from nf4conv.plan.jobs import CopyJob, PackJob, make_plan, plan_fingerprint
+from nf4conv.sources.header import DTYPE_BITS, TensorInfo, build_header, parse_header
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)
@@ -41,13 +41,17 @@ def example() -> tuple[list[TensorInfo], dict[str, Pack | Keep]]:
         name = f"module.{number}.weight"
         size = math.prod(shape) * DTYPE_BITS[dtype] // 8
         tensors.append(TensorInfo(name, dtype, shape, Path("file"), position, position + size))
-        decisions[name] = Pack((PackedMatrix(name, shape),), "linear") if len(shape) == 2 else Keep("other")
+        decisions[name] = (
+            Pack((PackedMatrix(name, shape),), "linear") if len(shape) == 2 else Keep("other")
+        )
         position += size
     return tensors, decisions
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.quant_type}-{f.blocksize}-{f.double_quant}-{f.dtype}")
+@pytest.mark.parametrize(
+    "format", FORMATS, ids=lambda f: f"{f.quant_type}-{f.blocksize}-{f.double_quant}-{f.dtype}"
+)
 def test_properties(format, limit):
     tensors, decisions = example()
     plan = make_plan(tensors, decisions, format, max_shard_size=limit)
@@ -56,7 +60,9 @@ def test_properties(format, limit):
     for number, shard in enumerate(plan.shards, start=1):
         single = len(plan.shards) == 1
         assert shard.name == (
-            "model.safetensors" if single else f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
+            "model.safetensors"
+            if single
+            else f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
         )
         assert len(shard.jobs) == 1 or sum(job.nbytes for job in shard.jobs) <= limit
         assert shard.header_size % 8 == 0
@@ -68,13 +74,16 @@ def test_properties(format, limit):
             assert start % max(DTYPE_BITS[dtype] // 8, 1) == 0
             position = stop
         assert position == shard.fixed_size
-        # every name once, all components of a weight here, and the header as long as it can get still fits
+        # every name once, all components of a weight here, and the header as long as it can get
+        # still fits
         names = list(shard.tensor_names())
         blobs = [name for name in names if "quant_state" in name]
         assert sorted(names) == sorted([entry[0] for entry in entries] + blobs)
         packed = [job for job in shard.jobs if isinstance(job, PackJob)]
         assert len(blobs) == len(packed)
-        longest = [(job.components[-1].nbytes, blob) for job, blob in zip(packed, blobs, strict=True)]
+        longest = [
+            (job.components[-1].nbytes, blob) for job, blob in zip(packed, blobs, strict=True)
+        ]
         full = list(shard.entries())
         for nbytes, blob in longest:
             full.append((blob, "U8", (nbytes,), position, position + nbytes))
@@ -96,18 +105,25 @@ def test_kept_tensors_take_the_checkpoint_s_dtype_unless_they_are_float32_by_des
 def test_two_outputs_of_one_name_are_refused():
     tensors, decisions = example()
     decisions["module.0.weight"] = Pack((PackedMatrix("module.1.weight", (33, 65)),), "linear")
-    with pytest.raises(PlanError, match=r"module.1.weight: two output tensors would have this name"):
+    with pytest.raises(
+        PlanError, match=r"module.1.weight: two output tensors would have this name"
+    ):
         make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
 
 
-@pytest.mark.parametrize("suffix", ["quant_map", "nested_absmax", "absmax", "quant_state.bitsandbytes__nf4"])
+@pytest.mark.parametrize(
+    "suffix", ["quant_map", "nested_absmax", "absmax", "quant_state.bitsandbytes__nf4"]
+)
 def test_a_kept_tensor_named_as_a_component_of_a_packed_one_is_refused(suffix):
     tensors, decisions = example()
     name = f"module.0.weight.{suffix}"
     tensors.append(TensorInfo(name, "F32", (4,), Path("file"), 0, 16))
     with pytest.raises(PlanError) as caught:
         make_plan(tensors, decisions | {name: Keep("other")}, FORMATS[2], max_shard_size=10**9)
-    assert str(caught.value) == f"file: {name}: a tensor of the packed module.0.weight would have this name"
+    assert (
+        str(caught.value)
+        == f"file: {name}: a tensor of the packed module.0.weight would have this name"
+    )
 
 
 def test_a_plan_decided_otherwise_has_another_fingerprint():
@@ -115,19 +131,28 @@ def test_a_plan_decided_otherwise_has_another_fingerprint():
     tensors, decisions = example()
 
     def fingerprint(changes: dict[str, Pack | Keep], limit: int = 5_000) -> str:
-        return plan_fingerprint(make_plan(tensors, decisions | changes, FORMATS[0], max_shard_size=limit))
+        return plan_fingerprint(
+            make_plan(tensors, decisions | changes, FORMATS[0], max_shard_size=limit)
+        )
 
     expected = fingerprint({})
     assert fingerprint({"module.2.weight": Keep("for another reason")}) == expected
     assert fingerprint({"module.1.weight": Keep("demoted")}) != expected
-    assert fingerprint({"module.1.weight": Keep("demoted")}, limit=10**9) != fingerprint({}, limit=10**9)
-    assert fingerprint({"module.1.weight": Pack((PackedMatrix("other.weight", (64, 64)),), "renamed")}) != expected
+    assert fingerprint({"module.1.weight": Keep("demoted")}, limit=10**9) != fingerprint(
+        {}, limit=10**9
+    )
+    assert (
+        fingerprint({"module.1.weight": Pack((PackedMatrix("other.weight", (64, 64)),), "renamed")})
+        != expected
+    )
     assert fingerprint({}, limit=40_000) != expected
 
 
 @pytest.mark.parametrize("moe", ["portable", "per-expert"])
 def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
-    """Processor time, because other programs share the machine; 2 s is the aim on a machine of its own."""
+    """Processor time, because other programs share the machine; 2 s is the aim on a machine of its
+    own.
+    """
     table, position = {}, 0
     for layer, expert, name in itertools.product(range(100), range(333), ("gate", "up", "down")):
         shape = [2048, 768] if name == "down" else [768, 2048]
@@ -136,7 +161,11 @@ def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
         table[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
         position += size
     raw = json.dumps(table).encode()
-    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 333}
+    config = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 333,
+    }
     gc.collect()
     gc.disable()
     try:

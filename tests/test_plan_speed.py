@@ -1,4 +1,6 @@
-"""Planning a checkpoint of 100,000 tensors in 1,000 files takes a few seconds, not minutes; a part of it, too."""
+"""Planning a checkpoint of 100,000 tensors in 1,000 files takes a few seconds, not minutes; a part
+of it, too.
+"""
 
 import json
 from pathlib import Path
@@ -12,13 +14,18 @@ LAYERS, EXPERTS = 80, 416
 
 
 def write_headers(folder: Path) -> int:
-    """A mixture of experts, its files without data (they have holes); returns how many tensors it has."""
+    """A mixture of experts, its files without data (they have holes); returns how many tensors it
+    has.
+    """
     folder.mkdir()
     shapes = {"model.embed_tokens.weight": [1024, 512], "lm_head.weight": [1024, 512]}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
         shapes |= {f"{prefix}.self_attn.{name}_proj.weight": [512, 512] for name in "qkvo"}
-        shapes |= {f"{prefix}.{name}.weight": [512] for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {
+            f"{prefix}.{name}.weight": [512]
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         shapes[f"{prefix}.mlp.gate.weight"] = [EXPERTS, 512]
         for expert in range(EXPERTS):
             experts = f"{prefix}.mlp.experts.{expert}"
@@ -32,15 +39,25 @@ def write_headers(folder: Path) -> int:
             size = 2
             for length in shapes[name]:
                 size *= length
-            entries[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [position, position + size]}
+            entries[name] = {
+                "dtype": "BF16",
+                "shape": shapes[name],
+                "data_offsets": [position, position + size],
+            }
             position += size
         header = json.dumps(entries).encode()
         with (folder / file).open("wb") as output:
             output.write(len(header).to_bytes(8, "little") + header)
             output.truncate(8 + len(header) + position)
         weight_map |= dict.fromkeys(entries, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16"}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return len(names)
 

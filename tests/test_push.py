@@ -1,4 +1,6 @@
-"""--push-to-hub: private unless asked, shards go up while later ones are made, one commit makes them a model."""
+"""--push-to-hub: private unless asked, shards go up while later ones are made, one commit makes
+them a model.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 
-import nf4conv.checkpoint.hub as hub_module
+import nf4conv.sources.remote.hub as hub_module
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
@@ -34,11 +36,15 @@ def source(tmp_path: Path) -> Path:
     return write_source(tmp_path / "source")
 
 
-def push(source: Path, out: Path, *, overwrite: bool = False, seconds: float = 0.0, **options: Any) -> QuantizeReport:
+def push(
+    source: Path, out: Path, *, overwrite: bool = False, seconds: float = 0.0, **options: Any
+) -> QuantizeReport:
     """Quantize and push; `seconds` are waited after every read."""
     chosen = PushOptions(**{"push_to_hub": REPO, "token": TOKEN} | options)
     run = RunOptions(device="cpu", workers=2, overwrite=overwrite)
-    return quantize_checkpoint(source, out, OPTIONS, run, lambda _: time.sleep(seconds), push=chosen)
+    return quantize_checkpoint(
+        source, out, OPTIONS, run, lambda _: time.sleep(seconds), push=chosen
+    )
 
 
 def test_what_is_pushed_is_the_folder(hub: Hub, source: Path, tmp_path: Path):
@@ -59,7 +65,9 @@ def test_public_is_asked_for(hub: Hub, source: Path, tmp_path: Path):
 
 
 def test_shards_go_up_while_later_ones_are_made(hub: Hub, source: Path, tmp_path: Path):
-    """The first upload is answered only when a shard has been finished after it, and none is in the repository yet."""
+    """The first upload is answered only when a shard has been finished after it, and none is in the
+    repository yet.
+    """
     out = tmp_path / "out"
     seen: list[tuple[int, int]] = []
 
@@ -77,11 +85,15 @@ def test_shards_go_up_while_later_ones_are_made(hub: Hub, source: Path, tmp_path
     assert after > before
 
 
-def test_an_interrupted_run_pushes_nothing_and_the_next_one_the_rest(hub: Hub, source: Path, tmp_path: Path):
+def test_an_interrupted_run_pushes_nothing_and_the_next_one_the_rest(
+    hub: Hub, source: Path, tmp_path: Path
+):
     out = tmp_path / "out"
     weights = source / "model-00002-of-00002.safetensors"
     good = weights.read_bytes()
-    weights.write_bytes(good[:-6] + torch.full((3,), float("nan")).bfloat16().view(torch.uint8).numpy().tobytes())
+    weights.write_bytes(
+        good[:-6] + torch.full((3,), float("nan")).bfloat16().view(torch.uint8).numpy().tobytes()
+    )
     stamp = weights.stat().st_mtime_ns
     with pytest.raises(Nf4convError, match="NaN"):
         push(source, out)
@@ -108,11 +120,15 @@ def test_without_a_token(hub: Hub, source: Path, tmp_path: Path):
 def test_a_repository_with_weights(hub: Hub, source: Path, tmp_path: Path):
     hub.repos[REPO] = Repo(token=TOKEN, private=True)
     hub.repos[REPO].commit({"model-00001-of-00099.safetensors": b"old", "notes.md": b"mine"})
-    with pytest.raises(OutputError, match=r"holds weights already \(model-00001-of-00099.safetensors\)"):
+    with pytest.raises(
+        OutputError, match=r"holds weights already \(model-00001-of-00099.safetensors\)"
+    ):
         push(source, tmp_path / "out")
     push(source, tmp_path / "other", overwrite=True)
     files = hub.repos[REPO].files
-    assert "model-00001-of-00099.safetensors" not in files, "loaders would read it along with the new ones"
+    assert "model-00001-of-00099.safetensors" not in files, (
+        "loaders would read it along with the new ones"
+    )
     assert files["notes.md"] == b"mine"
 
 
@@ -151,10 +167,10 @@ def test_when_the_hub_refuses_the_checkpoint_is_complete_all_the_same(
     hub: Hub, source: Path, tmp_path: Path, step: str
 ):
     out = tmp_path / "out"
-    hub.faults = [Fault(step, times=99, status=403, headers={"X-Error-Message": "Storage quota exceeded"})]
-    complaint = (
-        rf"^--push-to-hub {REPO}: .*quota exceeded.*; the checkpoint itself is complete, .*: hf upload {REPO} {out} \.$"
-    )
+    hub.faults = [
+        Fault(step, times=99, status=403, headers={"X-Error-Message": "Storage quota exceeded"})
+    ]
+    complaint = rf"^--push-to-hub {REPO}: .*quota exceeded.*; the checkpoint itself is complete, .*: hf upload {REPO} {out} \.$"
     with pytest.raises(Nf4convError, match=complaint):
         push(source, out)
     assert (out / "config.json").exists()
@@ -163,7 +179,15 @@ def test_when_the_hub_refuses_the_checkpoint_is_complete_all_the_same(
 
 
 def test_the_command(hub: Hub, source: Path, tmp_path: Path):
-    arguments = ["quantize", str(source), str(tmp_path / "out"), "--device", "cpu", "--push-to-hub", REPO]
+    arguments = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+        "--push-to-hub",
+        REPO,
+    ]
     done = CliRunner().invoke(main, [*arguments, "--token", TOKEN, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["pushed"].startswith(f"{hub.url}/{REPO}/commit/")

@@ -1,4 +1,6 @@
-"""A pipeline's card, and pushing it: one commit of all components, which go up while later ones are made."""
+"""A pipeline's card, and pushing it: one commit of all components, which go up while later ones are
+made.
+"""
 
 import json
 from dataclasses import replace
@@ -23,8 +25,16 @@ REPO = "me/flux-nf4"
 PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")
 CARD = b"---\nlicense: other\nlicense_name: flux\ntags: [text-to-image]\n---\n# Flux\n"
 COMPONENTS = {
-    "transformer": ({"_class_name": "FluxTransformer2DModel"}, "diffusion_pytorch_model", "transformer_blocks.0.to_q"),
-    "text_encoder": ({"model_type": "clip_text_model", "dtype": "bfloat16"}, "model", "encoder.layers.0.fc1"),
+    "transformer": (
+        {"_class_name": "FluxTransformer2DModel"},
+        "diffusion_pytorch_model",
+        "transformer_blocks.0.to_q",
+    ),
+    "text_encoder": (
+        {"model_type": "clip_text_model", "dtype": "bfloat16"},
+        "model",
+        "encoder.layers.0.fc1",
+    ),
     "vae": ({"_class_name": "AutoencoderKL"}, "diffusion_pytorch_model", "decoder.to_q"),
 }
 
@@ -39,7 +49,10 @@ def pipeline(tmp_path: Path) -> Path:
         save_file({f"{module}.weight": weight}, folder / name / f"{stem}.safetensors")
         (folder / name / "config.json").write_text(json.dumps(config))
     # the first component is one of which nothing is packed, as image_encoder of Wan
-    index = {"_class_name": "FluxPipeline", **{name: ["library", "Class"] for name in reversed(COMPONENTS)}}
+    index = {
+        "_class_name": "FluxPipeline",
+        **{name: ["library", "Class"] for name in reversed(COMPONENTS)},
+    }
     (folder / "model_index.json").write_text(json.dumps(index))
     (folder / "README.md").write_bytes(CARD)
     return folder
@@ -52,13 +65,19 @@ def convert(source: Any, out: Path, push: PushOptions = PUSH, **settings: Any) -
 
 
 def pushed_files(hub: Hub) -> dict[str, bytes]:
-    return {name: content for name, content in hub.repos[REPO].files.items() if name != ".gitattributes"}
+    return {
+        name: content for name, content in hub.repos[REPO].files.items() if name != ".gitattributes"
+    }
 
 
 def test_what_is_pushed_is_the_folder(hub: Hub, pipeline: Path, tmp_path: Path):
     report = convert(pipeline, tmp_path / "out")
     assert pushed_files(hub) == contents(tmp_path / "out")
-    assert {"README.md", "model_index.json", "vae/diffusion_pytorch_model.safetensors"} < pushed_files(hub).keys()
+    assert {
+        "README.md",
+        "model_index.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    } < pushed_files(hub).keys()
     assert report.pushed == f"{hub.url}/{REPO}/commit/{hub.repos[REPO].head}"
     assert len(hub.repos[REPO].commits) == 2, "the empty repository, and the pipeline"
 
@@ -92,24 +111,35 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert f"relative error at most {report.verification.largest_relative_error:.4f}" in body
 
 
-def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(hub: Hub, pipeline: Path, tmp_path: Path):
+def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
+    hub: Hub, pipeline: Path, tmp_path: Path
+):
     vae = pipeline / "vae" / "config.json"
     whole = vae.read_bytes()
     convert(pipeline, tmp_path / "expected", PushOptions())
     interrupted = _Interruption()
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(
-            pipeline, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"), interrupted, push=PUSH
+            pipeline,
+            tmp_path / "out",
+            QuantizeOptions(),
+            RunOptions(device="cpu"),
+            interrupted,
+            push=PUSH,
         )
     assert pushed_files(hub) == {}
     assert not (tmp_path / "out" / "model_index.json").exists()
     assert vae.read_bytes() == whole
-    report = quantize_checkpoint(pipeline, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"), push=PUSH)
+    report = quantize_checkpoint(
+        pipeline, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"), push=PUSH
+    )
     assert report.shards_resumed
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_checksums_asked_for_on_the_second_run_are_those_of_all_components(pipeline: Path, tmp_path: Path):
+def test_checksums_asked_for_on_the_second_run_are_those_of_all_components(
+    pipeline: Path, tmp_path: Path
+):
     run = RunOptions(device="cpu", workers=2)
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(pipeline, tmp_path / "out", run=run, progress=_Interruption())
@@ -117,10 +147,14 @@ def test_checksums_asked_for_on_the_second_run_are_those_of_all_components(pipel
     assert len(list((tmp_path / "out").rglob("SHA256SUMS"))) == len(COMPONENTS)
 
 
-def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(pipeline: Path, tmp_path: Path):
+def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(
+    pipeline: Path, tmp_path: Path
+):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(pipeline, tmp_path / "out", run=RunOptions(device="cpu"), progress=_Interruption())
+            quantize_checkpoint(
+                pipeline, tmp_path / "out", run=RunOptions(device="cpu"), progress=_Interruption()
+            )
         assert not (tmp_path / "out" / "model_index.json").exists()
         (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
 
@@ -137,7 +171,9 @@ class _Interruption:
             raise KeyboardInterrupt
 
 
-def test_what_would_mislead_beside_the_new_weights_is_deleted(hub: Hub, pipeline: Path, tmp_path: Path):
+def test_what_would_mislead_beside_the_new_weights_is_deleted(
+    hub: Hub, pipeline: Path, tmp_path: Path
+):
     convert(pipeline, tmp_path / "out", checksum=True)
     assert "vae/SHA256SUMS" in pushed_files(hub)
     convert(pipeline, tmp_path / "out", overwrite=True)
@@ -145,7 +181,9 @@ def test_what_would_mislead_beside_the_new_weights_is_deleted(hub: Hub, pipeline
 
 
 @pytest.mark.usefixtures("hub")
-def test_what_is_wrong_with_the_repository_is_known_before_anything_is_written(pipeline: Path, tmp_path: Path):
+def test_what_is_wrong_with_the_repository_is_known_before_anything_is_written(
+    pipeline: Path, tmp_path: Path
+):
     convert(pipeline, tmp_path / "one")
     with pytest.raises(OutputError, match="holds weights already"):
         convert(pipeline, tmp_path / "two")

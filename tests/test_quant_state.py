@@ -35,20 +35,28 @@ def test_components_with_double_quantization():
         "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__fp4",
     ]  # fmt: skip
     assert (parts["absmax"].dtype, list(parts["absmax"].shape)) == (torch.uint8, [7])
-    assert (parts["nested_absmax"].dtype, list(parts["nested_absmax"].shape)) == (torch.float32, [1])
+    assert (parts["nested_absmax"].dtype, list(parts["nested_absmax"].shape)) == (
+        torch.float32,
+        [1],
+    )
     assert list(parts["nested_quant_map"].shape) == [256]
     offset = repr(state.offset.item())
     assert bytes(parts["quant_state.bitsandbytes__fp4"].tolist()).decode() == (
-        '{"quant_type": "fp4", "blocksize": 64, "dtype": "bfloat16", "shape": [5, 77], "nested_blocksize": 256,'
+        '{"quant_type": "fp4", "blocksize": 64, "dtype": "bfloat16", "shape": [5, 77], '
+        '"nested_blocksize": 256,'
         f' "nested_dtype": "float32", "nested_offset": {offset}}}'
     )
 
 
 @pytest.mark.parametrize("double_quant", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize("prefix", ["", "model.layers.0.mlp.up_proj.weight."], ids=["bare", "prefixed"])
+@pytest.mark.parametrize(
+    "prefix", ["", "model.layers.0.mlp.up_proj.weight."], ids=["bare", "prefixed"]
+)
 def test_round_trip(double_quant, prefix):
     packed, state = state_of(double_quant)
-    again = QuantState.from_components({prefix + name: part for name, part in state.components().items()})
+    again = QuantState.from_components(
+        {prefix + name: part for name, part in state.components().items()}
+    )
     assert (again.shape, again.dtype, again.blocksize, again.quant_type, again.nested) == (
         state.shape, state.dtype, state.blocksize, state.quant_type, double_quant,
     )  # fmt: skip
@@ -85,17 +93,29 @@ def with_json(**changes: object) -> dict[str, torch.Tensor]:
 
 
 def without(name: str) -> dict[str, torch.Tensor]:
-    return {key: part for key, part in state_of(double_quant=True)[1].components().items() if key != name}
+    return {
+        key: part
+        for key, part in state_of(double_quant=True)[1].components().items()
+        if key != name
+    }
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        pytest.param(without("quant_state.bitsandbytes__nf4"), "0 quant_state tensors", id="no-json"),
+        pytest.param(
+            without("quant_state.bitsandbytes__nf4"), "0 quant_state tensors", id="no-json"
+        ),
         pytest.param(without("absmax"), "absmax is missing", id="no-absmax"),
         pytest.param(without("nested_absmax"), "expected torch.float32", id="no-nested-absmax"),
-        pytest.param(without("nested_quant_map"), "nested_quant_map is missing", id="no-nested-map"),
-        pytest.param(without("") | {"scales": torch.ones(1)}, "scales: not a component", id="unknown-component"),
+        pytest.param(
+            without("nested_quant_map"), "nested_quant_map is missing", id="no-nested-map"
+        ),
+        pytest.param(
+            without("") | {"scales": torch.ones(1)},
+            "scales: not a component",
+            id="unknown-component",
+        ),
         pytest.param(with_json(quant_type="int4"), "quant_type 'int4'", id="unknown-type"),
         pytest.param(with_json(blocksize=48), "blocksize 48", id="unknown-blocksize"),
         pytest.param(with_json(blocksize=True), "blocksize True", id="boolean-blocksize"),
@@ -107,10 +127,16 @@ def without(name: str) -> dict[str, torch.Tensor]:
         pytest.param(with_json(shape=None), "shape None", id="null-shape"),
         pytest.param(with_json(shape=[5, -77]), "shape [5, -77]", id="negative-shape"),
         pytest.param(with_json(shape=[5, True]), "shape [5, True]", id="boolean-shape"),
-        pytest.param(with_json(nested_blocksize=128), "nested_blocksize 128", id="nested-blocksize"),
+        pytest.param(
+            with_json(nested_blocksize=128), "nested_blocksize 128", id="nested-blocksize"
+        ),
         pytest.param(with_json(nested_offset="removed"), "nested_offset", id="no-offset"),
-        pytest.param(with_json(nested_offset="much"), "nested_offset 'much'", id="offset-not-a-number"),
-        pytest.param(with_json(nested_offset=1e39), "nested_offset 1e+39 is too large", id="offset-too-large"),
+        pytest.param(
+            with_json(nested_offset="much"), "nested_offset 'much'", id="offset-not-a-number"
+        ),
+        pytest.param(
+            with_json(nested_offset=1e39), "nested_offset 1e+39 is too large", id="offset-too-large"
+        ),
         pytest.param(with_json(comment="hi"), "comment", id="unknown-key"),
     ],
 )

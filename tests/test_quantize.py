@@ -36,8 +36,12 @@ def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOp
     """The checkpoint's tensors for a weight are those that the codec makes of it."""
     tensors = written(folder)
     double_quant = options.double_quant in (None, True)
-    packed, state = quantize_4bit(weight, options.quant_type or "nf4", options.blocksize or 64, double_quant)
-    expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
+    packed, state = quantize_4bit(
+        weight, options.quant_type or "nf4", options.blocksize or 64, double_quant
+    )
+    expected = {name: packed} | {
+        f"{name}.{suffix}": part for suffix, part in state.components().items()
+    }
     assert {key for key in tensors if key == name or key.startswith(f"{name}.")} == expected.keys()
     for key, part in expected.items():
         assert tensors[key].dtype == part.dtype
@@ -74,7 +78,9 @@ def test_shards_and_index(tmp_path, limit):
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=limit), CPU)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
-    assert index["weight_map"] == {name: file for file, tensors in sorted(shards.items()) for name in tensors}
+    assert index["weight_map"] == {
+        name: file for file, tensors in sorted(shards.items()) for name in tensors
+    }
     tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert list(index["weight_map"]) == sorted(index["weight_map"])
@@ -86,7 +92,13 @@ def test_shards_and_index(tmp_path, limit):
 
 def test_config_and_auxiliary_files(tmp_path):
     source = write_source(tmp_path / "source")
-    for name in ("tokenizer.model", "chat_template.jinja", "LICENSE", "modeling_own.py", "code/deep.py"):
+    for name in (
+        "tokenizer.model",
+        "chat_template.jinja",
+        "LICENSE",
+        "modeling_own.py",
+        "code/deep.py",
+    ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     for name in (
@@ -124,7 +136,9 @@ def test_dtype(tmp_path, dtype, configured):
     """Weights are cast before they are packed, other tensors for good, and the config says to what."""
     source = write_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"dtype": configured}
-    (source / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value}))
+    (source / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value})
+    )
     options = QuantizeOptions(dtype=dtype)
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     target = getattr(torch, dtype)
@@ -186,15 +200,24 @@ def test_a_config_without_dtype_leaves_it_to_what_most_bytes_are_stored_in(tmp_p
     assert config["quantization_config"]["bnb_4bit_compute_dtype"] == expected
 
 
-@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype, workers):
-    """Pieces of 64 KiB: 11 to 41 of each tensor, the last one partial, absmax gathered from all of them."""
-    tensors = {UP: random(1003, 333).to(stored), "model.embed_tokens.weight": random(3001, 111).to(stored)}
+    """Pieces of 64 KiB: 11 to 41 of each tensor, the last one partial, absmax gathered from all of
+    them.
+    """
+    tensors = {
+        UP: random(1003, 333).to(stored),
+        "model.embed_tokens.weight": random(3001, 111).to(stored),
+    }
     options = QuantizeOptions(dtype=dtype)
     source = write_single(tmp_path / "source", tensors)
-    quantize_checkpoint(source, tmp_path / "out", options, RunOptions("cpu", workers, buffer_size=1))
+    quantize_checkpoint(
+        source, tmp_path / "out", options, RunOptions("cpu", workers, buffer_size=1)
+    )
     assert_is(tmp_path / "out", UP, tensors[UP].to(getattr(torch, dtype)), options)
     kept = written(tmp_path / "out")["model.embed_tokens.weight"]
     assert kept.dtype == getattr(torch, dtype)
@@ -203,7 +226,10 @@ def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype,
 
 @pytest.mark.parametrize("parts", [2, 5])
 def test_tensors_do_not_depend_on_the_source_s_files(tmp_path, parts):
-    tensors = {f"model.layers.{layer}.mlp.up_proj.weight": random(128 + layer, 192).half() for layer in range(9)}
+    tensors = {
+        f"model.layers.{layer}.mlp.up_proj.weight": random(128 + layer, 192).half()
+        for layer in range(9)
+    }
     tensors["model.norm.weight"] = random(64).half()
     whole = write_single(tmp_path / "whole", tensors)
     (tmp_path / "parts").mkdir()
@@ -213,14 +239,20 @@ def test_tensors_do_not_depend_on_the_source_s_files(tmp_path, parts):
         file = f"model-{number + 1:05d}-of-{parts:05d}.safetensors"
         save_file(held, tmp_path / "parts" / file)
         weight_map |= dict.fromkeys(held, file)
-    (tmp_path / "parts/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "parts/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     (tmp_path / "parts/config.json").write_bytes((whole / "config.json").read_bytes())
     for source in ("whole", "parts"):
         quantize_checkpoint(tmp_path / source, tmp_path / f"{source}-out", None, CPU)
     left, right = written(tmp_path / "whole-out"), written(tmp_path / "parts-out")
     assert left.keys() == right.keys()
-    assert all(torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left)
-    assert (tmp_path / "whole-out/config.json").read_bytes() == (tmp_path / "parts-out/config.json").read_bytes()
+    assert all(
+        torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
+    )
+    assert (tmp_path / "whole-out/config.json").read_bytes() == (
+        tmp_path / "parts-out/config.json"
+    ).read_bytes()
 
 
 def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
@@ -232,8 +264,12 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
         "short": torch.tensor([-5, 300], dtype=torch.int16),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(-0.0),
-        "model.layers.0.mlp.up_proj.bias": torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45]).repeat(16),
-        "model.layers.0.input_layernorm.weight": torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32),
+        "model.layers.0.mlp.up_proj.bias": torch.tensor(
+            [torch.nan, torch.inf, -torch.inf, 1e-45]
+        ).repeat(16),
+        "model.layers.0.input_layernorm.weight": torch.tensor([0x7FC12345], dtype=torch.int32).view(
+            torch.float32
+        ),
     }
     source = write_single(tmp_path / "source", kept | {UP: random(64, 64)})
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
@@ -245,7 +281,9 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
 
 def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
     tensors = {UP: torch.full((64, 64), 3e38), DOWN: random(64, 64)}
-    options = QuantizeOptions(double_quant=False)  # which takes no mean of the scales (test_hostile_files.py)
+    options = QuantizeOptions(
+        double_quant=False
+    )  # which takes no mean of the scales (test_hostile_files.py)
     quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", options, CPU)
     for name, weight in tensors.items():
         assert_is(tmp_path / "out", name, weight, options)
@@ -254,10 +292,16 @@ def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
 def test_include_exclude_and_skip_modules(tmp_path):
     source = write_source(tmp_path / "source")
     options = QuantizeOptions(
-        include=("*.up_proj.*", "model.layers.0.*"), exclude=("*.3.*",), skip_modules=("model.layers.4.mlp",)
+        include=("*.up_proj.*", "model.layers.0.*"),
+        exclude=("*.3.*",),
+        skip_modules=("model.layers.4.mlp",),
     )
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    packed = {name.removesuffix(".absmax") for name in written(tmp_path / "out") if name.endswith(".weight.absmax")}
+    packed = {
+        name.removesuffix(".absmax")
+        for name in written(tmp_path / "out")
+        if name.endswith(".weight.absmax")
+    }
     assert packed == {
         "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight",
         *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2, 5)),
@@ -272,7 +316,12 @@ def test_a_single_file_and_transposed_weights(tmp_path):
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
     quantize_checkpoint(tmp_path / "source/model.safetensors", tmp_path / "out", None, CPU)
-    assert_is(tmp_path / "out", "transformer.h.0.attn.c_attn.weight", weight.t().contiguous(), QuantizeOptions())
+    assert_is(
+        tmp_path / "out",
+        "transformer.h.0.attn.c_attn.weight",
+        weight.t().contiguous(),
+        QuantizeOptions(),
+    )
 
 
 @pytest.mark.parametrize("rows", [33, 65, 513])
@@ -280,7 +329,9 @@ def test_odd_sizes(tmp_path, rows):
     (tmp_path / "source").mkdir()
     generator = torch.Generator().manual_seed(rows)
     weights = {
-        f"model.layers.{layer}.mlp.up_proj.weight": torch.randn(rows, 67 + layer, generator=generator).half()
+        f"model.layers.{layer}.mlp.up_proj.weight": torch.randn(
+            rows, 67 + layer, generator=generator
+        ).half()
         for layer in range(4)
     }
     save_file(weights, tmp_path / "source/model.safetensors")
@@ -289,7 +340,9 @@ def test_odd_sizes(tmp_path, rows):
     for double_quant in (True, False):
         options = QuantizeOptions(double_quant=double_quant)
         out = tmp_path / f"out-{double_quant}"
-        quantize_checkpoint(tmp_path / "source", out, options, dataclasses.replace(CPU, buffer_size=1))
+        quantize_checkpoint(
+            tmp_path / "source", out, options, dataclasses.replace(CPU, buffer_size=1)
+        )
         for name, weight in weights.items():
             assert_is(out, name, weight, options)
 
@@ -300,11 +353,22 @@ def test_checksums_verify_with_sha256sum(tmp_path):
     run = dataclasses.replace(CPU, checksum=True)
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), run)
     done = subprocess.run(
-        ["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, text=True, check=False
+        ["sha256sum", "--strict", "-c", "SHA256SUMS"],
+        cwd=tmp_path / "out",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
-    listed = {line.split("  ")[1] for line in (tmp_path / "out/SHA256SUMS").read_text().splitlines()}
+    listed = {
+        line.split("  ")[1] for line in (tmp_path / "out/SHA256SUMS").read_text().splitlines()
+    }
     assert listed == set(contents(tmp_path / "out")) - {"SHA256SUMS"}
     shard = next((tmp_path / "out").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
-    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True).returncode == 1
+    assert (
+        subprocess.run(
+            ["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True
+        ).returncode
+        == 1
+    )

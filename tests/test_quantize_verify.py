@@ -1,4 +1,6 @@
-"""`quantize --verify`: the figures of `verify`, in the same pass; a fault between codec and disk is found by name."""
+"""`quantize --verify`: the figures of `verify`, in the same pass; a fault between codec and disk is
+found by name.
+"""
 
 import json
 from pathlib import Path
@@ -12,11 +14,11 @@ from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
-from nf4conv.checkpoint.writer import ShardWriter
 from nf4conv.cli import main
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import VerificationError
 from nf4conv.options import SourceOptions
+from nf4conv.output.writer import ShardWriter
 
 CPU = RunOptions(device="cpu", workers=2)
 VERIFY = RunOptions(device="cpu", workers=2, verify=True)
@@ -43,7 +45,9 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
             "not_nearest",
             "bytes_differing",
         ):
-            assert getattr(row, key) == pytest.approx(getattr(by_name[row.name], key), rel=1e-6), key
+            assert getattr(row, key) == pytest.approx(getattr(by_name[row.name], key), rel=1e-6), (
+                key
+            )
     assert summary.largest_relative_error == max(row.relative_error for row in summary.weights)
     assert summary.bytes_differing == 0
 
@@ -53,7 +57,9 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
     QuantizeOptions(max_shard_size=60_000), QuantizeOptions("fp4", 128, double_quant=False),
     QuantizeOptions(dtype="float32"), QuantizeOptions(dtype="float16"),
 ], ids=["shards", "fp4", "float32", "float16"])  # fmt: skip
-def test_it_finds_what_verify_finds(source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions):
+def test_it_finds_what_verify_finds(
+    source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions
+):
     report = quantize_checkpoint(source, tmp_path / "out", options, run)
     assert report.verification is not None
     assert report.verification.copied == 7
@@ -84,7 +90,10 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
     for name in ("q_proj", "o_proj"):
         module = f"model.layers.0.self_attn.{name}"
         values = torch.randn(320, 128, generator=generator).to(torch.float8_e4m3fn)
-        tensors |= {f"{module}.weight": values, f"{module}.weight_scale_inv": torch.rand(3, 1, generator=generator)}
+        tensors |= {
+            f"{module}.weight": values,
+            f"{module}.weight_scale_inv": torch.rand(3, 1, generator=generator),
+        }
     save_file(tensors, tmp_path / "source/model.safetensors")
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
     config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -131,7 +140,9 @@ def offset_of(source: Path, name: str, suffix: str) -> int:
         if job.name == name:
             if not suffix and hasattr(job, "offset"):
                 return int(job.offset)
-            return int(job.offsets[[component.suffix for component in job.components].index(suffix)])
+            return int(
+                job.offsets[[component.suffix for component in job.components].index(suffix)]
+            )
     raise AssertionError(name)
 
 
@@ -182,7 +193,16 @@ def test_shards_of_an_earlier_run_are_looked_at_as_well(source: Path, tmp_path: 
 
 @pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0)])
 def test_the_command(source: Path, tmp_path: Path, tolerance: str, code: int):
-    command = ["quantize", str(source), str(tmp_path / "out"), "--device", "cpu", "--verify", "--tolerance", tolerance]
+    command = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+        "--verify",
+        "--tolerance",
+        tolerance,
+    ]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == code, done.output
     if code:

@@ -1,4 +1,6 @@
-"""`--ray` on a real cluster of this machine: several nodes, one of which is lost half-way. `make test-ray`."""
+"""`--ray` on a real cluster of this machine: several nodes, one of which is lost half-way. `make
+test-ray`.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ ROOT = Path(nf4conv.__file__).parents[1]
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Three nodes of one core beside a head that takes no tasks; in all their processes a read takes long."""
+    """Three nodes of one core beside a head that takes no tasks; in all their processes a read
+    takes long.
+    """
     from ray.cluster_utils import Cluster
 
     (tmp_path / "slow").mkdir()
@@ -37,7 +41,16 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]
 
 def start(source: Path, out: Path) -> subprocess.Popen[str]:
     """A driver; its paths are relative, for its folder is one that all see."""
-    command = ["quantize", source.name, out.name, "--ray", "--max-shard-size", "60kB", "--json", "--quiet"]
+    command = [
+        "quantize",
+        source.name,
+        out.name,
+        "--ray",
+        "--max-shard-size",
+        "60kB",
+        "--json",
+        "--quiet",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-m", "nf4conv", *command], cwd=source.parent, **pipes)
 
@@ -61,7 +74,9 @@ def test_a_node_is_lost(tmp_path: Path, cluster):
     output, errors = driver.communicate(timeout=240)
     assert driver.returncode == 0, errors
     report = json.loads(output)
-    assert report["bytes_after"] == sum(path.stat().st_size for path in tmp_path.glob("single/*.safetensors"))
+    assert report["bytes_after"] == sum(
+        path.stat().st_size for path in tmp_path.glob("single/*.safetensors")
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -73,5 +88,7 @@ def test_an_error_is_told_once_and_not_tried_again(tmp_path: Path):
     driver = start(source, tmp_path / "out")
     output, errors = driver.communicate(timeout=120)
     assert (driver.returncode, output) == (2, "")
-    assert [line for line in errors.splitlines() if line.startswith("Error:")] == errors.splitlines()[-1:]
+    assert [
+        line for line in errors.splitlines() if line.startswith("Error:")
+    ] == errors.splitlines()[-1:]
     assert "retried" not in errors

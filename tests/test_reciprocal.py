@@ -1,4 +1,6 @@
-"""The reciprocal against the instruction's results on a GPU, of which tests/golden/reciprocal.json has the hashes."""
+"""The reciprocal against the instruction's results on a GPU, of which tests/golden/reciprocal.json
+has the hashes.
+"""
 
 import hashlib
 import json
@@ -27,7 +29,11 @@ def test_every_mantissa_has_the_recorded_result(exponent):
 
 def test_the_recorded_exponents_have_one_pattern():
     """So that five of them are enough to look at."""
-    patterns = {facts["sha256"] for key, facts in RECORDED.items() if key.startswith("exponent") and facts["max"] == 1}
+    patterns = {
+        facts["sha256"]
+        for key, facts in RECORDED.items()
+        if key.startswith("exponent") and facts["max"] == 1
+    }
     assert len(patterns) == 1
     assert RECORDED["exponent 127"]["differ"] == 1_108_522
 
@@ -57,10 +63,14 @@ def _kernel(values_ptr, found_ptr, coefficient_ptr, COUNT: tl.constexpr, PTX: tl
     tl.store(found_ptr + index, found)
 
 
-@pytest.mark.parametrize("ptx", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["plain", "ptx"])
+@pytest.mark.parametrize(
+    "ptx", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["plain", "ptx"]
+)
 def test_kernels_and_one_number_at_a_time_agree(ptx):
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (4096,), generator=generator, dtype=torch.int64).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=generator, dtype=torch.int64).to(
+        torch.int32
+    )
     numbers = bits.view(torch.float32)
     numbers[: len(SPECIAL)] = torch.tensor([value for value, _ in SPECIAL])
     expected = reciprocal(numbers)

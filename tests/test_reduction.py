@@ -52,7 +52,11 @@ def block_sum(values: np.ndarray, block: int, blocks: int) -> np.float32:
     tail = values[len(vectors) * 4 :]
     for thread in range(512):
         own = vectors[block * 512 + thread :: blocks * 512]
-        sums = np.add.accumulate(own, axis=0, dtype=np.float32)[-1] if len(own) else np.zeros(4, dtype=np.float32)
+        sums = (
+            np.add.accumulate(own, axis=0, dtype=np.float32)[-1]
+            if len(own)
+            else np.zeros(4, dtype=np.float32)
+        )
         if block == 0 and thread < len(tail):
             sums[0] += tail[thread]
         lanes[thread] = ((sums[0] + sums[1]) + sums[2]) + sums[3]
@@ -80,11 +84,15 @@ def test_many_thread_blocks_add_one_by_one(count, blocks):
 def test_few_elements_are_halved(count):
     values = wide_values(count)
     width = 2 ** int(np.log2(count))
-    lanes = [values[i] + values[i + width] if i + width < count else values[i] for i in range(width)]
+    lanes = [
+        values[i] + values[i + width] if i + width < count else values[i] for i in range(width)
+    ]
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [lanes[i] + lanes[i + half] for i in range(half)]
-    assert cuda_mean(torch.from_numpy(values)).item() == lanes[0] * (np.float32(1) / np.float32(count))
+    assert cuda_mean(torch.from_numpy(values)).item() == lanes[0] * (
+        np.float32(1) / np.float32(count)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 500, 130_560, 130_561, 1_000_003, 5_000_001])
@@ -112,7 +120,9 @@ def test_where_the_order_matters_most():
 
 
 def test_the_tail_joins_the_first_component():
-    """In lane 0 the tail is lost beside a large element before the second component arrives, lost in turn."""
+    """In lane 0 the tail is lost beside a large element before the second component arrives, lost
+    in turn.
+    """
     values = torch.zeros(131)
     values[0], values[1], values[128] = 2.0**24, 1.0, 1.0
     assert cuda_mean(values).item() == np.float32(2.0**24) * (np.float32(1) / np.float32(131))

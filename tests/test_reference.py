@@ -1,4 +1,6 @@
-"""The two torch backends against an element-at-a-time definition, bit for bit. `cpu` must equal `reference` besides."""
+"""The two torch backends against an element-at-a-time definition, bit for bit. `cpu` must equal
+`reference` besides.
+"""
 
 import math
 from types import ModuleType
@@ -28,9 +30,14 @@ dtypes = pytest.mark.parametrize("dtype", list(INTEGER), ids=["f32", "f16", "bf1
 def quantize(
     backend: ModuleType, weight: torch.Tensor, quant_type: str, blocksize: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize into poisoned outputs that are longer than needed, and see that what is too long stays as it was."""
+    """Quantize into poisoned outputs that are longer than needed, and see that what is too long
+    stays as it was.
+    """
     n_bytes, blocks = -(-weight.numel() // 2), -(-weight.numel() // blocksize)
-    packed, absmax = torch.full((n_bytes + 9,), 0xA5, dtype=torch.uint8), torch.full((blocks + 9,), -7.0)
+    packed, absmax = (
+        torch.full((n_bytes + 9,), 0xA5, dtype=torch.uint8),
+        torch.full((blocks + 9,), -7.0),
+    )
     backend.quantize_blocks(weight, packed[:n_bytes], absmax[:blocks], quant_type, blocksize)
     assert (packed[n_bytes:] == 0xA5).all()
     assert (absmax[blocks:] == -7).all()
@@ -58,7 +65,9 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.view(INTEGER[left.dtype]), right.view(INTEGER[right.dtype]))
 
 
-def assert_quantized_as_defined(backend: ModuleType, weight: torch.Tensor, quant_type: str, blocksize: int) -> None:
+def assert_quantized_as_defined(
+    backend: ModuleType, weight: torch.Tensor, quant_type: str, blocksize: int
+) -> None:
     packed, absmax = quantize(backend, weight, quant_type, blocksize)
     expected, maxima = scalar.quantize(weight.float().numpy(), quant_type, blocksize)
     assert bytes(packed.tolist()) == expected
@@ -67,7 +76,9 @@ def assert_quantized_as_defined(backend: ModuleType, weight: torch.Tensor, quant
 
 @backends
 @pytest.mark.parametrize(
-    ("quant_type", "expected"), [("nf4", "0123456789abcdef"), ("fp4", "0123456709abcdef")], ids=["nf4", "fp4"]
+    ("quant_type", "expected"),
+    [("nf4", "0123456789abcdef"), ("fp4", "0123456709abcdef")],
+    ids=["nf4", "fp4"],
 )
 def test_the_sixteen_values_have_the_sixteen_codes(backend, quant_type, expected):
     weight = torch.tensor(CODEBOOKS[quant_type].values * 4)
@@ -169,14 +180,18 @@ def test_an_ulp_decides(backend, quant_type, toward):
 @dtypes
 @pytest.mark.parametrize("elements", [1, 2, 7, 63, 64, 65, 127, 640, 1001])
 def test_odd_sizes(backend, quant_type, dtype, elements):
-    assert_quantized_as_defined(backend, random_weight(elements, dtype, seed=elements), quant_type, 64)
+    assert_quantized_as_defined(
+        backend, random_weight(elements, dtype, seed=elements), quant_type, 64
+    )
 
 
 @backends
 @quant_types
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_blocksizes(backend, quant_type, blocksize):
-    assert_quantized_as_defined(backend, random_weight(blocksize + 33, torch.bfloat16), quant_type, blocksize)
+    assert_quantized_as_defined(
+        backend, random_weight(blocksize + 33, torch.bfloat16), quant_type, blocksize
+    )
 
 
 @pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
@@ -185,8 +200,12 @@ def test_nothing_becomes_nothing(backend):
     assert dequantize(backend, packed, absmax, 0, "nf4").numel() == 0
 
 
-any_block = hypothesis_numpy.arrays(np.uint32, st.sampled_from([33, 64]), elements=st.integers(0, 2**32 - 1))
-near_zero = hypothesis_numpy.arrays(np.uint32, 64, elements=st.integers(0, 2**25).map(lambda n: n * 97 % 2**25))
+any_block = hypothesis_numpy.arrays(
+    np.uint32, st.sampled_from([33, 64]), elements=st.integers(0, 2**32 - 1)
+)
+near_zero = hypothesis_numpy.arrays(
+    np.uint32, 64, elements=st.integers(0, 2**25).map(lambda n: n * 97 % 2**25)
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -220,7 +239,10 @@ def test_backends_agree_over_many_chunks(quant_type, dtype):
     assert torch.equal(left[0], right[0])
     assert_same_bits(left[1], right[1])
     for out_dtype in INTEGER:
-        decoded = [dequantize(backend, *left, weight.numel(), quant_type, out_dtype) for backend in (reference, cpu)]
+        decoded = [
+            dequantize(backend, *left, weight.numel(), quant_type, out_dtype)
+            for backend in (reference, cpu)
+        ]
         assert_same_bits(*decoded)
 
 
@@ -247,15 +269,22 @@ def test_pieces_that_end_at_blocks_have_the_same_bytes(backend, quant_type, spli
     weight = random_weight(20_011, torch.bfloat16)
     whole, whole_absmax = quantize(backend, weight, quant_type, 128)
     cuts = sorted({0, *(min(split, 156) * 128 for split in splits)})
-    pieces = [weight[start:stop] for start, stop in zip(cuts, [*cuts[1:], weight.numel()], strict=True)]
+    pieces = [
+        weight[start:stop] for start, stop in zip(cuts, [*cuts[1:], weight.numel()], strict=True)
+    ]
     made = [quantize(backend, piece, quant_type, 128) for piece in pieces]
     assert torch.equal(torch.cat([packed for packed, _ in made]), whole)
     assert torch.equal(torch.cat([absmax for _, absmax in made]), whole_absmax)
 
 
-def compress(backend: ModuleType, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compress(
+    backend: ModuleType, absmax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     blocks = -(-absmax.numel() // 256)
-    codes, nested = torch.full((absmax.numel() + 5,), 0xA5, dtype=torch.uint8), torch.full((blocks + 5,), -7.0)
+    codes, nested = (
+        torch.full((absmax.numel() + 5,), 0xA5, dtype=torch.uint8),
+        torch.full((blocks + 5,), -7.0),
+    )
     offset = backend.compress_absmax(absmax, codes[: absmax.numel()], nested[:blocks])
     assert (codes[absmax.numel() :] == 0xA5).all()
     assert (nested[blocks:] == -7).all()
@@ -267,7 +296,9 @@ def compress(backend: ModuleType, absmax: torch.Tensor) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("blocks", [1, 2, 255, 256, 257, 1000])
 @pytest.mark.parametrize("spread", [1.0, 1e-37, 1e-40, 1e38, 0.0])
 def test_nested_codes(backend, blocks, spread):
-    absmax = torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)) * spread + (spread == 0)
+    absmax = torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)) * spread + (
+        spread == 0
+    )
     codes, nested, offset = compress(backend, absmax)
     expected, maxima = scalar.compress(absmax.numpy(), np.float32(offset.item()))
     assert bytes(codes.tolist()) == expected
@@ -276,7 +307,9 @@ def test_nested_codes(backend, blocks, spread):
 
 
 @backends
-@pytest.mark.parametrize("odd_one", [math.inf, -3.4028234663852886e38], ids=["infinity", "all-nan-block"])
+@pytest.mark.parametrize(
+    "odd_one", [math.inf, -3.4028234663852886e38], ids=["infinity", "all-nan-block"]
+)
 def test_nested_codes_of_a_wrecked_offset(backend, odd_one):
     absmax = torch.rand(700)
     absmax[300] = odd_one
@@ -290,7 +323,9 @@ def nested_ties() -> torch.Tensor:
     """Quotients on every value and midpoint of the dynamic map, and an ulp to either side."""
     values = torch.tensor(DYNAMIC_MAP)
     points = torch.cat((values, (values[:-1] + values[1:]) * 0.5))
-    return torch.cat([points, points.nextafter(torch.tensor(-2.0)), points.nextafter(torch.tensor(2.0))]).clamp(-1, 1)
+    return torch.cat(
+        [points, points.nextafter(torch.tensor(-2.0)), points.nextafter(torch.tensor(2.0))]
+    ).clamp(-1, 1)
 
 
 def test_nested_search_at_every_tie():
@@ -311,9 +346,13 @@ def test_nested_search_of_any_value(value):
 @backends
 @quant_types
 def test_every_byte_decodes_to_two_values(backend, quant_type):
-    decoded = dequantize(backend, torch.arange(256).to(torch.uint8), torch.full((8,), 3.0), 512, quant_type)
+    decoded = dequantize(
+        backend, torch.arange(256).to(torch.uint8), torch.full((8,), 3.0), 512, quant_type
+    )
     values = np.array(CODEBOOKS[quant_type].values, dtype=np.float32)
-    expected = np.array([[values[i >> 4], values[i & 15]] for i in range(256)]).reshape(-1) * np.float32(3)
+    expected = np.array([[values[i >> 4], values[i & 15]] for i in range(256)]).reshape(
+        -1
+    ) * np.float32(3)
     assert decoded.tolist() == expected.tolist()
 
 
@@ -334,7 +373,9 @@ def test_signs_of_zero(backend):
 @backends
 @quant_types
 @dtypes
-@pytest.mark.parametrize("scale", [1e-37, 2.0**-118, 1e-40, 3e38, math.inf, -math.inf, math.nan, 65504.0, 1e5, 7e-8])
+@pytest.mark.parametrize(
+    "scale", [1e-37, 2.0**-118, 1e-40, 3e38, math.inf, -math.inf, math.nan, 65504.0, 1e5, 7e-8]
+)
 def test_decoding_with_odd_scales(backend, quant_type, dtype, scale):
     packed = torch.arange(128).to(torch.uint8)
     scales = torch.tensor([1.0, scale, 0.5, scale])
@@ -343,7 +384,10 @@ def test_decoding_with_odd_scales(backend, quant_type, dtype, scale):
     values = [np.float32(value) for value in CODEBOOKS[quant_type].values]
     if quant_type == "fp4":
         values[8] = np.float32(-0.0)
-    products = [scalar.product(values[code], np.float32(scales[i // 64].item())) for i, code in enumerate(codes)]
+    products = [
+        scalar.product(values[code], np.float32(scales[i // 64].item()))
+        for i, code in enumerate(codes)
+    ]
     expected = torch.tensor(np.array(products)).to(dtype)
     expected.view(INTEGER[dtype])[expected.isnan()] = torch.iinfo(INTEGER[dtype]).max
     assert_same_bits(decoded, expected)
@@ -358,7 +402,13 @@ def test_decoding_a_nested_state_rounds_three_times(backend, dtype):
     codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator)
     nested, offset = torch.rand(3, generator=generator), torch.tensor(0.731)
     decoded = dequantize(
-        backend, packed, codes, count, "nf4", dtype, nested=(NestedState(nested, code_table("dynamic", CPU)), offset)
+        backend,
+        packed,
+        codes,
+        count,
+        "nf4",
+        dtype,
+        nested=(NestedState(nested, code_table("dynamic", CPU)), offset),
     )
     table, values = np.array(DYNAMIC_MAP, np.float32), np.array(CODEBOOKS["nf4"].values, np.float32)
     scales = table[codes.numpy()] * nested.numpy()[np.arange(blocks) // 256] + np.float32(0.731)

@@ -1,4 +1,6 @@
-"""The verification as a page: well-formed, self-contained, escaped; and in a real browser legible on a phone."""
+"""The verification as a page: well-formed, self-contained, escaped; and in a real browser legible
+on a phone.
+"""
 
 import dataclasses
 import html
@@ -35,7 +37,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerifyReport]
         "passed": verify_checkpoint(folder / "out", source, None, CPU),
         "no source": verify_checkpoint(folder / "out", None, None, CPU),
     }
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "out/model.safetensors").items()}
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(folder / "out/model.safetensors").items()
+    }
     tensors[UP][100] ^= 4
     del tensors[f"{UP.replace('.1.', '.7.')}.quant_map"]
     save_file(tensors, folder / "out/model.safetensors", {"format": "pt"})
@@ -55,7 +59,9 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "data")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -85,7 +91,9 @@ def embedded(content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["passed", "no source", "failed"])
-def test_the_page_is_well_formed_and_needs_nothing_else(reports: dict[str, VerifyReport], kind: str):
+def test_the_page_is_well_formed_and_needs_nothing_else(
+    reports: dict[str, VerifyReport], kind: str
+):
     content = page(reports[kind])
     checker = parsed(content)
     assert checker.links == []
@@ -95,7 +103,9 @@ def test_the_page_is_well_formed_and_needs_nothing_else(reports: dict[str, Verif
     assert reports[kind].verdict in checker.text
 
 
-def test_it_has_every_figure_and_no_path_of_this_machine(reports: dict[str, VerifyReport], tmp_path: Path):
+def test_it_has_every_figure_and_no_path_of_this_machine(
+    reports: dict[str, VerifyReport], tmp_path: Path
+):
     report = reports["failed"]
     content = page(report)
     write_json(report, tmp_path / "report.json")
@@ -111,7 +121,9 @@ def test_it_has_every_figure_and_no_path_of_this_machine(reports: dict[str, Veri
 def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
     evil = "model.layers.0.</script><script>alert(1)</script>@data@&\"'\x1b[31m.weight"
     row = dataclasses.replace(reports["passed"].weights[0], name=evil, kind=evil)
-    report = dataclasses.replace(reports["passed"], weights=(row, *reports["passed"].weights[1:]), path=evil)
+    report = dataclasses.replace(
+        reports["passed"], weights=(row, *reports["passed"].weights[1:]), path=evil
+    )
     content = page(report)
     assert content.count("<script") == 2
     assert "\x1b" not in content
@@ -120,7 +132,9 @@ def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
 
 def test_figures_that_are_no_numbers(reports: dict[str, VerifyReport], tmp_path: Path):
     """A destroyed weight has an infinite error: page and JSON say so."""
-    row = dataclasses.replace(reports["passed"].weights[0], relative_error=math.inf, snr_db=-math.inf)
+    row = dataclasses.replace(
+        reports["passed"].weights[0], relative_error=math.inf, snr_db=-math.inf
+    )
     report = dataclasses.replace(reports["passed"], weights=(row, *reports["passed"].weights[1:]))
     assert embedded(page(report))["weights"][0]["relative_error"] == "inf"
     write_json(report, tmp_path / "report.json")
@@ -142,28 +156,48 @@ def test_the_json_holds_everything(reports: dict[str, VerifyReport], tmp_path: P
 
 
 def chromium(*arguments: str) -> str:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert program, "make test-browser needs Chromium: apt-get install chromium"
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments]
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("kind", ["passed", "no source", "failed"])
-def test_nothing_is_wider_than_the_window(reports: dict[str, VerifyReport], tmp_path: Path, kind: str, width: int):
-    """Neither the page nor a table in it. Measured inside the browser, in a frame of that width: below 500 pixels a
-    window of its own does not go."""
+def test_nothing_is_wider_than_the_window(
+    reports: dict[str, VerifyReport], tmp_path: Path, kind: str, width: int
+):
+    """Neither the page nor a table in it. Measured inside the browser, in a frame of that width:
+    below 500 pixels a window of its own does not go.
+    """
     write_page(reports[kind], tmp_path / "report.html")
     probe = (
-        f'<iframe id="f" src="report.html" width="{width}" height="3000" style="border:0"></iframe><p id="out"></p>'
-        "<script>onload = () => { const d = document.getElementById('f').contentDocument.documentElement;"
-        "const wide = [...d.querySelectorAll('.scroll, .tall')].filter((e) => e.scrollWidth > e.clientWidth);"
-        "document.getElementById('out').textContent = d.scrollWidth + ' of ' + d.clientWidth + ', ' + wide.length; }"
+        f'<iframe id="f" src="report.html" width="{width}" height="3000" '
+        f'style="border:0"></iframe><p id="out"></p>'
+        "<script>onload = () => { const d = "
+        "document.getElementById('f').contentDocument.documentElement;"
+        "const wide = [...d.querySelectorAll('.scroll, .tall')].filter((e) => e.scrollWidth > "
+        "e.clientWidth);"
+        "document.getElementById('out').textContent = d.scrollWidth + ' of ' + d.clientWidth + ', "
+        "' + wide.length; }"
         "</script>"
     )
     (tmp_path / "probe.html").write_text(probe)
-    shown = chromium("--allow-file-access-from-files", "--dump-dom", f"file://{tmp_path}/probe.html")
+    shown = chromium(
+        "--allow-file-access-from-files", "--dump-dom", f"file://{tmp_path}/probe.html"
+    )
     found = re.search(r"(\d+) of (\d+), (\d+)</p>", shown)
     assert found, shown[-500:]
     assert int(found[1]) <= int(found[2]) == width
@@ -182,13 +216,17 @@ def drawn(report: VerifyReport, folder: Path, script: str) -> Any:
 
 
 @pytest.mark.browser
-def test_the_answer_comes_first_and_what_passed_is_folded(reports: dict[str, VerifyReport], tmp_path: Path):
+def test_the_answer_comes_first_and_what_passed_is_folded(
+    reports: dict[str, VerifyReport], tmp_path: Path
+):
     answer = "return [document.getElementById('answer').textContent, document.querySelectorAll('details[open]').length]"
     assert drawn(reports["passed"], tmp_path, answer) == [f"Yes. {reports['passed'].verdict}", 0]
     text, _ = drawn(reports["failed"], tmp_path, answer)
     assert text == f"No. {reports['failed'].verdict}"
     headings = drawn(
-        reports["failed"], tmp_path, "return [...document.querySelectorAll('h2')].map((e) => e.textContent)"
+        reports["failed"],
+        tmp_path,
+        "return [...document.querySelectorAll('h2')].map((e) => e.textContent)",
     )
     assert headings[:2] == ["Findings", "Checks"]
 
@@ -209,7 +247,9 @@ def test_the_table_is_sorted_and_searched(reports: dict[str, VerifyReport], tmp_
 
 @pytest.mark.browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_every_cell_of_the_map_stands_out_from_the_page(reports: dict[str, VerifyReport], tmp_path: Path, dark: bool):
+def test_every_cell_of_the_map_stands_out_from_the_page(
+    reports: dict[str, VerifyReport], tmp_path: Path, dark: bool
+):
     """A contrast of 3 with the card, and of its number with the cell, by the formula of WCAG 2."""
     script = """
       const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -228,7 +268,8 @@ def test_every_cell_of_the_map_stands_out_from_the_page(reports: dict[str, Verif
     report = reports["passed"]
     if dark:
         script = (
-            "document.querySelectorAll('style')[0].textContent = document.querySelectorAll('style')[0].textContent"
+            "document.querySelectorAll('style')[0].textContent = "
+            "document.querySelectorAll('style')[0].textContent"
             + (".replace('(prefers-color-scheme: dark)', 'screen');" + script)
         )
     number, from_card, of_number = drawn(report, tmp_path, script)
@@ -238,7 +279,9 @@ def test_every_cell_of_the_map_stands_out_from_the_page(reports: dict[str, Verif
 
 
 @pytest.mark.browser
-def test_a_broken_weight_does_not_flatten_the_colours_of_the_others(reports: dict[str, VerifyReport], tmp_path: Path):
+def test_a_broken_weight_does_not_flatten_the_colours_of_the_others(
+    reports: dict[str, VerifyReport], tmp_path: Path
+):
     """The map spans the errors within the tolerance; the largest of all stands in its tile."""
     rows = reports["passed"].weights
     broken = dataclasses.replace(rows[0], relative_error=math.inf)

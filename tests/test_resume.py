@@ -24,7 +24,13 @@ RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 @pytest.mark.parametrize("scenario", ["quantize", "dequantize", "overwrite", "stream", "pipeline"])
 def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path, scenario: str):
     """At a few of all of them, which `make kills` tries one by one."""
-    command = [sys.executable, str(Path(__file__).with_name("interruptions.py")), scenario, str(tmp_path), str(POINTS)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("interruptions.py")),
+        scenario,
+        str(tmp_path),
+        str(POINTS),
+    ]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     results = [json.loads(line) for line in process.stdout.splitlines()]
@@ -88,7 +94,9 @@ def replaced_unseen(shard: Path) -> None:
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("shard", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+@pytest.mark.parametrize(
+    "shard", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+)
 def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monkeypatch, shard):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     replaced_unseen(source / shard)
@@ -101,7 +109,9 @@ def test_a_source_that_was_replaced_after_it_was_planned_is_refused(tmp_path):
     source = write_source(tmp_path / "source")
     plan = plan_quantization(source, OPTIONS)
     replaced_unseen(source / "model-00002-of-00002.safetensors")
-    with pytest.raises(SourceError, match=r"00002.safetensors: changed since it was planned; run again"):
+    with pytest.raises(
+        SourceError, match=r"00002.safetensors: changed since it was planned; run again"
+    ):
         execute_quantization(plan, tmp_path / "out", RUN)
     assert not (tmp_path / "out").exists()
 
@@ -161,7 +171,16 @@ def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
         "from nf4conv.cli import main\n"
         "main()\n"
     )
-    options = ["--device", "cpu", "--max-shard-size", "60kB", "--workers", "2", "--buffer-size", "131072B"]
+    options = [
+        "--device",
+        "cpu",
+        "--max-shard-size",
+        "60kB",
+        "--workers",
+        "2",
+        "--buffer-size",
+        "131072B",
+    ]
     command = [sys.executable, "-c", program, "quantize", str(source), str(out), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

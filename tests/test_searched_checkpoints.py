@@ -1,4 +1,6 @@
-"""`quantize --scales search`: the same tensors with other values, which `verify` holds to what was promised."""
+"""`quantize --scales search`: the same tensors with other values, which `verify` holds to what was
+promised.
+"""
 
 import dataclasses
 import json
@@ -58,7 +60,11 @@ def searched(source: Path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def faults(folder: Path, source: Path | None = None, **options: object) -> set[str]:
@@ -68,13 +74,23 @@ def faults(folder: Path, source: Path | None = None, **options: object) -> set[s
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(source, tmp_path, quant_type, double_quant):
+def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(
+    source, tmp_path, quant_type, double_quant
+):
     options = QuantizeOptions(quant_type=quant_type, blocksize=32, double_quant=double_quant)
     quantize_checkpoint(source, tmp_path / "absmax", options, CPU)
-    quantize_checkpoint(source, tmp_path / "search", dataclasses.replace(options, scales="search"), CPU)
-    found, others, originals = (tensors_of(folder) for folder in (tmp_path / "search", tmp_path / "absmax", source))
+    quantize_checkpoint(
+        source, tmp_path / "search", dataclasses.replace(options, scales="search"), CPU
+    )
+    found, others, originals = (
+        tensors_of(folder) for folder in (tmp_path / "search", tmp_path / "absmax", source)
+    )
     shapes = [
-        {name: (tensor.dtype, tensor.shape) for name, tensor in made.items() if "quant_state" not in name}
+        {
+            name: (tensor.dtype, tensor.shape)
+            for name, tensor in made.items()
+            if "quant_state" not in name
+        }
         for made in (found, others)
     ]
     assert shapes[0] == shapes[1]
@@ -86,35 +102,60 @@ def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(source, tmp_pat
 
 def stacks_of_experts() -> Encoded:
     """A mixture of experts, each of which is packed; its router is not."""
-    names = [f"experts.{expert}.{part}_proj" for expert in range(2) for part in ("gate", "up", "down")]
+    names = [
+        f"experts.{expert}.{part}_proj" for expert in range(2) for part in ("gate", "up", "down")
+    ]
     generator = torch.Generator().manual_seed(0)
-    weights = {f"model.layers.0.mlp.{name}.weight": torch.randn(64, 64, generator=generator) for name in names}
+    weights = {
+        f"model.layers.0.mlp.{name}.weight": torch.randn(64, 64, generator=generator)
+        for name in names
+    }
     return Encoded({"model.layers.0.mlp.gate.weight": torch.randn(2, 64)} | weights, weights)
 
 
 @pytest.mark.parametrize(
     "encode",
-    [fp8_blocks, int8_compressed_tensors, nvfp4_modelopt, mxfp4_rows, bitsandbytes_4bit, stacks_of_experts],
+    [
+        fp8_blocks,
+        int8_compressed_tensors,
+        nvfp4_modelopt,
+        mxfp4_rows,
+        bitsandbytes_4bit,
+        stacks_of_experts,
+    ],
     ids=lambda encode: encode.__name__,
 )
 def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, encode):
     made = encode()
     folder = write(tmp_path / "source", PLAIN | made.stored, made.description)
     if encode is stacks_of_experts:
-        config = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "dtype": "float32"}
+        config = {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "dtype": "float32",
+        }
         (folder / "config.json").write_text(json.dumps(config))
     # what is in 4 bits already would otherwise stay in its own format
-    options = dataclasses.replace(SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="per-expert")
+    options = dataclasses.replace(
+        SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="per-expert"
+    )
     quantize_checkpoint(folder, tmp_path / "out", options, CPU)
     found = tensors_of(tmp_path / "out")
     for name, weight in made.decoded.items():
         packed, state = quantize_4bit(weight, scales="search")
-        expected = {name: packed} | {f"{name}.{suffix}": part for suffix, part in state.components().items()}
-        same_tensors({part: found[part] for part in found if part == name or part.startswith(f"{name}.")}, expected)
+        expected = {name: packed} | {
+            f"{name}.{suffix}": part for suffix, part in state.components().items()
+        }
+        same_tensors(
+            {part: found[part] for part in found if part == name or part.startswith(f"{name}.")},
+            expected,
+        )
     assert faults(tmp_path / "out", folder, exact=True) == set()
 
 
-@pytest.mark.parametrize("run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"])
+@pytest.mark.parametrize(
+    "run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"]
+)
 def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, run):
     quantize_checkpoint(source, tmp_path / "out", SEARCH, RunOptions(device="cpu", **run))
     assert contents(tmp_path / "out") == contents(searched)
@@ -133,8 +174,20 @@ def test_it_is_written_down_how_it_was_made(searched):
     assert record["options"]["scales"] == "search"
     assert str(searched.parent) not in json.dumps(record)
     assert "| scales | searched |" in (searched / "README.md").read_text()
-    states = [bytes(tensor.tolist()) for name, tensor in tensors_of(searched).items() if "quant_state" in name]
-    keys = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
+    states = [
+        bytes(tensor.tolist())
+        for name, tensor in tensors_of(searched).items()
+        if "quant_state" in name
+    ]
+    keys = {
+        "quant_type",
+        "blocksize",
+        "dtype",
+        "shape",
+        "nested_blocksize",
+        "nested_dtype",
+        "nested_offset",
+    }
     assert all({*json.loads(state)} == keys for state in states)  # bitsandbytes takes no others
 
 
@@ -153,12 +206,19 @@ def test_negative_scales_are_no_fault_where_they_were_searched(source, searched,
         assert faults(folder, source, exact=True) == set()
 
 
-def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(searched, plain, tmp_path):
-    for folder, fault in ((searched, "quant state"), (plain, "scales")):  # the first it has is its nested_offset
+def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(
+    searched, plain, tmp_path
+):
+    for folder, fault in (
+        (searched, "quant state"),
+        (plain, "scales"),
+    ):  # the first it has is its nested_offset
         quiet = Path(shutil.copytree(folder, tmp_path / folder.name))
         (quiet / "nf4conv.json").unlink()
         assert fault in faults(quiet)
-    assert {finding.check for finding in inspect_checkpoint(tmp_path / "searched").findings} == {"quant state"}
+    assert {finding.check for finding in inspect_checkpoint(tmp_path / "searched").findings} == {
+        "quant state"
+    }
 
 
 def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
@@ -172,7 +232,9 @@ def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
 
 
 def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
-    report = quantize_checkpoint(source, tmp_path / "out", SEARCH, dataclasses.replace(CPU, verify=True))
+    report = quantize_checkpoint(
+        source, tmp_path / "out", SEARCH, dataclasses.replace(CPU, verify=True)
+    )
     assert report.verification is not None
     assert report.verification.largest_relative_error < 0.09
     (_, least, most), *_ = verify_checkpoint(tmp_path / "out", source, run=CPU).normal
@@ -205,11 +267,15 @@ def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
     p = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     spread = 4 * p * (1 - p)
     quantile = torch.cos(torch.arccos(spread.sqrt()) / 3) / spread.sqrt()
-    weight = (2 * torch.sign(p - 0.5) * (quantile - 1).clamp(min=0).sqrt()).float()  # Student's t, 4 degrees
+    weight = (
+        2 * torch.sign(p - 0.5) * (quantile - 1).clamp(min=0).sqrt()
+    ).float()  # Student's t, 4 degrees
     weight = weight[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
     normal, _, tolerance = RELATIVE_ERRORS["search", quant_type][blocksize]
     assert tolerance - 0.003 < error_of_searched(weight, quant_type, blocksize) <= tolerance
-    light = torch.special.ndtri(p)[torch.randperm(count, generator=torch.Generator().manual_seed(0))].float()
+    light = torch.special.ndtri(p)[
+        torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ].float()
     assert error_of_searched(light, quant_type, blocksize) == pytest.approx(normal, abs=0.001)
 
 
@@ -237,15 +303,21 @@ def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
     model = load(tmp_path / "out", dtype=torch.float32)
     decoded = LlamaForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     tensors, names = tensors_of(tmp_path / "out"), dict(decoded.named_parameters())
-    packed = sorted(name.removesuffix(".quant_map") for name in tensors if name.endswith(".quant_map"))
+    packed = sorted(
+        name.removesuffix(".quant_map") for name in tensors if name.endswith(".quant_map")
+    )
     assert len(packed) == 14
     for name in packed:
         parts = {
-            part.removeprefix(f"{name}."): tensor for part, tensor in tensors.items() if part.startswith(f"{name}.")
+            part.removeprefix(f"{name}."): tensor
+            for part, tensor in tensors.items()
+            if part.startswith(f"{name}.")
         }
         names[name].data = dequantize_4bit(tensors[name], QuantState.from_components(parts))
     ids = torch.arange(24)[None] * 7 % 256
-    found, expected = (one.generate(ids, max_new_tokens=16, do_sample=False) for one in (model, decoded))
+    found, expected = (
+        one.generate(ids, max_new_tokens=16, do_sample=False) for one in (model, decoded)
+    )
     assert found.tolist() == expected.tolist()
     with torch.no_grad():
         assert float((model(ids).logits - decoded(ids).logits).abs().max()) < 1e-4

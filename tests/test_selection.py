@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.checkpoint.evidence import Why
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Keep, Pack, demote, select
-from nf4conv.checkpoint.skip_list import transformers_5, vllm
+from nf4conv.choose.evidence import Why
+from nf4conv.choose.selection import Keep, Pack, demote, select
+from nf4conv.choose.skip_list import transformers_5, vllm
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
+from nf4conv.sources.header import TensorInfo
 
 
 def tensors(**shapes: tuple[int, ...]) -> list[TensorInfo]:
@@ -60,7 +60,9 @@ LLAMA_PACKED = [info.name for info in LLAMA if "_proj" in info.name]
 def test_the_linear_layers_of_a_language_model_are_packed_and_nothing_else():
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     assert packed(selection) == LLAMA_PACKED
-    assert list(selection.decisions) == [info.name for info in LLAMA], "a decision for every tensor, in order"
+    assert list(selection.decisions) == [info.name for info in LLAMA], (
+        "a decision for every tensor, in order"
+    )
     assert "lm_head" in selection.skip_modules
 
 
@@ -76,7 +78,8 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("transformer.wpe.weight", (64, 64), {}, "an embedding"),
         ("embeddings.token_type_embeddings.weight", (2, 64), {}, "an embedding"),
         ("shared.weight", (64, 64), {}, "an embedding"),
-        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 8), {}, "an embedding"),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 8), {}, "an "
+                                                                                              "embedding"),
         ("model.layers.0.embed_tokens_per_layer.weight", (64, 64), {}, "an embedding"),
         ("odd_name.weight", (1000, 64), {"vocab_size": 1000}, "an output head"),
         ("gpt_neox.embed_out.weight", (1000, 64), {}, "an output head"),
@@ -85,7 +88,8 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("model.layers.0.block_sparse_moe.gate.weight", (8, 64), {}, "a router"),
         ("model.layers.0.mlp.shared_expert_gate.weight", (1, 64), {}, "a router"),
         ("model.layers.0.mixer.conv1d.weight", (64, 1, 4), {}, "a convolution or another tensor"),
-        ("model.layers.0.self_attn.in_proj_weight", (192, 64), {}, "a bare parameter, not a module's weight"),
+        ("model.layers.0.self_attn.in_proj_weight", (192, 64), {}, "a bare parameter, not a "
+                                                                   "module's weight"),
         ("odd_projection.weight", (64, 64), {}, "unsure: outside the layers and without a bias"),
         ("model.layers.0.self_attn.beta.weight", (16, 64), {}, "fewer than 32 rows"),
         ("model.layers.2.mlp.up_proj.weight", (64, 64), LLAMA_CONFIG, EXTRA_LAYER),
@@ -109,8 +113,13 @@ def test_the_pooler_of_a_bare_bert_is_packed_and_its_embeddings_are_not():
         pooler__dense__weight=(384, 384),
         pooler__dense__bias=(384,),
     )
-    selection = select(source, {"architectures": ["BertModel"], "vocab_size": 30522}, QuantizeOptions())
-    assert packed(selection) == ["encoder.layer.0.attention.self.query.weight", "pooler.dense.weight"]
+    selection = select(
+        source, {"architectures": ["BertModel"], "vocab_size": 30522}, QuantizeOptions()
+    )
+    assert packed(selection) == [
+        "encoder.layer.0.attention.self.query.weight",
+        "pooler.dense.weight",
+    ]
 
 
 def test_conv1d_is_transposed():
@@ -122,14 +131,19 @@ def test_conv1d_is_transposed():
 
 def test_an_unlisted_family_with_transposed_weights_is_kept_not_packed_wrongly():
     name = "layers.0.c_attn"
-    selection = select([tensor(f"{name}.weight", (64, 192)), tensor(f"{name}.bias", (192,))], {}, QuantizeOptions())
+    selection = select(
+        [tensor(f"{name}.weight", (64, 192)), tensor(f"{name}.bias", (192,))], {}, QuantizeOptions()
+    )
     assert selection.decisions[f"{name}.weight"].reason == "unsure: its bias has shape [192]"
 
 
 MOE = [
     tensor("model.layers.0.self_attn.q_proj.weight", (64, 64)),
     tensor("model.layers.0.mlp.gate.weight", (4, 64)),
-    *(tensor(f"model.layers.0.mlp.experts.{expert}.up_proj.weight", (64, 64)) for expert in range(4)),
+    *(
+        tensor(f"model.layers.0.mlp.experts.{expert}.up_proj.weight", (64, 64))
+        for expert in range(4)
+    ),
     tensor("model.layers.0.mlp.shared_expert.up_proj.weight", (64, 64)),
 ]
 
@@ -154,7 +168,9 @@ def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
     assert {"model.layers.0.mlp.gate", "layers.0.mlp.gate"} <= set(selection.skip_modules)
 
 
-@pytest.mark.parametrize("leaf", ["gate", "router", "router.proj", "router.layer", "gate.wg", "shared_expert_gate"])
+@pytest.mark.parametrize(
+    "leaf", ["gate", "router", "router.proj", "router.layer", "gate.wg", "shared_expert_gate"]
+)
 def test_routers_of_many_experts_are_kept(leaf):
     router = tensor(f"model.layers.0.mlp.{leaf}.weight", (128, 64))
     selection = select([*LLAMA, router], LLAMA_CONFIG, QuantizeOptions())
@@ -168,7 +184,9 @@ def test_the_encoder_that_shares_the_decoders_layers_is_not_skipped_as_a_whole()
     ]
     config = {"model_type": "diffusion_gemma", "text_config": {}, "vision_config": {}}
     selection = select(source, config, QuantizeOptions())
-    assert not transformers_5(selection.skip_modules)("model.encoder.language_model.layers.0.mlp.up_proj")
+    assert not transformers_5(selection.skip_modules)(
+        "model.encoder.language_model.layers.0.mlp.up_proj"
+    )
     assert transformers_5(selection.skip_modules)("model.encoder.vision_tower.layers.0.fc1")
 
 
@@ -183,10 +201,15 @@ def test_mixtral_is_listed_under_the_names_of_transformers_4_and_5():
 
 def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
     prefix = "language_model.model.layers.0.feed_forward.experts"
-    source = [tensor(f"{prefix}.gate_up_proj", (2, 64, 256)), tensor(f"{prefix}.down_proj", (2, 128, 64))]
+    source = [
+        tensor(f"{prefix}.gate_up_proj", (2, 64, 256)),
+        tensor(f"{prefix}.down_proj", (2, 128, 64)),
+    ]
     selection = select(source, {"model_type": "llama4", "text_config": {}}, QuantizeOptions())
     matrices = [matrix for decision in selection.decisions.values() for matrix in decision.matrices]
-    assert [(m.name.removeprefix(prefix), m.shape, m.transpose, m.expert, m.columns) for m in matrices] == [
+    assert [
+        (m.name.removeprefix(prefix), m.shape, m.transpose, m.expert, m.columns) for m in matrices
+    ] == [
         (".0.gate_proj.weight", (128, 64), True, 0, (0, 128)),
         (".0.up_proj.weight", (128, 64), True, 0, (128, 256)),
         (".1.gate_proj.weight", (128, 64), True, 1, (0, 128)),
@@ -201,7 +224,11 @@ def test_llama_4_experts_are_split_transposed_and_named_as_loaders_expect():
     [
         ("up_proj", ("up_proj.bias", (3,)), "unsure: its bias has shape [3]"),
         ("out_proj", ("D", (64,)), "state-space kernels read this weight directly"),
-        ("out_proj", ("in_proj_weight", (64, 64)), "nn.MultiheadAttention reads this weight directly"),
+        (
+            "out_proj",
+            ("in_proj_weight", (64, 64)),
+            "nn.MultiheadAttention reads this weight directly",
+        ),
     ],
 )
 def test_experts_are_decided_alike_unless_what_is_beside_them_differs(leaf, beside, reason):
@@ -236,21 +263,34 @@ def test_vision_parts_are_kept_and_listed_in_every_spelling():
 
 
 def test_an_old_multimodal_config_without_a_part_for_words_is_recognised_by_its_part_for_pictures():
-    source = [tensor("model.layers.0.mlp.up_proj.weight", (64, 64)), tensor("visual.blocks.0.mlp.fc1.weight", (64, 64))]
-    selection = select(source, {"model_type": "qwen2_vl", "vocab_size": 1000, "vision_config": {}}, QuantizeOptions())
+    source = [
+        tensor("model.layers.0.mlp.up_proj.weight", (64, 64)),
+        tensor("visual.blocks.0.mlp.fc1.weight", (64, 64)),
+    ]
+    selection = select(
+        source,
+        {"model_type": "qwen2_vl", "vocab_size": 1000, "vision_config": {}},
+        QuantizeOptions(),
+    )
     assert packed(selection) == [source[0].name]
     assert {"visual", "model.visual"} <= set(selection.skip_modules)
 
 
 def test_quantize_towers_packs_them():
-    selection = select(VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions(quantize_towers=True))
+    selection = select(
+        VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions(quantize_towers=True)
+    )
     assert VLM[2].name in packed(selection)
     assert "vision_tower" not in selection.skip_modules
 
 
 def test_a_dual_encoder_is_no_multimodal_language_model():
     config = {"model_type": "clip", "text_config": {}, "vision_config": {}}
-    selection = select([tensor("vision_model.encoder.layers.0.mlp.fc1.weight", (64, 64))], config, QuantizeOptions())
+    selection = select(
+        [tensor("vision_model.encoder.layers.0.mlp.fc1.weight", (64, 64))],
+        config,
+        QuantizeOptions(),
+    )
     assert len(packed(selection)) == 1
 
 
@@ -258,7 +298,9 @@ def test_include_restricts_and_exclude_and_skip_modules_add():
     only = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(include=("*.layers.0.*",)))
     assert packed(only) == LLAMA_PACKED[:4]
     without = select(
-        LLAMA, LLAMA_CONFIG, QuantizeOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",))
+        LLAMA,
+        LLAMA_CONFIG,
+        QuantizeOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",)),
     )
     assert packed(without) == [*LLAMA_PACKED[:3], *LLAMA_PACKED[4:6]]
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp"} <= set(without.skip_modules)
@@ -273,17 +315,23 @@ def test_include_restricts_and_exclude_and_skip_modules_add():
 )
 def test_skip_modules_mean_what_they_mean_to_transformers(entry, kept):
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=(entry,)))
-    assert set(LLAMA_PACKED) - set(packed(selection)) == {f"model.layers.{name}.weight" for name in kept}
+    assert set(LLAMA_PACKED) - set(packed(selection)) == {
+        f"model.layers.{name}.weight" for name in kept
+    }
 
 
 def test_skip_modules_may_use_the_names_in_memory():
     config = {"model_type": "llava", "text_config": {}}
-    selection = select(VLM, config, QuantizeOptions(skip_modules=("model.language_model.layers.0",)))
+    selection = select(
+        VLM, config, QuantizeOptions(skip_modules=("model.language_model.layers.0",))
+    )
     assert packed(selection) == []
 
 
 def test_skip_modules_that_are_no_regular_expression_are_refused():
-    with pytest.raises(PlanError, match=r"cannot name layers\.\(: transformers 5 takes it for a regular expression"):
+    with pytest.raises(
+        PlanError, match=r"cannot name layers\.\(: transformers 5 takes it for a regular expression"
+    ):
         select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=("layers.(",)))
 
 
@@ -301,7 +349,9 @@ def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
         classifier__bias=(64,),
     )
     selection = select(source, {"model_type": "distilbert"}, QuantizeOptions())
-    assert selection.decisions["pre_classifier.weight"].reason.startswith("a loader could not tell its name")
+    assert selection.decisions["pre_classifier.weight"].reason.startswith(
+        "a loader could not tell its name"
+    )
 
 
 def test_demoted_tensors_are_kept_and_listed():
@@ -375,8 +425,13 @@ def test_a_diffusion_transformer_is_packed_in_its_blocks():
     ],
 )
 def test_what_diffusers_cannot_load_packed_is_kept(denoiser, name, is_packed):
-    blocks = [tensor("blocks.0.attn1.to_q.weight", (64, 64)), tensor("blocks.0.attn1.to_q.bias", (64,))]
-    selection = select([*blocks, tensor(f"{name}.weight", (64, 64))], {"_class_name": denoiser}, QuantizeOptions())
+    blocks = [
+        tensor("blocks.0.attn1.to_q.weight", (64, 64)),
+        tensor("blocks.0.attn1.to_q.bias", (64,)),
+    ]
+    selection = select(
+        [*blocks, tensor(f"{name}.weight", (64, 64))], {"_class_name": denoiser}, QuantizeOptions()
+    )
     assert packed(selection) == ["blocks.0.attn1.to_q.weight"] + [f"{name}.weight"] * is_packed
 
 
@@ -387,17 +442,28 @@ def test_what_diffusers_keeps_in_float32_is_not_cast():
         tensor("blocks.0.scale_shift_table", (1, 6, 64), "F32"),
         tensor("blocks.0.attn1.norm_q.weight", (64,), "F32"),
     ]
-    decisions = select(source, {"_class_name": "WanTransformer3DModel"}, QuantizeOptions()).decisions
-    assert [decision.keep_dtype for decision in decisions.values() if isinstance(decision, Keep)] == [True, True, False]
+    decisions = select(
+        source, {"_class_name": "WanTransformer3DModel"}, QuantizeOptions()
+    ).decisions
+    assert [
+        decision.keep_dtype for decision in decisions.values() if isinstance(decision, Keep)
+    ] == [True, True, False]
 
 
 def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
-    names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    names = [
+        f"model.layers.0.{name}.weight"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    ]
     names += ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"]
     names += ["model.layers.0.mlp.up_proj.weight"]
     tensors = [tensor(name, (64, 64)) for name in names]
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    found = select(tensors, config, QuantizeOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")))
+    found = select(
+        tensors,
+        config,
+        QuantizeOptions(exclude=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.up_proj.*")),
+    )
     assert "model.layers.0.self_attn.qkv_proj" in found.skip_modules
     assert "model.layers.0.mlp.gate_up_proj" not in found.skip_modules
     [note] = [note for note in found.lines if "vLLM" in note]

@@ -1,9 +1,10 @@
-"""`--single-file`: what ComfyUI's and Forge's loaders of NF4 do with the keys of a file, done to ours.
+"""`--single-file`: what ComfyUI's and Forge's loaders of NF4 do with the keys of a file, done to
+ours.
 
-Both read a linear layer P so: if any key that begins with "P.weight." names bitsandbytes, P.weight is the packed codes
-and those keys, without the prefix, are the quant state; if none does, P.weight is the weight. Which model a file is
-they tell by the shapes of layers outside the blocks (ComfyUI_bitsandbytes_NF4, stable-diffusion-webui-forge,
-huggingface_guess).
+Both read a linear layer P so: if any key that begins with "P.weight." names bitsandbytes, P.weight
+is the packed codes and those keys, without the prefix, are the quant state; if none does, P.weight
+is the weight. Which model a file is they tell by the shapes of layers outside the blocks
+(ComfyUI_bitsandbytes_NF4, stable-diffusion-webui-forge, huggingface_guess).
 """
 
 import json
@@ -63,8 +64,13 @@ KINDS = {
 def write(folder: Path, kind: str) -> Path:
     packed, kept, prefix = KINDS[kind]
     torch.manual_seed(0)
-    tensors = {f"{prefix}{name}.weight": torch.randn(shape).bfloat16() for name, shape in (packed | kept).items()}
-    tensors |= {f"{prefix}{name}.bias": torch.randn(shape[0]).bfloat16() for name, shape in packed.items()}
+    tensors = {
+        f"{prefix}{name}.weight": torch.randn(shape).bfloat16()
+        for name, shape in (packed | kept).items()
+    }
+    tensors |= {
+        f"{prefix}{name}.bias": torch.randn(shape[0]).bfloat16() for name, shape in packed.items()
+    }
     if prefix:  # a VAE in float32, which stays in it
         tensors |= {f"{name}.weight": torch.randn(shape) for name, shape in OTHERS.items()}
     folder.mkdir(exist_ok=True)
@@ -74,11 +80,15 @@ def write(folder: Path, kind: str) -> Path:
 
 def loaded(tensors: dict[str, torch.Tensor], prefix: str) -> tuple[torch.Tensor, bool]:
     """A linear layer's weight as those loaders read it, and whether it was packed."""
-    state_keys = {key[len(f"{prefix}.weight.") :] for key in tensors if key.startswith(f"{prefix}.weight.")}
+    state_keys = {
+        key[len(f"{prefix}.weight.") :] for key in tensors if key.startswith(f"{prefix}.weight.")
+    }
     if not any("bitsandbytes" in key for key in state_keys):
         return tensors[f"{prefix}.weight"], False
     stats = {key: tensors[f"{prefix}.weight.{key}"] for key in state_keys}
-    weight = Params4bit.from_prequantized(tensors[f"{prefix}.weight"], stats, requires_grad=False, device="cpu")
+    weight = Params4bit.from_prequantized(
+        tensors[f"{prefix}.weight"], stats, requires_grad=False, device="cpu"
+    )
     assert weight.bnb_quantized
     return dequantize_4bit(weight.data, weight.quant_state), True
 
@@ -93,7 +103,9 @@ def test_image_tools_find_what_they_look_for(tmp_path, kind, double_quant):
     packed, kept, prefix = KINDS[kind]
     for name in packed:
         values, is_packed = loaded(after, prefix + name)
-        expected = decode(*quantize_4bit(before[f"{prefix}{name}.weight"], double_quant=double_quant))
+        expected = decode(
+            *quantize_4bit(before[f"{prefix}{name}.weight"], double_quant=double_quant)
+        )
         assert is_packed
         assert torch.equal(values, expected), name
     for name, tensor in before.items():
@@ -131,11 +143,15 @@ RENAMED = {
 }  # fmt: skip
 
 
-def write_component(folder: Path, kind: str, tensors: dict[str, tuple[int, ...]] | None = None) -> Path:
+def write_component(
+    folder: Path, kind: str, tensors: dict[str, tuple[int, ...]] | None = None
+) -> Path:
     """A component of diffusers with two layers a block, as far as it matters here."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    made = {name: torch.randn(shape).bfloat16() for name, shape in (tensors or COMPONENTS[kind]).items()}
+    made = {
+        name: torch.randn(shape).bfloat16() for name, shape in (tensors or COMPONENTS[kind]).items()
+    }
     save_file(made, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(json.dumps({"_class_name": kind, "layers_per_block": 2}))
     return folder
@@ -143,7 +159,10 @@ def write_component(folder: Path, kind: str, tensors: dict[str, tuple[int, ...]]
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["16 bits", "4 bits"])
 def test_what_flux_fuses_is_packed_as_one(tmp_path, is_packed):
-    source, out = write_component(tmp_path / "source", "FluxTransformer2DModel"), tmp_path / "nf4.safetensors"
+    source, out = (
+        write_component(tmp_path / "source", "FluxTransformer2DModel"),
+        tmp_path / "nf4.safetensors",
+    )
     before = load_file(source / "diffusion_pytorch_model.safetensors")
     parts = [before[f"transformer_blocks.3.attn.to_{part}.weight"] for part in "qkv"]
     if is_packed:
@@ -162,7 +181,9 @@ def test_what_flux_fuses_is_packed_as_one(tmp_path, is_packed):
     biases = [before[f"transformer_blocks.3.attn.to_{part}.bias"] for part in "qkv"]
     kept = {
         "double_blocks.3.img_attn.qkv.bias": torch.cat(biases),
-        "double_blocks.3.img_attn.norm.query_norm.scale": before["transformer_blocks.3.attn.norm_q.weight"],
+        "double_blocks.3.img_attn.norm.query_norm.scale": before[
+            "transformer_blocks.3.attn.norm_q.weight"
+        ],
         "final_layer.adaLN_modulation.1.weight": before["norm_out.linear.weight"].roll(64, 0),
         "final_layer.adaLN_modulation.1.bias": before["norm_out.linear.bias"].roll(64, 0),
         "img_in.weight": before["x_embedder.weight"],
@@ -180,18 +201,46 @@ def test_a_unet_gets_its_original_names(tmp_path):
 
 
 REFUSED = {
-    "class": ("SD3Transformer2DModel", ["transformer_blocks.0.attn.to_q.weight"], "cannot be mapped"),
+    "class": (
+        "SD3Transformer2DModel",
+        ["transformer_blocks.0.attn.to_q.weight"],
+        "cannot be mapped",
+    ),
     "part": (
         "FluxTransformer2DModel",
         ["transformer_blocks.0.attn.to_q.weight"],
         "qkv.weight cannot be made of .*to_q",
     ),
-    "Flux": ("FluxTransformer2DModel", ["controlnet_blocks.0.weight"], "controlnet_blocks.0.weight: has no name"),
-    "UNet": ("UNet2DConditionModel", ["time_embedding.cond_proj.weight"], "cond_proj.weight: has no name"),
-    "module": ("UNet2DConditionModel", ["down_blocks.0.motion_modules.0.norm.bias"], "norm.bias: has no name"),
-    "attention": ("UNet2DConditionModel", ["down_blocks.0.attentions.0.to_k.weight"], "to_k.weight: has no name"),
-    "no attention": ("UNet2DConditionModel", ["mid_block.resnets.1.conv1.bias"], "conv1.bias: has no name"),
-    "odd": ("FluxTransformer2DModel", ["norm_out.linear.bias"], "adaLN_modulation.1.bias cannot be made of"),
+    "Flux": (
+        "FluxTransformer2DModel",
+        ["controlnet_blocks.0.weight"],
+        "controlnet_blocks.0.weight: has no name",
+    ),
+    "UNet": (
+        "UNet2DConditionModel",
+        ["time_embedding.cond_proj.weight"],
+        "cond_proj.weight: has no name",
+    ),
+    "module": (
+        "UNet2DConditionModel",
+        ["down_blocks.0.motion_modules.0.norm.bias"],
+        "norm.bias: has no name",
+    ),
+    "attention": (
+        "UNet2DConditionModel",
+        ["down_blocks.0.attentions.0.to_k.weight"],
+        "to_k.weight: has no name",
+    ),
+    "no attention": (
+        "UNet2DConditionModel",
+        ["mid_block.resnets.1.conv1.bias"],
+        "conv1.bias: has no name",
+    ),
+    "odd": (
+        "FluxTransformer2DModel",
+        ["norm_out.linear.bias"],
+        "adaLN_modulation.1.bias cannot be made of",
+    ),
     "two": (
         "UNet2DConditionModel",
         ["down_blocks.0.resnets.3.conv1.bias", "down_blocks.1.resnets.0.conv1.bias"],
@@ -204,7 +253,12 @@ REFUSED = {
 def test_what_cannot_be_mapped_is_refused(tmp_path, kind, names, message):
     tensors = dict.fromkeys(names, (65,) if names == ["norm_out.linear.bias"] else (64, 64))
     with pytest.raises(PlanError, match=message):
-        quantize_checkpoint(write_component(tmp_path / "source", kind, tensors), tmp_path / "nf4.safetensors", ONE, CPU)
+        quantize_checkpoint(
+            write_component(tmp_path / "source", kind, tensors),
+            tmp_path / "nf4.safetensors",
+            ONE,
+            CPU,
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -226,7 +280,7 @@ def test_the_output_is_one_file_and_never_a_half_of_one(tmp_path, monkeypatch):
     with pytest.raises(PlanError, match="are for folders"):
         quantize_checkpoint(source, out, ONE, CPU, push=PushOptions(push_to_hub="org/name"))
     with monkeypatch.context() as patched:
-        patched.setattr("nf4conv.checkpoint.workspace.Workspace.complete", stop)
+        patched.setattr("nf4conv.output.workspace.Workspace.complete", stop)
         with pytest.raises(Nf4convError, match="stopped"):
             quantize_checkpoint(source, out, ONE, CPU)
     assert not out.exists()

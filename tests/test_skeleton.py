@@ -9,16 +9,21 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Pack, select
+from nf4conv.choose.selection import Pack, select
+from nf4conv.choose.skeleton import read_skeleton, select_with_transformers
 from nf4conv.cli import main
-from nf4conv.commands.skeleton import read_skeleton, select_with_transformers
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
+from nf4conv.sources.header import TensorInfo
 
 pytestmark = pytest.mark.oracle
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -55,7 +60,9 @@ def test_rules_and_transformers_agree_on_a_plain_language_model():
 def test_names_on_disk_are_followed_to_those_in_memory():
     name = "model.layers.0.block_sparse_moe.gate.weight"
     skeleton = read_skeleton([name, "model.layers.0.block_sparse_moe.experts.0.w1.weight"], MIXTRAL)
-    assert skeleton.modules == {name: "model.layers.0.mlp.gate"}, "merged experts are no module's weight"
+    assert skeleton.modules == {name: "model.layers.0.mlp.gate"}, (
+        "merged experts are no module's weight"
+    )
     assert "model.layers.0.mlp.gate" not in skeleton.linear
 
 
@@ -77,8 +84,14 @@ def test_what_the_rules_are_unsure_of_is_packed_when_the_tree_knows():
         "vision_config": {"model_type": "clip_vision_model", **SIZES},
     }
     source = [tensor("text_projection.weight", 64, 64)]
-    assert select(source, config, QuantizeOptions()).decisions[source[0].name].reason.startswith("unsure")
-    assert isinstance(select_with_transformers(source, config, QuantizeOptions()).decisions[source[0].name], Pack)
+    assert (
+        select(source, config, QuantizeOptions())
+        .decisions[source[0].name]
+        .reason.startswith("unsure")
+    )
+    assert isinstance(
+        select_with_transformers(source, config, QuantizeOptions()).decisions[source[0].name], Pack
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,11 +108,22 @@ def test_what_transformers_cannot_build_is_said(changes, message):
 
 
 def test_a_dry_run_tells_what_transformers_would_decide_otherwise(tmp_path, monkeypatch):
-    """Rules that are made to err: a router is packed by them, and is none of transformers' linear modules."""
+    """Rules that are made to err: a router is packed by them, and is none of transformers' linear
+    modules.
+    """
     source = tmp_path / "source"
     source.mkdir()
-    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 1}
-    config |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "num_local_experts": 64}
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+    }
+    config |= {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+        "num_local_experts": 64,
+    }
     (source / "config.json").write_text(json.dumps(config))
     names = {
         "model.layers.0.self_attn.q_proj.weight": (64, 64),
@@ -111,8 +135,11 @@ def test_a_dry_run_tells_what_transformers_would_decide_otherwise(tmp_path, monk
     agreed = CliRunner().invoke(main, command)
     assert agreed.exit_code == 0, agreed.output
     assert "would differ" not in agreed.output
-    monkeypatch.setattr("nf4conv.checkpoint.evidence._ROUTER", re.compile("$^"))
+    monkeypatch.setattr("nf4conv.choose.evidence._ROUTER", re.compile("$^"))
     differing = CliRunner().invoke(main, command)
-    assert "--plan-with transformers would differ: model.layers.0.block_sparse_moe.gate.weight" in differing.output
+    assert (
+        "--plan-with transformers would differ: model.layers.0.block_sparse_moe.gate.weight"
+        in differing.output
+    )
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["NeverHeardOf"]}))
     assert "would differ" not in CliRunner().invoke(main, command).output

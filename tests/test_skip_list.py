@@ -1,4 +1,6 @@
-"""Skip lists and the three loaders' rules, against the loaders' own code where it can be installed beside ours."""
+"""Skip lists and the three loaders' rules, against the loaders' own code where it can be installed
+beside ours.
+"""
 
 import re
 
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import Stopwatch
 
-from nf4conv.checkpoint.skip_list import (
+from nf4conv.choose.skip_list import (
     MATCHERS,
     build_skip_modules,
     check_skip_modules,
@@ -58,7 +60,12 @@ PROJ = LLAMA
     ],
 )
 def test_what_an_entry_hits(entry, in_4, in_5, in_5_0, in_vllm):
-    for rule, expected in ((transformers_4, in_4), (transformers_5, in_5), (transformers_5_0, in_5_0), (vllm, in_vllm)):
+    for rule, expected in (
+        (transformers_4, in_4),
+        (transformers_5, in_5),
+        (transformers_5_0, in_5_0),
+        (vllm, in_vllm),
+    ):
         assert [path for path in LLAMA if rule([entry])(path)] == expected, rule.__name__
 
 
@@ -100,11 +107,15 @@ SHORT = st.lists(st.text("ab1", min_size=1, max_size=3), min_size=1, max_size=4)
 
 @settings(max_examples=500)
 @given(entries=st.lists(SHORT, min_size=1, max_size=4), path=SHORT)
-def test_names_are_looked_up_as_the_regular_expressions_that_they_are_to_transformers_5(entries, path):
+def test_names_are_looked_up_as_the_regular_expressions_that_they_are_to_transformers_5(
+    entries, path
+):
     ends_so = path.endswith(tuple(entries))
     starts_so = any(re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", path) for entry in entries)
     assert transformers_5(entries)(path) == (ends_so or starts_so)
-    assert transformers_5_0(entries)(path) == (ends_so or any(re.match(entry, path) for entry in entries))
+    assert transformers_5_0(entries)(path) == (
+        ends_so or any(re.match(entry, path) for entry in entries)
+    )
 
 
 @given(packed=st.sets(PATH, max_size=12), kept=st.sets(PATH, max_size=12))
@@ -147,13 +158,37 @@ def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module(
             {"layers.0.mlp.gate"},
             id="what AutoModel calls a module of a decoder",
         ),
-        pytest.param(["classifier"], ["bert.encoder.layer.0.output.dense"], {"bert.pooler"}, id="an encoder's pooler"),
-        pytest.param(["lm_head"], ["bert.encoder.layer.0.dense", "bert.pooler.dense"], set(), id="a packed pooler"),
-        pytest.param(["model.gate"], ["model.layers.0.mlp.gate"], set(), id="a name that hits a packed module"),
-        pytest.param(["layers.0.gate"], ["layers.0.up", "layers.1.up"], set(), id="no base: a list of layers"),
-        pytest.param(["encoder.gate"], ["encoder.up", "decoder.up"], set(), id="no base: two parts"),
+        pytest.param(
+            ["classifier"],
+            ["bert.encoder.layer.0.output.dense"],
+            {"bert.pooler"},
+            id="an encoder's pooler",
+        ),
+        pytest.param(
+            ["lm_head"],
+            ["bert.encoder.layer.0.dense", "bert.pooler.dense"],
+            set(),
+            id="a packed pooler",
+        ),
+        pytest.param(
+            ["model.gate"],
+            ["model.layers.0.mlp.gate"],
+            set(),
+            id="a name that hits a packed module",
+        ),
+        pytest.param(
+            ["layers.0.gate"], ["layers.0.up", "layers.1.up"], set(), id="no base: a list of layers"
+        ),
+        pytest.param(
+            ["encoder.gate"], ["encoder.up", "decoder.up"], set(), id="no base: two parts"
+        ),
         pytest.param(["gate"], ["up"], set(), id="no base: a single component"),
-        pytest.param(["wavlm.gate"], ["wavlm.up", "wavlm.down", "projector"], {"gate", "wavlm.pooler"}, id="most"),
+        pytest.param(
+            ["wavlm.gate"],
+            ["wavlm.up", "wavlm.down", "projector"],
+            {"gate", "wavlm.pooler"},
+            id="most",
+        ),
         pytest.param(["lm_head"], [], set(), id="nothing packed"),
     ],
 )
@@ -178,7 +213,9 @@ def test_a_single_entry_hits_what_a_list_of_it_hits(entry, path):
 
 def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
     packed = [f"model.layers.{layer}.mlp.up_proj" for layer in range(4000)]
-    kept = [f"model.layers.{layer}.mlp.{name}" for layer in range(4000) for name in ("proj", "gate")]
+    kept = [
+        f"model.layers.{layer}.mlp.{name}" for layer in range(4000) for name in ("proj", "gate")
+    ]
     stopwatch = Stopwatch()
     entries, mistaken = build_skip_modules(packed, [*kept, "proj"])
     complete_for_base(entries, packed, kept)
@@ -194,9 +231,13 @@ def test_entries_are_in_natural_order():
 
 
 def test_the_check_names_modules_and_loaders():
-    with pytest.raises(PlanError, match=r"pre_classifier is packed, but transformers 5 would skip it"):
+    with pytest.raises(
+        PlanError, match=r"pre_classifier is packed, but transformers 5 would skip it"
+    ):
         check_skip_modules(["classifier"], ["pre_classifier"], ["classifier"])
-    with pytest.raises(PlanError, match=r"lm_head is not packed, but transformers 4 would not skip it"):
+    with pytest.raises(
+        PlanError, match=r"lm_head is not packed, but transformers 4 would not skip it"
+    ):
         check_skip_modules([], [], ["lm_head"])
 
 

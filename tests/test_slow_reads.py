@@ -1,4 +1,6 @@
-"""Files that are not in the page cache: read by many threads, with the same bytes and the same errors."""
+"""Files that are not in the page cache: read by many threads, with the same bytes and the same
+errors.
+"""
 
 import errno
 import os
@@ -10,10 +12,10 @@ import pytest
 from checkpoints import contents, write_source
 from test_resume import OPTIONS, RUN
 
-from nf4conv.checkpoint.reader import Reader
-from nf4conv.checkpoint.writer import let_go, write_file
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
+from nf4conv.output.writer import let_go, write_file
+from nf4conv.sources.reader import Reader
 
 BLOCK = 2**20
 LATENCY = 0.05
@@ -50,7 +52,9 @@ def test_many_reads_are_in_flight_at_a_time(tmp_path: Path):
     assert seconds < 64 * LATENCY / 2  # one after the other they take 64 of these
 
 
-def test_what_is_slow_stays_so_while_many_reads_make_it_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_slow_stays_so_while_many_reads_make_it_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As over a network, where a long read takes as many round trips as several short ones."""
     content, preadv, longest = write(tmp_path / "file", 64), os.preadv, 0
 
@@ -103,14 +107,16 @@ def test_a_file_that_shrinks_once_it_is_open(tmp_path: Path, left: int):
     with Reader() as reader:
         reader.read_into(tmp_path / "file", 0, memoryview(bytearray(BLOCK)))
         os.truncate(tmp_path / "file", left)
-        with pytest.raises(SourceError, match=r"file: ends at byte [\d,]+; it was cut off while being read"):
+        with pytest.raises(
+            SourceError, match=r"file: ends at byte [\d,]+; it was cut off while being read"
+        ):
             reader.read_into(tmp_path / "file", 0, memoryview(bytearray(len(content))))
 
 
 def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source, preadv = write_source(tmp_path / "source"), os.preadv
     quantize_checkpoint(source, tmp_path / "fast", OPTIONS, RUN)
-    monkeypatch.setattr("nf4conv.checkpoint.reader._BLOCK", 4096)
+    monkeypatch.setattr("nf4conv.sources.reader._BLOCK", 4096)
     monkeypatch.setattr(os, "preadv", lambda *read: (time.sleep(0.002), preadv(*read))[1])
     quantize_checkpoint(source, tmp_path / "slow", OPTIONS, RUN)
     assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
@@ -128,7 +134,9 @@ def is_in_memory(path: Path) -> bool:
 
 
 def test_what_is_let_go_leaves_the_page_cache(tmp_path: Path):
-    """As far as the filesystem lets anything go: one in memory keeps what it is asked to drop by whomever."""
+    """As far as the filesystem lets anything go: one in memory keeps what it is asked to drop by
+    whomever.
+    """
     for name in ("file", "other"):
         write_file(tmp_path / name, [bytes(BLOCK)])
         assert is_in_memory(tmp_path / name)
@@ -139,7 +147,9 @@ def test_what_is_let_go_leaves_the_page_cache(tmp_path: Path):
 
 
 @pytest.mark.parametrize("pages", [1, 2**30], ids=["small memory", "large memory"])
-@pytest.mark.parametrize("error", [None, OSError(5, "Input/output error"), AttributeError("macOS")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [None, OSError(5, "Input/output error"), AttributeError("macOS")], ids=repr
+)
 def test_a_result_that_memory_has_no_room_for_does_not_stay_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, error: Exception | None
 ):
@@ -152,10 +162,14 @@ def test_a_result_that_memory_has_no_room_for_does_not_stay_there(
             raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name))
+        patched.setattr(
+            os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name)
+        )
         patched.setattr(os, "posix_fadvise", advise)
         quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert sorted(let_go) == ([(shard, 0, 0, os.POSIX_FADV_DONTNEED) for shard in shards] if pages == 1 else [])
+    assert sorted(let_go) == (
+        [(shard, 0, 0, os.POSIX_FADV_DONTNEED) for shard in shards] if pages == 1 else []
+    )
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

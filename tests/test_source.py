@@ -9,9 +9,9 @@ import torch
 from checkpoints import write_source
 from safetensors.torch import save_file
 
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.source import open_source, read_json
 from nf4conv.errors import SourceError
+from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.source import open_source, read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -56,7 +56,9 @@ def test_model_safetensors_wins_over_an_index_as_in_transformers(tmp_path):
 def test_weights_of_another_name(tmp_path):
     one = open_source(save(tmp_path / "one", "consolidated.safetensors", "w"))
     assert (one.files[0].name, one.stem, one.config) == ("consolidated.safetensors", "model", None)
-    diffusers = open_source(save(tmp_path / "diffusers", "diffusion_pytorch_model.safetensors", "w"))
+    diffusers = open_source(
+        save(tmp_path / "diffusers", "diffusion_pytorch_model.safetensors", "w")
+    )
     assert diffusers.stem == "diffusion_pytorch_model"
 
 
@@ -74,7 +76,9 @@ def test_links_are_followed_because_the_hub_s_cache_consists_of_them(tmp_path):
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot/model.safetensors").symlink_to(blobs / "0f3a.safetensors")
     [tensor] = open_source(tmp_path / "snapshot").tensors
-    assert tensor == TensorInfo("w", "F32", (2, 3), tmp_path / "snapshot/model.safetensors", tensor.start, tensor.stop)
+    assert tensor == TensorInfo(
+        "w", "F32", (2, 3), tmp_path / "snapshot/model.safetensors", tensor.start, tensor.stop
+    )
 
 
 def test_shards_in_a_sub_folder(tmp_path):
@@ -98,9 +102,24 @@ def test_shards_in_a_sub_folder(tmp_path):
         ({"w": "..\\w"}, r"w: '..\\w' is outside the folder"),
         ({"w": ""}, "w: the shard  is missing; the download is incomplete"),
         ({"w": "."}, "w: the shard . is missing; the download is incomplete"),
-        ({"w": "missing.safetensors"}, "w: the shard missing.safetensors is missing; the download is incomplete"),
+        (
+            {"w": "missing.safetensors"},
+            "w: the shard missing.safetensors is missing; the download is incomplete",
+        ),
     ],
-    ids=["null", "list", "empty", "number", "none", "up", "absolute", "backslash", "no-name", "folder", "missing"],
+    ids=[
+        "null",
+        "list",
+        "empty",
+        "number",
+        "none",
+        "up",
+        "absolute",
+        "backslash",
+        "no-name",
+        "folder",
+        "missing",
+    ],
 )
 def test_indexes_that_are_refused(tmp_path, weight_map, message):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -117,7 +136,9 @@ def test_names_longer_than_the_system_allows(tmp_path, name):
             open_source(path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a":' * 100_000 + "1" + "}" * 100_000, "\ud800"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"a":' * 100_000 + "1" + "}" * 100_000, "\ud800"]
+)
 def test_json_that_is_none(tmp_path, content):
     file = tmp_path / "config.json"
     file.write_text(content, encoding="utf-8", errors="surrogatepass")

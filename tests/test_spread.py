@@ -1,4 +1,6 @@
-"""A run spread over processes, here two on the CPU, and over tasks of Ray: the bytes and the report of a single run."""
+"""A run spread over processes, here two on the CPU, and over tasks of Ray: the bytes and the report
+of a single run.
+"""
 
 import json
 import os
@@ -23,7 +25,14 @@ from nf4conv.options import QuantizeOptions, RunOptions
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 ONE = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 TWO = replace(ONE, device="cpu,cpu")
-OF_THE_RUN = {"out", "loading", "seconds", "pipeline_seconds", "seconds_by_activity", "host_baseline_bytes"} | {
+OF_THE_RUN = {
+    "out",
+    "loading",
+    "seconds",
+    "pipeline_seconds",
+    "seconds_by_activity",
+    "host_baseline_bytes",
+} | {
     "host_peak_bytes",
     "verification",
 }
@@ -33,13 +42,27 @@ SLOW = "import os, time\nread = os.preadv\nos.preadv = lambda *given: (time.slee
 
 
 class Run:
-    """`nf4conv quantize` by two worker processes, in a process group of its own; every read takes as long as abroad."""
+    """`nf4conv quantize` by two worker processes, in a process group of its own; every read takes
+    as long as abroad.
+    """
 
     def __init__(self, source: Path, out: Path) -> None:
         (source.parent / "slow").mkdir(exist_ok=True)
         (source.parent / "slow" / "sitecustomize.py").write_text(SLOW)
-        path = os.pathsep.join([str(source.parent / "slow"), str(Path(nf4conv.__file__).parents[1])])
-        command = ["quantize", source, out, "--device", "cpu,cpu", "--max-shard-size", "60kB", "--workers", "1"]
+        path = os.pathsep.join(
+            [str(source.parent / "slow"), str(Path(nf4conv.__file__).parents[1])]
+        )
+        command = [
+            "quantize",
+            source,
+            out,
+            "--device",
+            "cpu,cpu",
+            "--max-shard-size",
+            "60kB",
+            "--workers",
+            "1",
+        ]
         self.out = out
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nf4conv", *map(str, command), "--json"],
@@ -56,7 +79,10 @@ class Run:
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError):
-                if b"spawn_main" in (process / "cmdline").read_bytes() and os.getpgid(int(process.name)) == self.group:
+                if (
+                    b"spawn_main" in (process / "cmdline").read_bytes()
+                    and os.getpgid(int(process.name)) == self.group
+                ):
                     found.append(int(process.name))
         return found
 
@@ -84,9 +110,13 @@ def looks_finished(out: Path) -> bool:
     return any((out / name).exists() for name in ("config.json", "model.safetensors.index.json"))
 
 
-@pytest.mark.parametrize("run", [TWO, replace(TWO, verify=True, checksum=True)], ids=["plain", "verified"])
+@pytest.mark.parametrize(
+    "run", [TWO, replace(TWO, verify=True, checksum=True)], ids=["plain", "verified"]
+)
 def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: RunOptions):
-    single = nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(run, device="cpu"))
+    single = nf4conv.quantize_checkpoint(
+        source, tmp_path / "single", OPTIONS, replace(run, device="cpu")
+    )
     read: list[int] = []
     report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -112,14 +142,20 @@ def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
     single = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
     report = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.decoded, report.copied, report.bytes_after) == (single.decoded, single.copied, single.bytes_after)
+    assert (report.decoded, report.copied, report.bytes_after) == (
+        single.decoded,
+        single.copied,
+        single.bytes_after,
+    )
 
 
 def test_overwriting(tmp_path: Path, source: Path):
     other = QuantizeOptions(max_shard_size=60_000, quant_type="fp4")
     nf4conv.quantize_checkpoint(source, tmp_path / "out", other, ONE)
     nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
-    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True))
+    report = nf4conv.quantize_checkpoint(
+        source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True)
+    )
     assert not report.already_complete
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
@@ -129,8 +165,17 @@ def kill_a_worker(run: Run) -> None:
 
 
 ENDS = [
-    (kill_a_worker, 2, "Error: a worker process was killed, perhaps for want of memory; the same command resumes\n"),
-    (lambda run: os.killpg(run.group, signal.SIGINT), 130, "Error: interrupted; the same command resumes\n"),
+    (
+        kill_a_worker,
+        2,
+        "Error: a worker process was killed, perhaps for want of memory; the same command "
+        "resumes\n",
+    ),
+    (
+        lambda run: os.killpg(run.group, signal.SIGINT),
+        130,
+        "Error: interrupted; the same command resumes\n",
+    ),
     (lambda run: run.process.kill(), -9, ""),
 ]
 
@@ -166,9 +211,13 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
     assert errors.startswith(f"Error: {file}: model.layers.4.mlp.up_proj.weight: ")
 
 
-@pytest.mark.parametrize("device", ["cuda:0,cpu", "cuda:8,cuda:9", "cuda:0,cuda:0", "cpu,gpu", "cuda:0,"])
+@pytest.mark.parametrize(
+    "device", ["cuda:0,cpu", "cuda:8,cuda:9", "cuda:0,cuda:0", "cpu,gpu", "cuda:0,"]
+)
 def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
-    with pytest.raises(PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "):
+    with pytest.raises(
+        PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "
+    ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
     assert not (tmp_path / "out").exists()
 
@@ -179,7 +228,9 @@ def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("run", "option"), [(TWO, f"--device {TWO.device}"), (replace(ONE, ray=True), "--ray")])
+@pytest.mark.parametrize(
+    ("run", "option"), [(TWO, f"--device {TWO.device}"), (replace(ONE, ray=True), "--ray")]
+)
 def test_what_does_not_go_with_workers_is_refused_by_the_option_that_asked_for_them(
     tmp_path: Path, source: Path, run: RunOptions, option: str
 ):
@@ -192,7 +243,9 @@ def test_what_does_not_go_with_workers_is_refused_by_the_option_that_asked_for_t
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"cuda:all: .*it has none"):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
+        nf4conv.quantize_checkpoint(
+            source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
+        )
 
 
 def test_places_share_all_cores():
@@ -205,9 +258,13 @@ def test_places_share_all_cores():
 @pytest.mark.gpu
 def test_all_gpus(tmp_path: Path, source: Path):
     """Of one, it is a plain run."""
-    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
+    report = nf4conv.quantize_checkpoint(
+        source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
+    )
     nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
-    assert report.device == ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    assert report.device == ", ".join(
+        f"cuda:{number}" for number in range(torch.cuda.device_count())
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     for name, cores in find_places("cuda:all"):
         assert name.startswith("cuda:")
@@ -216,5 +273,7 @@ def test_all_gpus(tmp_path: Path, source: Path):
 
 def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"):
+    with pytest.raises(
+        PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
+    ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))

@@ -1,4 +1,6 @@
-"""--stream: the bytes of the local run, at most two source shards on disk, and every fault survived or refused."""
+"""--stream: the bytes of the local run, at most two source shards on disk, and every fault survived
+or refused.
+"""
 
 import json
 import threading
@@ -15,29 +17,44 @@ from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
-import nf4conv.checkpoint.hub as hub_module
+import nf4conv.sources.remote.hub as hub_module
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
-from nf4conv.checkpoint.hub import RemoteFile, Repository
-from nf4conv.checkpoint.stream import ShardStream, check_content
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import SourceOptions
+from nf4conv.sources.remote.hub import RemoteFile, Repository
+from nf4conv.sources.remote.stream import ShardStream, check_content
 
 REPO = "some-org/model"
-CONFIG = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}).encode()
+CONFIG = json.dumps(
+    {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+).encode()
 SHARDS = 6
 WEIGHTS = (".safetensors", ".incomplete")
 OPTIONS = QuantizeOptions(max_shard_size=100_000)
 
 
 def checkpoint(shards: int = SHARDS) -> dict[str, bytes]:
-    """A checkpoint of a few shards, about 200 kB each; layers go across shards, and norms are many in each."""
+    """A checkpoint of a few shards, about 200 kB each; layers go across shards, and norms are many
+    in each.
+    """
     generator = torch.Generator().manual_seed(0)
-    files, weight_map = {"config.json": CONFIG, "tokenizer.json": b"{}", "README.md": b"# A model\n"}, {}
+    files, weight_map = (
+        {"config.json": CONFIG, "tokenizer.json": b"{}", "README.md": b"# A model\n"},
+        {},
+    )
     for number in range(1, shards + 1):
-        tensors = {f"model.layers.{number}.mlp.up_proj.weight": torch.randn(512, 128, generator=generator).bfloat16()}
-        tensors[f"model.layers.{number}.mlp.down_proj.weight"] = torch.randn(128, 256, generator=generator).bfloat16()
-        tensors |= {f"model.layers.{number}.norm{i}.weight": torch.ones(128).bfloat16() for i in range(5)}
+        tensors = {
+            f"model.layers.{number}.mlp.up_proj.weight": torch.randn(
+                512, 128, generator=generator
+            ).bfloat16()
+        }
+        tensors[f"model.layers.{number}.mlp.down_proj.weight"] = torch.randn(
+            128, 256, generator=generator
+        ).bfloat16()
+        tensors |= {
+            f"model.layers.{number}.norm{i}.weight": torch.ones(128).bfloat16() for i in range(5)
+        }
         name = f"model-{number:05d}-of-{shards:05d}.safetensors"
         files[name] = save(tensors)
         weight_map |= dict.fromkeys(tensors, name)
@@ -71,7 +88,11 @@ def converted_locally(tmp_path: Path, files: dict[str, bytes]) -> dict[str, byte
 
 
 def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: content for name, content in files.items() if name not in ("README.md", "nf4conv.json")}
+    return {
+        name: content
+        for name, content in files.items()
+        if name not in ("README.md", "nf4conv.json")
+    }
 
 
 def publish(hub: Hub, files: dict[str, bytes], **attributes: Any) -> Repo:
@@ -81,20 +102,26 @@ def publish(hub: Hub, files: dict[str, bytes], **attributes: Any) -> Repo:
 
 
 def stream(out: Path, where: SourceOptions, **run: Any) -> dict[str, bytes]:
-    quantize_checkpoint(REPO, out, OPTIONS, RunOptions(device="cpu", **{"workers": 2} | run), where=where)
+    quantize_checkpoint(
+        REPO, out, OPTIONS, RunOptions(device="cpu", **{"workers": 2} | run), where=where
+    )
     return without_card(contents(out))
 
 
 @contextmanager
 def watched(out: Path) -> Iterator[list[int]]:
-    """The bytes of source files, whole or in parts, that were on disk, a few hundred times a second."""
+    """The bytes of source files, whole or in parts, that were on disk, a few hundred times a
+    second.
+    """
     sizes: list[int] = [0]
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.is_set():
             with suppress(FileNotFoundError):
-                found = [path for path in (out / ".nf4conv/source").rglob("*") if path.suffix in WEIGHTS]
+                found = [
+                    path for path in (out / ".nf4conv/source").rglob("*") if path.suffix in WEIGHTS
+                ]
                 sizes.append(sum(path.stat().st_size for path in found))
             time.sleep(0.002)
 
@@ -107,15 +134,22 @@ def watched(out: Path) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_the_result_is_that_of_the_folder(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
+def test_the_result_is_that_of_the_folder(
+    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+):
     publish(hub, checkpoint())
     assert stream(tmp_path / "out", where) == expected
     for number in range(1, SHARDS + 1):
-        assert hub.count(rf"GET /cdn/.*/model-0000{number}-of.*safetensors$") in (2, 3)  # the header, then the file
+        assert hub.count(rf"GET /cdn/.*/model-0000{number}-of.*safetensors$") in (
+            2,
+            3,
+        )  # the header, then the file
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_at_most_two_shards_are_on_disk(hub: Hub, where: SourceOptions, tmp_path: Path, workers: int):
+def test_at_most_two_shards_are_on_disk(
+    hub: Hub, where: SourceOptions, tmp_path: Path, workers: int
+):
     files = checkpoint()
     publish(hub, files)
     hub.faults = [Fault(r"GET /cdn/.*safetensors$", times=99, seconds=0.02)]
@@ -129,10 +163,16 @@ def test_at_most_two_shards_are_on_disk(hub: Hub, where: SourceOptions, tmp_path
 def test_one_shard_ahead_and_no_further(hub: Hub, where: SourceOptions, tmp_path: Path):
     publish(hub, checkpoint())
     repository = Repository(REPO, where)
-    files = {Path(name): file for name, file in sorted(repository.files.items()) if name.endswith(".safetensors")}
+    files = {
+        Path(name): file
+        for name, file in sorted(repository.files.items())
+        if name.endswith(".safetensors")
+    }
     paths = list(files)
     order = {path: number for number, path in enumerate(paths)}
-    with ShardStream(repository, files, order=order, needed=paths[:4], folder=tmp_path / "source") as stream:
+    with ShardStream(
+        repository, files, order=order, needed=paths[:4], folder=tmp_path / "source"
+    ) as stream:
         for number in (0, 1):
             stream.expect(paths[number])
             stream.wait_for(paths[number])
@@ -141,7 +181,10 @@ def test_one_shard_ahead_and_no_further(hub: Hub, where: SourceOptions, tmp_path
         stream.done(paths[0])
         stream.expect(paths[2])
         stream.wait_for(paths[2])
-        assert sorted(contents(tmp_path / "source").keys() & repository.files.keys()) == [str(paths[1]), str(paths[2])]
+        assert sorted(contents(tmp_path / "source").keys() & repository.files.keys()) == [
+            str(paths[1]),
+            str(paths[2]),
+        ]
     assert not (tmp_path / "source").exists()
 
 
@@ -150,21 +193,31 @@ def test_planning_fetches_headers_only(hub: Hub, where: SourceOptions):
     publish(hub, files)
     plan = plan_quantization(REPO, OPTIONS, where)
     assert len(plan.source.tensors) == 7 * SHARDS
-    ranges = [request.range for request in hub.requests if request.line.endswith(".safetensors") and request.range]
+    ranges = [
+        request.range
+        for request in hub.requests
+        if request.line.endswith(".safetensors") and request.range
+    ]
     assert len(ranges) >= SHARDS
     assert all(
-        request.range or request.status == 302 for request in hub.requests if "safetensors" in request.line[-12:]
+        request.range or request.status == 302
+        for request in hub.requests
+        if "safetensors" in request.line[-12:]
     )
 
 
 def test_a_header_longer_than_the_first_request(hub: Hub, where: SourceOptions):
-    tensors = {f"model.layers.{number}.norm.weight": torch.ones(2).bfloat16() for number in range(3000)}
+    tensors = {
+        f"model.layers.{number}.norm.weight": torch.ones(2).bfloat16() for number in range(3000)
+    }
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 64).bfloat16()
     publish(hub, {"config.json": CONFIG, "model.safetensors": save(tensors)})
     assert len(plan_quantization(REPO, OPTIONS, where).source.tensors) == 3001
 
 
-def test_what_the_cache_has_is_not_fetched(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
+def test_what_the_cache_has_is_not_fetched(
+    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+):
     publish(hub, checkpoint())
     plan_quantization(REPO, OPTIONS, SourceOptions(cache_dir=where.cache_dir))
     hub.requests.clear()
@@ -178,9 +231,14 @@ def test_parts_of_a_weight_in_another_shard(hub: Hub, where: SourceOptions, tmp_
     names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)]
     shards = [
         {f"{name}_scale_inv": torch.rand(2, 1, generator=generator) for name in names},
-        *({name: torch.randn(256, 128, generator=generator).to(torch.float8_e4m3fn)} for name in names),
+        *(
+            {name: torch.randn(256, 128, generator=generator).to(torch.float8_e4m3fn)}
+            for name in names
+        ),
     ]
-    config = json.loads(CONFIG) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = json.loads(CONFIG) | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    }
     files, weight_map = {"config.json": json.dumps(config).encode()}, {}
     for number, tensors in enumerate(shards):
         files[f"model-{number}.safetensors"] = save(tensors)
@@ -197,7 +255,9 @@ SECOND = r"GET /cdn/.*00002-of"
 
 @contextmanager
 def after_the_headers(hub: Hub, *faults: Fault) -> Iterator[None]:
-    """Set faults once planning, which reads headers, is over: at the first request for a whole shard."""
+    """Set faults once planning, which reads headers, is over: at the first request for a whole
+    shard.
+    """
     hub.faults = [Fault(r"HEAD .*00001-of", call=lambda: hub.faults.extend(faults))]
     yield
 
@@ -233,7 +293,9 @@ def test_a_passing_fault_changes_nothing(
 
 def test_a_shard_that_stays_damaged_is_refused(hub: Hub, where: SourceOptions, tmp_path: Path):
     publish(hub, checkpoint())
-    refused = pytest.raises(SourceError, match=r"some-org/model/model-00002-of.*: its hash is not \w{64}, .*, twice")
+    refused = pytest.raises(
+        SourceError, match=r"some-org/model/model-00002-of.*: its hash is not \w{64}, .*, twice"
+    )
     with after_the_headers(hub, Fault(SECOND, times=99, corrupt=True)), refused:
         stream(tmp_path / "out", where)
     assert hub.count(SECOND) == 3, "the header, the file, and the file again"
@@ -245,7 +307,10 @@ def test_a_shard_that_stays_short_is_refused(
 ):
     monkeypatch.setattr(time, "sleep", lambda _: None)
     publish(hub, checkpoint())
-    with after_the_headers(hub, Fault(SECOND, times=99, cut=1000)), pytest.raises(SourceError, match="model-00002-of"):
+    with (
+        after_the_headers(hub, Fault(SECOND, times=99, cut=1000)),
+        pytest.raises(SourceError, match="model-00002-of"),
+    ):
         stream(tmp_path / "out", where)
     assert hub.count(SECOND) < 60
     assert not (tmp_path / "out/config.json").exists()
@@ -254,13 +319,22 @@ def test_a_shard_that_stays_short_is_refused(
 @pytest.mark.parametrize(
     ("status", "headers", "explanation"),
     [
-        (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Ask for access."}, "gated repo .* Ask for access"),
+        (
+            403,
+            {"X-Error-Code": "GatedRepo", "X-Error-Message": "Ask for access."},
+            "gated repo .* Ask for access",
+        ),
         (404, {"X-Error-Code": "EntryNotFound"}, "Entry Not Found"),
         (401, {"X-Error-Code": "RepoNotFound"}, "Repository Not Found"),
     ],
 )
 def test_what_waiting_cannot_mend_is_not_tried_again(
-    hub: Hub, where: SourceOptions, tmp_path: Path, status: int, headers: dict[str, str], explanation: str
+    hub: Hub,
+    where: SourceOptions,
+    tmp_path: Path,
+    status: int,
+    headers: dict[str, str],
+    explanation: str,
 ):
     publish(hub, checkpoint())
     with (
@@ -271,10 +345,15 @@ def test_what_waiting_cannot_mend_is_not_tried_again(
     assert hub.count(r"HEAD .*00003-of") == 1
 
 
-def test_an_interrupted_run_is_resumed(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
+def test_an_interrupted_run_is_resumed(
+    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+):
     publish(hub, checkpoint())
     out = tmp_path / "out"
-    with after_the_headers(hub, Fault(r"HEAD .*00005-of", times=99, status=403)), pytest.raises(SourceError):
+    with (
+        after_the_headers(hub, Fault(r"HEAD .*00005-of", times=99, status=403)),
+        pytest.raises(SourceError),
+    ):
         stream(out, where)
     finished = [path.name for path in out.glob("*.safetensors")]
     assert finished
@@ -283,14 +362,19 @@ def test_an_interrupted_run_is_resumed(hub: Hub, where: SourceOptions, expected:
     hub.requests.clear()
     with watched(out) as sizes:
         assert stream(out, where) == expected
-    assert {name: (out / name).stat().st_mtime_ns for name in finished} == before, "a finished shard was made again"
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == before, (
+        "a finished shard was made again"
+    )
     assert hub.count(r"HEAD .*00001-of") == 0, "a source shard that is no longer needed was fetched"
     assert max(sizes) <= 2 * max(map(len, checkpoint().values()))
 
 
 def test_a_new_commit_is_another_run(hub: Hub, where: SourceOptions, tmp_path: Path):
     repo = publish(hub, checkpoint())
-    with after_the_headers(hub, Fault(r"HEAD .*00005-of", times=99, status=403)), pytest.raises(SourceError):
+    with (
+        after_the_headers(hub, Fault(r"HEAD .*00005-of", times=99, status=403)),
+        pytest.raises(SourceError),
+    ):
         stream(tmp_path / "out", where)
     hub.faults.clear()
     repo.commit(checkpoint() | {"tokenizer.json": b"{} "})
@@ -298,8 +382,12 @@ def test_a_new_commit_is_another_run(hub: Hub, where: SourceOptions, tmp_path: P
         stream(tmp_path / "out", where)
 
 
-def test_an_error_elsewhere_does_not_wait_for_the_download(hub: Hub, where: SourceOptions, tmp_path: Path):
-    """A NaN in the first shard ends the run although the second one, on which other workers wait, never comes."""
+def test_an_error_elsewhere_does_not_wait_for_the_download(
+    hub: Hub, where: SourceOptions, tmp_path: Path
+):
+    """A NaN in the first shard ends the run although the second one, on which other workers wait,
+    never comes.
+    """
     files = checkpoint()
     tensors = {"model.layers.1.mlp.up_proj.weight": torch.full((512, 128), float("nan")).bfloat16()}
     files["model-00001-of-00006.safetensors"] = save(tensors)
@@ -309,7 +397,10 @@ def test_an_error_elsewhere_does_not_wait_for_the_download(hub: Hub, where: Sour
     files["model.safetensors.index.json"] = json.dumps({"weight_map": kept}).encode()
     publish(hub, files)
     started = time.monotonic()
-    with after_the_headers(hub, Fault(SECOND, times=99, seconds=30)), pytest.raises(SourceError, match="NaN or inf"):
+    with (
+        after_the_headers(hub, Fault(SECOND, times=99, seconds=30)),
+        pytest.raises(SourceError, match="NaN or inf"),
+    ):
         stream(tmp_path / "out", where, workers=3)
     assert time.monotonic() - started < 20
 
@@ -322,18 +413,32 @@ def test_pickles_are_not_streamed(hub: Hub, where: SourceOptions, tmp_path: Path
 
 
 def test_weights_with_nan_are_found_by_ranges(hub: Hub, where: SourceOptions, tmp_path: Path):
-    tensors = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(256, 128).bfloat16() for number in range(2)}
+    tensors = {
+        f"model.layers.{number}.mlp.up_proj.weight": torch.ones(256, 128).bfloat16()
+        for number in range(2)
+    }
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     publish(hub, {"config.json": CONFIG, "model.safetensors": save(tensors)})
     options = QuantizeOptions(non_finite="keep")
-    report = quantize_checkpoint(REPO, tmp_path / "out", options, RunOptions(device="cpu", workers=2), where=where)
+    report = quantize_checkpoint(
+        REPO, tmp_path / "out", options, RunOptions(device="cpu", workers=2), where=where
+    )
     assert (report.packed, report.copied) == (1, 1)
 
 
 def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
     publish(hub, checkpoint())
-    arguments = ["quantize", REPO, str(tmp_path / "out"), "--stream", "--cache-dir", str(where.cache_dir)]
-    done = CliRunner().invoke(main, [*arguments, "--max-shard-size", "100kB", "--device", "cpu", "--json"])
+    arguments = [
+        "quantize",
+        REPO,
+        str(tmp_path / "out"),
+        "--stream",
+        "--cache-dir",
+        str(where.cache_dir),
+    ]
+    done = CliRunner().invoke(
+        main, [*arguments, "--max-shard-size", "100kB", "--device", "cpu", "--json"]
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["packed"] == 2 * SHARDS
     assert without_card(contents(tmp_path / "out")) == expected
@@ -342,7 +447,12 @@ def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes],
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        (RemoteFile("x", 5, "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824", "?"), None),
+        (
+            RemoteFile(
+                "x", 5, "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824", "?"
+            ),
+            None,
+        ),
         (RemoteFile("x", 5, None, "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"), None),
         (RemoteFile("x", 5, None, None), None),
         (RemoteFile("x", 6, None, None), "has 5 bytes, not the 6 that the hub says"),
@@ -351,7 +461,9 @@ def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes],
     ],
     ids=["sha256", "git", "unknown", "size", "wrong-sha256", "wrong-git"],
 )
-def test_content_is_checked_by_the_hash_that_the_hub_knows(tmp_path: Path, file: RemoteFile, problem: str | None):
+def test_content_is_checked_by_the_hash_that_the_hub_knows(
+    tmp_path: Path, file: RemoteFile, problem: str | None
+):
     """The hashes of "hello": sha256sum, git hash-object."""
     (tmp_path / "x").write_bytes(b"hello")
     assert check_content(tmp_path / "x", file) == problem

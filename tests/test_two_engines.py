@@ -1,6 +1,7 @@
 """The engine without torch against that with it: the same bytes.
 
-Without a GPU the driver and the compiler are played (host_driver.py), and torch computes on the CPU.
+Without a GPU the driver and the compiler are played (host_driver.py), and torch computes on the
+CPU.
 """
 
 import json
@@ -29,13 +30,13 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
-from nf4conv.checkpoint.plan import CopyJob
 from nf4conv.errors import SourceError, VerificationError
-from nf4conv.pipeline.with_torch import difference
-from nf4conv.pipeline.without_torch import driver
-from nf4conv.pipeline.without_torch.worker import CudaEngine, CudaWorker
+from nf4conv.plan.jobs import CopyJob
 from nf4conv.report.as_json import content_of
 from nf4conv.report.measured import TensorDifference
+from nf4conv.run.with_torch import difference
+from nf4conv.run.without_torch import driver
+from nf4conv.run.without_torch.worker import CudaEngine, CudaWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -75,8 +76,16 @@ def write(
     dtype: torch.dtype = torch.float16,
 ) -> Path:
     folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": str(dtype)[6:], "vocab_size": 64}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": str(dtype)[6:],
+        "vocab_size": 64,
+    }
     (folder / "config.json").write_text(
         json.dumps(config | ({"quantization_config": quantization} if quantization else {}))
     )
@@ -94,7 +103,10 @@ GENERATOR = torch.Generator().manual_seed(1)
 
 
 def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    found = {name: (torch.randn(shape, generator=GENERATOR) * 0.05).to(dtype) for name, shape in SHAPES.items()}
+    found = {
+        name: (torch.randn(shape, generator=GENERATOR) * 0.05).to(dtype)
+        for name, shape in SHAPES.items()
+    }
     return found | {
         "model.norm.weight": torch.linspace(-2, 2, 257).to(dtype),
         "model.embed_tokens.weight": (torch.arange(5 * PIECE // 4) % 1000 / 8)
@@ -109,7 +121,9 @@ def same(one: Path, other: Path) -> None:
     a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     assert a.keys() == b.keys()
     for name, tensor in a.items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), b[name].view(-1).view(torch.uint8)), name
+        assert torch.equal(tensor.view(-1).view(torch.uint8), b[name].view(-1).view(torch.uint8)), (
+            name
+        )
     assert ours == theirs
 
 
@@ -117,7 +131,9 @@ def same(one: Path, other: Path) -> None:
     (torch.float16, QuantizeOptions()), (torch.float32, QuantizeOptions("fp4", 128, double_quant=False)),
     pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "bfloat16"])  # fmt: skip
-def test_packing(tmp_path: Path, gpu: list[CudaEngine], dtype: torch.dtype, options: QuantizeOptions):
+def test_packing(
+    tmp_path: Path, gpu: list[CudaEngine], dtype: torch.dtype, options: QuantizeOptions
+):
     source = write(tmp_path / "source", weights(dtype), dtype=dtype)
     by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
     quantize_checkpoint(source, tmp_path / "bare", options, BARE)
@@ -129,15 +145,26 @@ def _raw(*shape: int, high: int = 256) -> torch.Tensor:
     return torch.randint(0, high, shape, dtype=torch.uint8, generator=GENERATOR)
 
 
-def _eight_bit(dtype: torch.dtype, scale: Callable[[int, int], torch.Tensor], suffix: str = "weight_scale") -> Parts:
+def _eight_bit(
+    dtype: torch.dtype, scale: Callable[[int, int], torch.Tensor], suffix: str = "weight_scale"
+) -> Parts:
     """The parts of a matrix of 8-bit values, by the last part of their names."""
     high = 256 if dtype == torch.int8 else 120
-    return lambda rows, columns: {"weight": _raw(rows, columns, high=high).view(dtype), suffix: scale(rows, columns)}
+    return lambda rows, columns: {
+        "weight": _raw(rows, columns, high=high).view(dtype),
+        suffix: scale(rows, columns),
+    }
 
 
-def _four_bit(suffix: str, group: int, scale: torch.dtype, factors: dict[str, torch.Tensor]) -> Parts:
+def _four_bit(
+    suffix: str, group: int, scale: torch.dtype, factors: dict[str, torch.Tensor]
+) -> Parts:
     def parts(rows: int, columns: int) -> dict[str, torch.Tensor]:
-        scales = _raw(rows, columns // group, high=8) + 124 if group == 32 else _raw(rows, columns // group, high=120)
+        scales = (
+            _raw(rows, columns // group, high=8) + 124
+            if group == 32
+            else _raw(rows, columns // group, high=120)
+        )
         return {suffix: _raw(rows, columns // 2), "weight_scale": scales.view(scale)} | {
             role: factor.clone() for role, factor in factors.items()
         }
@@ -150,15 +177,25 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
 KINDS: dict[str, tuple[dict[str, Any], Parts]] = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        _eight_bit(E4M3, lambda rows, columns: torch.rand(-(-rows // 128), -(-columns // 128)), "weight_scale_inv"),
+        _eight_bit(
+            E4M3,
+            lambda rows, columns: torch.rand(-(-rows // 128), -(-columns // 128)),
+            "weight_scale_inv",
+        ),
     ),
     "fp8 channels": (COMPRESSED, _eight_bit(E4M3, lambda rows, _: torch.rand(rows, 1))),
     "fp8 tensor": (COMPRESSED, _eight_bit(torch.float8_e5m2, lambda *_: torch.rand(1))),
     "fp8 plain": ({}, lambda *shape: {"weight": _raw(*shape, high=120).view(E4M3)}),
-    "mxfp8": (COMPRESSED, _eight_bit(E4M3, lambda rows, columns: _raw(rows, columns // 32, high=8) + 118)),
+    "mxfp8": (
+        COMPRESSED,
+        _eight_bit(E4M3, lambda rows, columns: _raw(rows, columns // 32, high=8) + 118),
+    ),
     "int8": (COMPRESSED, _eight_bit(torch.int8, lambda rows, _: torch.rand(rows, 1).half())),
     "mxfp4": (COMPRESSED, _four_bit("weight_packed", 32, torch.uint8, {})),
-    "nvfp4": (COMPRESSED, _four_bit("weight_packed", 16, E4M3, {"weight_global_scale": torch.tensor([17.0])})),
+    "nvfp4": (
+        COMPRESSED,
+        _four_bit("weight_packed", 16, E4M3, {"weight_global_scale": torch.tensor([17.0])}),
+    ),
     "modelopt": (
         {"quant_method": "modelopt"},
         _four_bit("weight", 16, E4M3, {"weight_scale_2": torch.tensor(0.05)}),
@@ -174,8 +211,14 @@ KINDS: dict[str, tuple[dict[str, Any], Parts]] = {
 def test_encoded_sources(tmp_path: Path, gpu: list[CudaEngine], kind: str):
     description, parts = KINDS[kind]
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
-    for name, shape in (("mlp.up_proj", (136, 160)), ("mlp.down_proj", (72, 96)), ("self_attn.o_proj", (65, 64))):
-        tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts(*shape).items()}
+    for name, shape in (
+        ("mlp.up_proj", (136, 160)),
+        ("mlp.down_proj", (72, 96)),
+        ("self_attn.o_proj", (65, 64)),
+    ):
+        tensors |= {
+            f"model.layers.0.{name}.{suffix}": part for suffix, part in parts(*shape).items()
+        }
     source = write(tmp_path / "source", tensors, description)
     by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
@@ -184,9 +227,13 @@ def test_encoded_sources(tmp_path: Path, gpu: list[CudaEngine], kind: str):
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-def test_four_bit_sources_repacked_and_decoded(tmp_path: Path, gpu: list[CudaEngine], double_quant: bool):
+def test_four_bit_sources_repacked_and_decoded(
+    tmp_path: Path, gpu: list[CudaEngine], double_quant: bool
+):
     source = write(tmp_path / "source", weights(torch.float16))
-    by_torch(quantize_checkpoint, source, tmp_path / "packed", QuantizeOptions(double_quant=double_quant))
+    by_torch(
+        quantize_checkpoint, source, tmp_path / "packed", QuantizeOptions(double_quant=double_quant)
+    )
     for command, options, name in (
         (quantize_checkpoint, QuantizeOptions(blocksize=128), "again"),
         (dequantize_checkpoint, None, "plain"),
@@ -205,7 +252,9 @@ CASTS = [(torch.float32, "float16"), (torch.float16, "float32")] + [
 
 
 def bit_patterns(stored: torch.dtype, cast: torch.dtype) -> torch.Tensor:
-    """All values of a 16-bit dtype, or many of float32, but those that become infinite; without a GPU no NaN."""
+    """All values of a 16-bit dtype, or many of float32, but those that become infinite; without a
+    GPU no NaN.
+    """
     size, shift = (torch.int16, 0) if stored.itemsize == 2 else (torch.int32, 13)
     some = torch.arange(-(2**15), 2**15) << shift
     bits = torch.cat([some, some ^ 0x1000, some | 0xFFF]) if shift else some
@@ -215,27 +264,47 @@ def bit_patterns(stored: torch.dtype, cast: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("stored", "dtype"), CASTS, ids=str)
-def test_casts(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, dtype: str):
-    """Of weights before they are packed, of what is kept, and of what is decoded; and what comes of it is proved."""
-    tensors = weights(stored) | {"model.layers.0.input_layernorm.weight": bit_patterns(stored, getattr(torch, dtype))}
+def test_casts(
+    tmp_path: Path,
+    gpu: list[CudaEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    stored: torch.dtype,
+    dtype: str,
+):
+    """Of weights before they are packed, of what is kept, and of what is decoded; and what comes of
+    it is proved.
+    """
+    tensors = weights(stored) | {
+        "model.layers.0.input_layernorm.weight": bit_patterns(stored, getattr(torch, dtype))
+    }
     source, packed = write(tmp_path / "source", tensors, dtype=stored), tmp_path / "packed"
     by_torch(quantize_checkpoint, source, packed, None)
     for command, origin, options, name in (
         (quantize_checkpoint, source, QuantizeOptions(dtype=dtype), "quantized"),
-        (quantize_checkpoint, packed, QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",)), "again"),
+        (
+            quantize_checkpoint,
+            packed,
+            QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",)),
+            "again",
+        ),
         (dequantize_checkpoint, packed, DequantizeOptions(dtype=dtype), "dequantized"),
     ):
         command(origin, tmp_path / f"bare {name}", options, BARE)
         by_torch(command, origin, tmp_path / f"torch {name}", options)
         same(tmp_path / f"bare {name}", tmp_path / f"torch {name}")
     without_torch(monkeypatch)
-    assert verify_checkpoint(tmp_path / "bare quantized", source, VerifyOptions(exact=True), BARE).passed
-    quantize_checkpoint(source, tmp_path / "audited", QuantizeOptions(dtype=dtype), replace(BARE, verify=True))
+    assert verify_checkpoint(
+        tmp_path / "bare quantized", source, VerifyOptions(exact=True), BARE
+    ).passed
+    quantize_checkpoint(
+        source, tmp_path / "audited", QuantizeOptions(dtype=dtype), replace(BARE, verify=True)
+    )
     assert len(gpu) == 5
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("fp8 blocks", "float32"), ("nvfp4", "float16"), ("bitsandbytes 8-bit", "float16")]
+    ("kind", "dtype"),
+    [("fp8 blocks", "float32"), ("nvfp4", "float16"), ("bitsandbytes 8-bit", "float16")],
 )
 def test_encoded_tensors_that_are_kept(
     tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
@@ -257,8 +326,12 @@ def test_encoded_tensors_that_are_kept(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer it comes down to."""
+def test_experts_of_gpt_oss(
+    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+):
+    """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer
+    it comes down to.
+    """
     experts, q_proj = "model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj.weight"
     large = (1, 600, 128) if ON_GPU else (1, 168, 32)
     tensors = {q_proj: torch.ones(64, 64, dtype=dtype)}
@@ -266,10 +339,12 @@ def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: 
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
-    monkeypatch.setattr("nf4conv.pipeline.without_torch.worker._OUTPUT_SLACK", 4096)
+    monkeypatch.setattr("nf4conv.run.without_torch.worker._OUTPUT_SLACK", 4096)
     fetched = []
     genuine = CudaWorker.fetch
-    monkeypatch.setattr(CudaWorker, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1])
+    monkeypatch.setattr(
+        CudaWorker, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
+    )
     by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
     same(tmp_path / "bare", tmp_path / "torch")
@@ -277,19 +352,28 @@ def test_experts_of_gpt_oss(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: 
     if dtype == torch.float16:  # which cannot hold all that is stored
         tensors[f"{experts}.gate_up_proj_scales"][0, 5, 7] = 150
         lost = write(tmp_path / "lost", tensors, {"quant_method": "mxfp4"}, dtype)
-        with pytest.raises(SourceError, match=r"experts\.gate_up_proj: has values too large for float16"):
+        with pytest.raises(
+            SourceError, match=r"experts\.gate_up_proj: has values too large for float16"
+        ):
             quantize_checkpoint(lost, tmp_path / "out", None, BARE)
     without_torch(monkeypatch)
     quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
     found = compared_alike(source, tmp_path / "audited")
-    assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == ["equal in value"] * 2
+    assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == [
+        "equal in value"
+    ] * 2
     assert len(gpu) == (5 if dtype == torch.float16 else 4)
 
 
-@pytest.mark.parametrize("scale", [(3, 1, 1), (3, 40, 1), (3, 2, 2)], ids=["tensor", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "scale", [(3, 1, 1), (3, 40, 1), (3, 2, 2)], ids=["tensor", "rows", "blocks"]
+)
 def test_stacks_of_8_bit_matrices_are_compared(tmp_path: Path, scale: tuple[int, ...]):
     name = "model.layers.0.mlp.experts.down_proj"
-    values, scales = _raw(3, 40, 48, high=120).view(E4M3), torch.rand(scale, generator=GENERATOR).half().float()
+    values, scales = (
+        _raw(3, 40, 48, high=120).view(E4M3),
+        torch.rand(scale, generator=GENERATOR).half().float(),
+    )
     description = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     encoded = {name: values, f"{name}_scale_inv": scales}
     a = write(tmp_path / "a", encoded, description)
@@ -297,12 +381,21 @@ def test_stacks_of_8_bit_matrices_are_compared(tmp_path: Path, scale: tuple[int,
     assert compared_alike(a, b) == {name: "different"}
 
 
-@pytest.mark.parametrize("name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"]
+)
 def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[CudaEngine], name: str):
     tensors = weights(torch.float32)
-    tensors["model.layers.0.input_layernorm.weight"] = torch.tensor([torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8])
-    source, options = write(tmp_path / "source", tensors, dtype=torch.float32), QuantizeOptions(dtype="float16")
-    quantize_checkpoint(source, tmp_path / "kept", options, BARE)  # what is infinite in the source may stay so
+    tensors["model.layers.0.input_layernorm.weight"] = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8]
+    )
+    source, options = (
+        write(tmp_path / "source", tensors, dtype=torch.float32),
+        QuantizeOptions(dtype="float16"),
+    )
+    quantize_checkpoint(
+        source, tmp_path / "kept", options, BARE
+    )  # what is infinite in the source may stay so
     tensors[name].view(-1)[-1] = 65520.0
     save_file(tensors, source / "model.safetensors")
     refusal = rf"model.safetensors: {name}: has values too large for float16, to which it would be cast; give another"
@@ -314,10 +407,14 @@ def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[CudaEngine]
 
 
 @pytest.mark.parametrize(
-    "stored", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+    "stored",
+    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=str,
 )
 def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dtype):
-    """Scales are float32. What is decoded to the dtype that it was packed from is as bitsandbytes decodes it."""
+    """Scales are float32. What is decoded to the dtype that it was packed from is as bitsandbytes
+    decodes it.
+    """
     source, packed = write(tmp_path / "source", weights(stored), dtype=stored), tmp_path / "packed"
     by_torch(quantize_checkpoint, source, packed, QuantizeOptions(double_quant=False))
     tensors = load_file(packed / "model.safetensors")
@@ -331,7 +428,9 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
         ),
     ):
         command(packed, tmp_path / f"{engine} wide", DequantizeOptions(dtype="float32"))
-        refused = pytest.raises(SourceError, match=rf"{DOWN}: has values too large for float16, to which")
+        refused = pytest.raises(
+            SourceError, match=rf"{DOWN}: has values too large for float16, to which"
+        )
         with nullcontext() if stored == torch.float16 else refused:
             command(packed, tmp_path / engine, DequantizeOptions(dtype="float16"))
     same(tmp_path / "bare wide", tmp_path / "torch wide")
@@ -346,11 +445,16 @@ def test_what_takes_torch_takes_it(tmp_path: Path, gpu: list[CudaEngine], why: s
     source = write(tmp_path / "source", tensors)
     if why == "transposed":
         config = json.loads((source / "config.json").read_text())
-        save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()}, source / "model.safetensors")
+        save_file(
+            {"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()},
+            source / "model.safetensors",
+        )
         (source / "config.json").write_text(
             json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
         )
-    report = quantize_checkpoint(source, tmp_path / "out", options, RunOptions("auto", 2, 2 * PIECE))
+    report = quantize_checkpoint(
+        source, tmp_path / "out", options, RunOptions("auto", 2, 2 * PIECE)
+    )
     assert report.packed
     assert not gpu
 
@@ -363,20 +467,24 @@ def same_figures(one: Any, other: Any) -> None:
     a, b = content_of(one), content_of(other)
     for key in a.keys() - {"seconds", "settings", "weights", "kinds"}:
         assert a[key] == b[key], key
-    for mine, theirs in zip([*one.weights, *one.kinds], [*other.weights, *other.kinds], strict=True):
+    for mine, theirs in zip(
+        [*one.weights, *one.kinds], [*other.weights, *other.kinds], strict=True
+    ):
         same_row(mine, theirs)
 
 
 def same_row(one: Any, other: Any) -> None:
     a, b = asdict(one), asdict(other)
     for key, expected in b.items():
-        assert a[key] == (pytest.approx(expected, rel=CLOSE) if isinstance(expected, float) else expected), key
+        assert a[key] == (
+            pytest.approx(expected, rel=CLOSE) if isinstance(expected, float) else expected
+        ), key
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be an error if torch is to compare."""
     monkeypatch.setattr("nf4conv.commands.verify.comparing_engine", None)
-    monkeypatch.setattr("nf4conv.pipeline.audit._torch_worker", None)
+    monkeypatch.setattr("nf4conv.run.audit._torch_worker", None)
 
 
 @pytest.mark.parametrize(("options", "kind"), [
@@ -385,11 +493,19 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.param(QuantizeOptions(blocksize=512, scales="search"), None, marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "encoded", "search"])  # fmt: skip
 def test_what_is_right_is_proved(
-    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, options: QuantizeOptions, kind: str | None
+    tmp_path: Path,
+    gpu: list[CudaEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    options: QuantizeOptions,
+    kind: str | None,
 ):
     description, parts = KINDS[kind or "fp8 channels"]
     encoded = {f"model.layers.0.mlp.up_proj.{role}": part for role, part in parts(136, 160).items()}
-    source = write(tmp_path / "source", encoded if kind else weights(torch.float16), description if kind else None)
+    source = write(
+        tmp_path / "source",
+        encoded if kind else weights(torch.float16),
+        description if kind else None,
+    )
     audited = replace(BARE, verify=True)
     by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
     with monkeypatch.context() as patch:
@@ -399,7 +515,9 @@ def test_what_is_right_is_proved(
     assert len(gpu) == 2
     assert found.passed
     assert found.identical
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "torch/model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "torch/model.safetensors"
+    ).read_bytes()
     other = by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
     same_figures(found, other)
     assert written.verification is not None
@@ -427,7 +545,9 @@ def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[CudaEngine
     found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), run)
     assert len(gpu) == 2
     assert not found.passed
-    same_figures(found, by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True)))
+    same_figures(
+        found, by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
+    )
 
 
 @pytest.mark.parametrize("suffix", ["", ".absmax"], ids=["codes", "absmax"])
@@ -444,12 +564,16 @@ def test_a_bit_that_flips_on_the_way_to_the_disk(
         quantize_checkpoint(source, tmp_path / "out", None, replace(BARE, verify=True))
 
 
-def compared_alike(one: Path, other: Path, run: RunOptions = BARE, *, with_torch: bool = False) -> dict[str, str]:
-    """The status of each tensor, found without torch to the last digit as with it, whichever of the two is first."""
+def compared_alike(
+    one: Path, other: Path, run: RunOptions = BARE, *, with_torch: bool = False
+) -> dict[str, str]:
+    """The status of each tensor, found without torch to the last digit as with it, whichever of the
+    two is first.
+    """
     for a, b in ((one, other), (other, one)):
         with pytest.MonkeyPatch.context() as patch:
             if not with_torch:
-                patch.setattr("nf4conv.pipeline.engines.comparing_engine", None)
+                patch.setattr("nf4conv.run.engines.comparing_engine", None)
             found = compare_checkpoints(a, b, None, run)
         expected = by_torch(compare_checkpoints, a, b, None)
         assert found.tensors == expected.tensors
@@ -484,7 +608,9 @@ FLOATS = torch.float32, torch.float16, torch.bfloat16
 CASES = "ordinary", "special", "specials alike", "large", "equal", "one", "empty"
 
 
-@pytest.mark.parametrize("run", [BARE, replace(BARE, buffer_size=8 * PIECE)], ids=["small pieces", "large pieces"])
+@pytest.mark.parametrize(
+    "run", [BARE, replace(BARE, buffer_size=8 * PIECE)], ids=["small pieces", "large pieces"]
+)
 def test_values_compared(tmp_path: Path, gpu: list[CudaEngine], run: RunOptions):
     sides: tuple[dict[str, torch.Tensor], ...] = {}, {}
     for case in CASES:
@@ -497,15 +623,28 @@ def test_values_compared(tmp_path: Path, gpu: list[CudaEngine], run: RunOptions)
     sides[0]["shape"], sides[1]["shape"] = torch.ones(2, 3), torch.ones(3, 2)
     a, b = (write(tmp_path / name, side) for name, side in zip("ab", sides, strict=True))
     found = compared_alike(a, b, run)
-    assert {*found.values()} == {"identical", "equal in value", "different", "another shape", "only in A", "only in B"}
+    assert {*found.values()} == {
+        "identical",
+        "equal in value",
+        "different",
+        "another shape",
+        "only in A",
+        "only in B",
+    }
     assert len(gpu) == 2
-    assert found["specials alike.float32.bfloat16"] == found["empty.float32.float16"] == "equal in value"
+    assert (
+        found["specials alike.float32.bfloat16"]
+        == found["empty.float32.float16"]
+        == "equal in value"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoded_values_compared(tmp_path: Path, gpu: list[CudaEngine], kind: str):
     description, parts = KINDS[kind]
-    tensors = {f"model.layers.0.mlp.up_proj.{suffix}": part for suffix, part in parts(136, 160).items()}
+    tensors = {
+        f"model.layers.0.mlp.up_proj.{suffix}": part for suffix, part in parts(136, 160).items()
+    }
     encoded = write(tmp_path / "encoded", tensors, description)
     by_torch(quantize_checkpoint, encoded, tmp_path / "packed", None)
     plain = torch.randn(136, 160, generator=GENERATOR).half()
@@ -526,16 +665,23 @@ def test_packed_values_compared(tmp_path: Path, gpu: list[CudaEngine], options: 
     different = {"different", "identical"}
     assert {*compared_alike(source, tmp_path / "packed").values()} == different
     assert {*compared_alike(tmp_path / "another", tmp_path / "packed").values()} == different
-    assert {*compared_alike(tmp_path / "packed", tmp_path / "decoded").values()} == {"equal in value", "identical"}
+    assert {*compared_alike(tmp_path / "packed", tmp_path / "decoded").values()} == {
+        "equal in value",
+        "identical",
+    }
     assert len(gpu) == 6
 
 
-def test_torch_compares_only_what_takes_it(tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch):
+def test_torch_compares_only_what_takes_it(
+    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
+):
     name, run = "h.0.attn.c_attn.weight", RunOptions("auto", 2, 2 * PIECE)
     tensors = {name: torch.randn(64, 192, generator=GENERATOR).half(), "bias": torch.ones(7)}
     numbers = {"numbers": torch.arange(10), "double": torch.linspace(0, 1, 9).double()}
     source = write(tmp_path / "source", tensors | numbers)
-    config = json.loads((source / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    config = json.loads((source / "config.json").read_text()) | {
+        "architectures": ["GPT2LMHeadModel"]
+    }
     (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
     changed = {name: values + 1 for name, values in numbers.items()}
@@ -544,7 +690,9 @@ def test_torch_compares_only_what_takes_it(tmp_path: Path, gpu: list[CudaEngine]
     assert compared_alike(source, other, run, with_torch=True)["bias"] == "equal in value"
     taken: list[TensorDifference] = []
     genuine = difference.value_tasks
-    monkeypatch.setattr(difference, "value_tasks", lambda *given: (taken.extend(given[0]), genuine(*given))[1])
+    monkeypatch.setattr(
+        difference, "value_tasks", lambda *given: (taken.extend(given[0]), genuine(*given))[1]
+    )
     compare_checkpoints(source, other, None, run)
     assert sorted(result.a.name for result in taken) == ["double", "numbers"]
     assert gpu

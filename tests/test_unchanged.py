@@ -1,4 +1,6 @@
-"""4-bit sources: what is in the format asked for stays bit for bit; what others did wrong around it is repaired."""
+"""4-bit sources: what is in the format asked for stays bit for bit; what others did wrong around it
+is repaired.
+"""
 
 import json
 import re
@@ -24,7 +26,13 @@ from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.options import (
+    CompareOptions,
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+)
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 NAMES = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj")]
@@ -33,7 +41,10 @@ STORAGES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": tor
 
 def weights(**options: Any) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    return [pack(name, torch.randn(96, 128, generator=generator).bfloat16(), **options) for name in NAMES]
+    return [
+        pack(name, torch.randn(96, 128, generator=generator).bfloat16(), **options)
+        for name in NAMES
+    ]
 
 
 def kept() -> dict[str, torch.Tensor]:
@@ -44,7 +55,11 @@ def kept() -> dict[str, torch.Tensor]:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -70,13 +85,19 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     source = write(tmp_path / "source", *weights(**format), kept())
     report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert {name: raw(tensor) for name, tensor in after.items()} == {name: raw(part) for name, part in before.items()}
-    assert any("of 2 weights in 4 bits 2 stay as they are, bit for bit" in note for note in report.notes)
+    assert {name: raw(tensor) for name, tensor in after.items()} == {
+        name: raw(part) for name, part in before.items()
+    }
+    assert any(
+        "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note for note in report.notes
+    )
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_type"] == format["quant_type"]
     assert config["bnb_4bit_use_double_quant"] == format["double_quant"]
     assert report.packed == 2
-    found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), RunOptions(device="cpu"))
+    found = verify_checkpoint(
+        tmp_path / "out", source, VerifyOptions(exact=True), RunOptions(device="cpu")
+    )
     assert found.passed, [finding.line() for finding in found.findings]
     assert found.identical
 
@@ -86,7 +107,9 @@ def test_ours_is_written_again_as_it_is(tmp_path):
     quantize_checkpoint(source, tmp_path / "nf4", run=CPU)
     quantize_checkpoint(tmp_path / "nf4", tmp_path / "again", run=CPU)
     assert_same(tmp_path / "again", tmp_path / "nf4")
-    assert (tmp_path / "again/config.json").read_bytes() == (tmp_path / "nf4/config.json").read_bytes()
+    assert (tmp_path / "again/config.json").read_bytes() == (
+        tmp_path / "nf4/config.json"
+    ).read_bytes()
 
 
 def test_only_weights_in_another_format_are_packed_anew_and_the_plan_says_which(tmp_path):
@@ -96,14 +119,21 @@ def test_only_weights_in_another_format_are_packed_anew_and_the_plan_says_which(
     rows = {row.name: row for row in plan.rows()}
     assert (rows[NAMES[0]].action, rows[NAMES[1]].action) == ("pack", "stay")
     assert rows[NAMES[0]].reason == "nn.Linear, packed anew: stored as nf4+/64"
-    assert any(f"1 weights are packed anew, such as {NAMES[0]}: stored as nf4+/64" in note for note in plan.notes)
+    assert any(
+        f"1 weights are packed anew, such as {NAMES[0]}: stored as nf4+/64" in note
+        for note in plan.notes
+    )
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     after = tensors_of(tmp_path / "out")
     assert all(raw(after[name]) == raw(tensor) for name, tensor in second.items())
     dequantize_checkpoint(source, tmp_path / "plain", run=CPU)
-    quantize_checkpoint(tmp_path / "plain", tmp_path / "expected", QuantizeOptions(blocksize=128), CPU)
+    quantize_checkpoint(
+        tmp_path / "plain", tmp_path / "expected", QuantizeOptions(blocksize=128), CPU
+    )
     expected = tensors_of(tmp_path / "expected")
-    assert all(raw(after[name]) == raw(expected[name]) for name in after if name.startswith(NAMES[0]))
+    assert all(
+        raw(after[name]) == raw(expected[name]) for name in after if name.startswith(NAMES[0])
+    )
 
 
 def test_another_dtype_is_packed_anew(tmp_path):
@@ -115,17 +145,27 @@ def test_another_dtype_is_packed_anew(tmp_path):
 
 
 def test_what_the_source_computes_in_stays(tmp_path):
-    source = write(tmp_path / "source", *weights(), kept(), quantization={"bnb_4bit_compute_dtype": "float16"})
+    source = write(
+        tmp_path / "source", *weights(), kept(), quantization={"bnb_4bit_compute_dtype": "float16"}
+    )
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_compute_dtype"] == "float16"
 
 
 def test_what_other_tools_packed_stays_packed(tmp_path):
-    """Towers, experts, and what the rules are not sure of: it is certainly linear, and loads as it did."""
-    names = ["model.layers.0.mlp.experts.3.up_proj", "visual.blocks.0.mlp.fc1", "model.strange_projection"]
+    """Towers, experts, and what the rules are not sure of: it is certainly linear, and loads as it
+    did.
+    """
+    names = [
+        "model.layers.0.mlp.experts.3.up_proj",
+        "visual.blocks.0.mlp.fc1",
+        "model.strange_projection",
+    ]
     packed = {
-        key: part for name in names for key, part in pack(f"{name}.weight", torch.randn(64, 64).bfloat16()).items()
+        key: part
+        for name in names
+        for key, part in pack(f"{name}.weight", torch.randn(64, 64).bfloat16()).items()
     }
     source = write(tmp_path / "source", packed | kept())
     config = json.loads((source / "config.json").read_text())
@@ -133,10 +173,15 @@ def test_what_other_tools_packed_stays_packed(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     actions = {row.name: row.action for row in plan_quantization(source).rows()}
     assert {actions[f"{name}.weight"] for name in names} == {"stay"}
-    portable = {row.name: row.action for row in plan_quantization(source, QuantizeOptions(moe="portable")).rows()}
+    portable = {
+        row.name: row.action
+        for row in plan_quantization(source, QuantizeOptions(moe="portable")).rows()
+    }
     assert portable[f"{names[0]}.weight"] != "stay"
     excluded = plan_quantization(source, QuantizeOptions(exclude=("visual.*",)))
-    assert {row.name: row.reason for row in excluded.rows()}[f"{names[1]}.weight"] == "excluded by the user"
+    assert {row.name: row.reason for row in excluded.rows()}[
+        f"{names[1]}.weight"
+    ] == "excluded by the user"
 
 
 def spread(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -152,7 +197,12 @@ def without_map(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]
 
 def low_map(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """As bitsandbytes before 0.45.3 made it under another default dtype."""
-    return [{name: part.bfloat16().float() if name.endswith(".quant_map") else part for name, part in parts.items()}]
+    return [
+        {
+            name: part.bfloat16().float() if name.endswith(".quant_map") else part
+            for name, part in parts.items()
+        }
+    ]
 
 
 def flat(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -183,20 +233,32 @@ BAD = {
     "codes in one row": (flat, {}, r"packed as \[1, 6144\], not as \[n, 1\]"),
     "nested dtype": (low_nested_dtype, {}, "nested_dtype is 'bfloat16'"),
     "a key too many": (more_keys, {}, "has the key 'made_by'"),
-    "skip list": (lambda parts: [parts], {"llm_int8_skip_modules": ["model.layers.0"]}, "would skip it"),
+    "skip list": (
+        lambda parts: [parts],
+        {"llm_int8_skip_modules": ["model.layers.0"]},
+        "would skip it",
+    ),
     "skip list of null": (lambda parts: [parts], {"llm_int8_skip_modules": None}, "is null"),
-    "data type in the config": (lambda parts: [parts], {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is 'fp4'"),
+    "data type in the config": (
+        lambda parts: [parts],
+        {"bnb_4bit_quant_type": "fp4"},
+        "bnb_4bit_quant_type is 'fp4'",
+    ),
     "threshold": (lambda parts: [parts], {"llm_int8_threshold": 6}, "takes only a float"),
 }
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["written", "written and verified"])
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_scales(tmp_path, what, verify):
+def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_scales(
+    tmp_path, what, verify
+):
     damage, quantization, message = BAD[what]
     good = {name: part for parts in weights() for name, part in parts.items()}
     shards = damage(good)
-    source = write(tmp_path / "source", *shards[:-1], shards[-1] | kept(), quantization=quantization)
+    source = write(
+        tmp_path / "source", *shards[:-1], shards[-1] | kept(), quantization=quantization
+    )
     found = inspect_checkpoint(source)
     assert any(re.search(message, finding.line()) for finding in found.findings), found.findings
     shown = CliRunner().invoke(main, ["inspect", str(source)])
@@ -209,7 +271,9 @@ def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_
     assert {name: raw(part) for name, part in after.items() if name not in kept()} == {
         name: raw(part) for name, part in good.items()
     }
-    assert not [finding for finding in inspect_checkpoint(tmp_path / "out").findings if finding.is_fault]
+    assert not [
+        finding for finding in inspect_checkpoint(tmp_path / "out").findings if finding.is_fault
+    ]
     assert verify_checkpoint(tmp_path / "out", run=RunOptions(device="cpu")).passed
 
 
@@ -221,10 +285,14 @@ def test_what_is_damaged_beyond_repair_is_packed_anew_or_refused(tmp_path):
     assert "packed anew: code maps: the values are those of fp4, not nf4" in reasons[NAMES[0]]
     assert reasons[NAMES[1]] == "stays as it is"
     absmax = f"{NAMES[0]}.absmax"
-    lost = write(tmp_path / "lost", {k: v for k, v in first.items() if k != absmax} | second | kept())
+    lost = write(
+        tmp_path / "lost", {k: v for k, v in first.items() if k != absmax} | second | kept()
+    )
     with pytest.raises(SourceError, match=rf"{NAMES[0]}: lacks its absmax"):
         plan_quantization(lost)
-    low = write(tmp_path / "low", first | {absmax: first[absmax].bfloat16().view(2, -1)} | second | kept())
+    low = write(
+        tmp_path / "low", first | {absmax: first[absmax].bfloat16().view(2, -1)} | second | kept()
+    )
     with pytest.raises(SourceError, match="does not go with"):
         plan_quantization(low)
 
@@ -235,9 +303,13 @@ def test_a_component_whose_weight_is_missing_is_refused(tmp_path, suffix):
     kept = pack("model.layers.0.mlp.up_proj.weight", torch.randn(64, 64).bfloat16())
     gone = pack("model.layers.1.mlp.up_proj.weight", torch.randn(64, 64).bfloat16())
     stray = {name: part for name, part in gone.items() if name.endswith(suffix)}
-    stray = stray or {f"model.layers.1.mlp.up_proj.weight.{suffix}": torch.zeros(8, dtype=torch.uint8)}
+    stray = stray or {
+        f"model.layers.1.mlp.up_proj.weight.{suffix}": torch.zeros(8, dtype=torch.uint8)
+    }
     source = write(tmp_path / "source", kept | stray)
-    with pytest.raises(SourceError, match=r"layers.1.mlp.up_proj.*: part of a weight that is already quantized"):
+    with pytest.raises(
+        SourceError, match=r"layers.1.mlp.up_proj.*: part of a weight that is already quantized"
+    ):
         plan_quantization(source)
 
 
@@ -252,7 +324,7 @@ def test_an_interrupted_copy_resumes(tmp_path, monkeypatch):
     options = QuantizeOptions(max_shard_size=10_000)
     quantize_checkpoint(source, tmp_path / "whole", options, CPU)
     with monkeypatch.context() as patched:
-        patched.setattr("nf4conv.checkpoint.workspace.Workspace.write", stop)
+        patched.setattr("nf4conv.output.workspace.Workspace.write", stop)
         with pytest.raises(PlanError, match="stopped"):
             quantize_checkpoint(source, tmp_path / "out", options, CPU)
     assert quantize_checkpoint(source, tmp_path / "out", options, CPU).shards_resumed
@@ -274,38 +346,56 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
     quantize_checkpoint(source, plain, run=CPU)
     quantize_checkpoint(source, stored, options, RunOptions(device="cpu", verify=True))
     before, after = tensors_of(plain), tensors_of(stored)
-    assert {name: raw(part) for name, part in after.items()} == {name: raw(part) for name, part in before.items()}
+    assert {name: raw(part) for name, part in after.items()} == {
+        name: raw(part) for name, part in before.items()
+    }
     for name, part in before.items():
         is_packed = f"{name}.absmax" in before
         assert after[name].dtype == (STORAGES[storage] if is_packed else part.dtype)
-        assert after[name].shape == ((part.numel() // STORAGES[storage].itemsize, 1) if is_packed else part.shape)
+        assert after[name].shape == (
+            (part.numel() // STORAGES[storage].itemsize, 1) if is_packed else part.shape
+        )
     config = json.loads((stored / "config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_storage"] == storage
     report = verify_checkpoint(stored, source, VerifyOptions(exact=True), RunOptions(device="cpu"))
     assert report.passed, [finding.line() for finding in report.findings]
-    assert {row.quantization.storage for row in inspect_checkpoint(stored).tensors if row.quantization} == {storage}
-    assert compare_checkpoints(plain, stored, CompareOptions(tolerance=0), RunOptions(device="cpu")).passed
+    assert {
+        row.quantization.storage for row in inspect_checkpoint(stored).tensors if row.quantization
+    } == {storage}
+    assert compare_checkpoints(
+        plain, stored, CompareOptions(tolerance=0), RunOptions(device="cpu")
+    ).passed
     for folder in (plain, stored):
         dequantize_checkpoint(folder, folder.with_name(f"{folder.name}-again"), run=CPU)
     again, expected = tensors_of(tmp_path / "stored-again"), tensors_of(tmp_path / "plain-again")
-    assert {name: raw(part) for name, part in again.items()} == {name: raw(part) for name, part in expected.items()}
+    assert {name: raw(part) for name, part in again.items()} == {
+        name: raw(part) for name, part in expected.items()
+    }
 
 
 def test_the_storage_of_a_source_stays_unless_another_is_asked_for(tmp_path):
     source = write_source(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "nf4", run=CPU)
-    quantize_checkpoint(tmp_path / "nf4", tmp_path / "fsdp", QuantizeOptions(quant_storage="bfloat16"), CPU)
+    quantize_checkpoint(
+        tmp_path / "nf4", tmp_path / "fsdp", QuantizeOptions(quant_storage="bfloat16"), CPU
+    )
     quantize_checkpoint(tmp_path / "fsdp", tmp_path / "same", run=CPU)
-    quantize_checkpoint(tmp_path / "fsdp", tmp_path / "back", QuantizeOptions(quant_storage="uint8"), CPU)
+    quantize_checkpoint(
+        tmp_path / "fsdp", tmp_path / "back", QuantizeOptions(quant_storage="uint8"), CPU
+    )
     for name, other in (("same", "fsdp"), ("back", "nf4")):
         assert_same(tmp_path / name, tmp_path / other)
-        assert (tmp_path / name / "config.json").read_bytes() == (tmp_path / other / "config.json").read_bytes()
+        assert (tmp_path / name / "config.json").read_bytes() == (
+            tmp_path / other / "config.json"
+        ).read_bytes()
 
 
 def test_part_of_a_stored_checkpoint_stays_in_its_storage(tmp_path):
     source = write_source(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "fsdp", QuantizeOptions(quant_storage="bfloat16"), CPU)
-    dequantize_checkpoint(tmp_path / "fsdp", tmp_path / "part", DequantizeOptions(include=("*layers.0*",)), CPU)
+    dequantize_checkpoint(
+        tmp_path / "fsdp", tmp_path / "part", DequantizeOptions(include=("*layers.0*",)), CPU
+    )
     assert verify_checkpoint(tmp_path / "part", run=RunOptions(device="cpu")).passed
 
 
@@ -313,19 +403,26 @@ def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     odd, even = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    save_file({odd: torch.ones(33, 2).bfloat16(), even: torch.ones(64, 64).bfloat16()}, folder / "model.safetensors")
+    save_file(
+        {odd: torch.ones(33, 2).bfloat16(), even: torch.ones(64, 64).bfloat16()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16"}))
     plan = plan_quantization(folder, QuantizeOptions(quant_storage="float32"))
     reasons = {row.name: (row.action, row.reason) for row in plan.rows()}
     assert reasons[odd] == ("copy", "its packed bytes do not divide into float32")
     assert reasons[even][0] == "pack"
-    assert "model.layers.0.mlp.up_proj" in plan.config["quantization_config"]["llm_int8_skip_modules"]
+    assert (
+        "model.layers.0.mlp.up_proj" in plan.config["quantization_config"]["llm_int8_skip_modules"]
+    )
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("storage", ["bfloat16", "float16"])
 def test_transformers_stores_the_same_and_loads_it(tmp_path, storage):
-    """From the 4-bit weights that transformers makes: whose codes its CPU library rounds otherwise does not matter."""
+    """From the 4-bit weights that transformers makes: whose codes its CPU library rounds otherwise
+    does not matter.
+    """
     base = make_model(tmp_path / "base", "llama", torch.bfloat16)
 
     def saved(name: str) -> Path:
@@ -346,12 +443,17 @@ def test_transformers_stores_the_same_and_loads_it(tmp_path, storage):
     for name, tensor in expected.items():
         assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
         assert raw(ours[name]) == raw(tensor), name
-    mine, its = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "ours", theirs))
+    mine, its = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "ours", theirs)
+    )
     differing = {"llm_int8_skip_modules"}  # which it leaves to every loader's guess
     for key in its["quantization_config"].keys() - differing:
         assert mine["quantization_config"][key] == its["quantization_config"][key], key
     text = torch.arange(12)[None]
     with torch.no_grad():
-        outputs = [load(folder, device_map="cpu")(text).logits for folder in (tmp_path / "ours", theirs, plain)]
+        outputs = [
+            load(folder, device_map="cpu")(text).logits
+            for folder in (tmp_path / "ours", theirs, plain)
+        ]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])

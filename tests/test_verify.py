@@ -1,4 +1,6 @@
-"""`verify`: what is right passes, and every kind of damage is found with a line that names the tensor or the file."""
+"""`verify`: what is right passes, and every kind of damage is found with a line that names the
+tensor or the file.
+"""
 
 import dataclasses
 import json
@@ -66,7 +68,9 @@ def shard_of(folder: Path, name: str) -> Path:
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"}
+    )
 
 
 def change(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
@@ -226,7 +230,11 @@ def add_stray(folder: Path) -> None:
 def fp4_weight(folder: Path) -> None:
     """One weight in another data type."""
     path = shard_of(folder, Q)
-    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(path).items()
+        if key != Q and not key.startswith(f"{Q}.")
+    }
     new = pack(Q, torch.randn(64, 64).bfloat16(), quant_type="fp4")
     save(tensors | new, path)
     change_map(folder, new, path.name)
@@ -234,7 +242,11 @@ def fp4_weight(folder: Path) -> None:
 
 def not_nested_weight(folder: Path) -> None:
     path = shard_of(folder, Q)
-    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(path).items()
+        if key != Q and not key.startswith(f"{Q}.")
+    }
     new = pack(Q, torch.randn(64, 64).bfloat16(), double_quant=False)
     save(tensors | new, path)
     change_map(folder, new, path.name)
@@ -242,24 +254,36 @@ def not_nested_weight(folder: Path) -> None:
 
 def change_map(folder: Path, new: dict[str, torch.Tensor], file: str) -> None:
     def edit(table: dict[str, Any]) -> None:
-        kept = {key: value for key, value in table["weight_map"].items() if key != Q and not key.startswith(f"{Q}.")}
+        kept = {
+            key: value
+            for key, value in table["weight_map"].items()
+            if key != Q and not key.startswith(f"{Q}.")
+        }
         table["weight_map"] = kept | dict.fromkeys(new, file)
 
     index(edit)(folder)
 
 
 def without_skip(entry: str) -> Callable[[Path], None]:
-    return config(lambda content: content["quantization_config"]["llm_int8_skip_modules"].remove(entry))
+    return config(
+        lambda content: content["quantization_config"]["llm_int8_skip_modules"].remove(entry)
+    )
 
 
 def with_skip(entry: str) -> Callable[[Path], None]:
-    return config(lambda content: content["quantization_config"]["llm_int8_skip_modules"].append(entry))
+    return config(
+        lambda content: content["quantization_config"]["llm_int8_skip_modules"].append(entry)
+    )
 
 
 def unpack(folder: Path) -> None:
     """A weight that is stored in 16 bits, which the skip list does not say."""
     path = shard_of(folder, Q)
-    tensors = {key: tensor for key, tensor in load_file(path).items() if key != Q and not key.startswith(f"{Q}.")}
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(path).items()
+        if key != Q and not key.startswith(f"{Q}.")
+    }
     new = {Q: torch.randn(64, 64).bfloat16()}
     save(tensors | new, path)
     change_map(folder, new, path.name)
@@ -395,7 +419,9 @@ def damaged(good: Path, tmp_path: Path) -> Path:
 def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, findings, and what was printed."""
     report = folder.parent / "report.json"
-    done = CliRunner().invoke(main, ["verify", str(folder), "--device", "cpu", "--json-file", str(report), *options])
+    done = CliRunner().invoke(
+        main, ["verify", str(folder), "--device", "cpu", "--json-file", str(report), *options]
+    )
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     found = json.loads(report.read_text())["findings"] if report.exists() else []
     return done.exit_code, found, done.output
@@ -403,7 +429,11 @@ def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]],
 
 def assert_found(found: list[dict[str, Any]], check: str, name: str) -> None:
     faults = [finding for finding in found if finding["is_fault"]]
-    hits = [finding for finding in faults if finding["check"] == check and name in (finding["tensor"], finding["file"])]
+    hits = [
+        finding
+        for finding in faults
+        if finding["check"] == check and name in (finding["tensor"], finding["file"])
+    ]
     assert hits, faults
 
 
@@ -486,7 +516,9 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
     ],
     ids=["map 0", "map 100", "map 255", "codes 0", "codes 15", "spaces", "shape", "threshold", "key less", "key more"],
 )  # fmt: skip
-def test_exact_is_every_byte_of_what_describes_a_weight(damaged: Path, source: Path, damage: Callable[[Path], None]):
+def test_exact_is_every_byte_of_what_describes_a_weight(
+    damaged: Path, source: Path, damage: Callable[[Path], None]
+):
     """All of them differ by less than other checks look at."""
     damage(damaged)
     without = verify_checkpoint(damaged, source, None, CPU)
@@ -510,7 +542,9 @@ def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptio
     assert report.findings == ()
     assert report.identical
     assert {row.name for row in report.weights} == {
-        f"model.layers.{layer}.{name}.weight" for layer in range(6) for name in ("mlp.up_proj", "self_attn.q_proj")
+        f"model.layers.{layer}.{name}.weight"
+        for layer in range(6)
+        for name in ("mlp.up_proj", "self_attn.q_proj")
     }
     assert all(0.08 < row.relative_error < 0.10 for row in report.weights)
     assert all(row.outside == row.not_nearest == row.bytes_differing == 0 for row in report.weights)
@@ -539,7 +573,9 @@ def test_without_a_source_nothing_is_compared(good: Path):
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
-def test_every_format(source: Path, tmp_path: Path, blocksize: int, quant_type: str, double_quant: bool):
+def test_every_format(
+    source: Path, tmp_path: Path, blocksize: int, quant_type: str, double_quant: bool
+):
     options = QuantizeOptions(quant_type, blocksize, double_quant)
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     report = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
@@ -557,17 +593,28 @@ def test_transposed_weights(tmp_path: Path):
     weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     (tmp_path / "source").mkdir()
     save({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
-    described = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
+    described = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "source/config.json").write_text(json.dumps(described))
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
     passes(verify_checkpoint(tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU))
 
 
-@pytest.mark.parametrize("kind", ["pickle", "stacked experts", "tied head in the source", "head of its own"])
+@pytest.mark.parametrize(
+    "kind", ["pickle", "stacked experts", "tied head in the source", "head of its own"]
+)
 def test_sources_of_every_shape(tmp_path: Path, kind: str):
     random = torch.Generator().manual_seed(0)
     tensors = {EMBED: torch.randn(256, 64, generator=random).bfloat16()}
-    described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "dtype": "bfloat16"}
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "dtype": "bfloat16",
+    }
     if kind == "stacked experts":
         described |= {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
         experts = "model.layers.0.feed_forward.experts"
@@ -585,7 +632,9 @@ def test_sources_of_every_shape(tmp_path: Path, kind: str):
     else:
         save(tensors, tmp_path / "source/model.safetensors")
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
-    report = verify_checkpoint(tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU)
+    report = verify_checkpoint(
+        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU
+    )
     passes(report)
     assert report.identical
     assert len(report.weights) == (6 if kind == "stacked experts" else 1)
@@ -640,7 +689,9 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_qu
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=chosen, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", quantization_config=chosen, dtype=torch.bfloat16
+    )
     model.save_pretrained(tmp_path / "theirs")
     code, found, output = run_command(tmp_path / "theirs", "--source", str(tmp_path / "source"))
     assert code == 0, output
@@ -651,27 +702,38 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_qu
 
 
 @pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0)])
-def test_the_tolerance_is_on_the_relative_error(good: Path, source: Path, tmp_path: Path, tolerance: str, code: int):
+def test_the_tolerance_is_on_the_relative_error(
+    good: Path, source: Path, tmp_path: Path, tolerance: str, code: int
+):
     folder = Path(shutil.copytree(good, tmp_path / "copy"))
-    found_code, found, output = run_command(folder, "--source", str(source), "--tolerance", tolerance)
+    found_code, found, output = run_command(
+        folder, "--source", str(source), "--tolerance", tolerance
+    )
     assert found_code == code, output
     assert {finding["check"] for finding in found} == ({"tolerance"} if code else set())
 
 
-def expected_error(quant_type: str, blocksize: int, density: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """E‖W − Ŵ‖ / ‖W‖ for independent weights of a density: the integral of docs/verify.md, by the trapezium rule.
+def expected_error(
+    quant_type: str, blocksize: int, density: Callable[[torch.Tensor], torch.Tensor]
+) -> float:
+    """E‖W − Ŵ‖ / ‖W‖ for independent weights of a density: the integral of docs/verify.md, by the
+    trapezium rule.
 
-    Given the largest magnitude a of a block, the others are distributed as the density cut off at a; the largest itself
-    has no error.
+    Given the largest magnitude a of a block, the others are distributed as the density cut off at
+    a; the largest itself has no error.
     """
-    grid = torch.cat([torch.linspace(0, 8, 3000), torch.logspace(math.log10(8.001), 5, 3000)]).double()
+    grid = torch.cat(
+        [torch.linspace(0, 8, 3000), torch.logspace(math.log10(8.001), 5, 3000)]
+    ).double()
     p = 2 * density(grid)
     p /= torch.trapezoid(p, grid)
     below = torch.cat([torch.zeros(1), torch.cumulative_trapezoid(p, grid)]).clamp(0, 1)
     largest = blocksize * below ** (blocksize - 1) * p
     values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float64)
     steps = torch.linspace(0, 1, 2001, dtype=torch.float64)
-    up, down = ((sign * steps[:, None] - values[None, :]).abs().amin(dim=1) ** 2 for sign in (1.0, -1.0))
+    up, down = (
+        (sign * steps[:, None] - values[None, :]).abs().amin(dim=1) ** 2 for sign in (1.0, -1.0)
+    )
     inside = density(steps[None, :] * grid[:, None])
     relative = torch.trapezoid(inside * (up + down) / 2, steps) / torch.trapezoid(inside, steps)
     squared = torch.trapezoid(largest * (blocksize - 1) / blocksize * grid**2 * relative, grid)
@@ -743,6 +805,8 @@ def test_a_checkpoint_that_is_not_packed_fails(source: Path):
 
 def test_another_model_as_the_source(good: Path, tmp_path: Path):
     other = write_source(tmp_path / "other", layers=2)
-    code, found, _ = run_command(Path(shutil.copytree(good, tmp_path / "copy")), "--source", str(other))
+    code, found, _ = run_command(
+        Path(shutil.copytree(good, tmp_path / "copy")), "--source", str(other)
+    )
     assert code == 1
     assert_found(found, "names", UP.replace("layers.1", "layers.5"))

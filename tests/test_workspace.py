@@ -1,4 +1,6 @@
-"""The output folder during a run: whose it is, what of it is kept, and what is left when the run is over."""
+"""The output folder during a run: whose it is, what of it is kept, and what is left when the run is
+over.
+"""
 
 import hashlib
 import json
@@ -12,15 +14,24 @@ from pathlib import Path
 import pytest
 from checkpoints import contents
 
-from nf4conv.checkpoint.header import read_header
-from nf4conv.checkpoint.workspace import WORK_FOLDER, Workspace
 from nf4conv.errors import OutputError, SourceError
+from nf4conv.output.workspace import Workspace
+from nf4conv.sources.header import read_header
+from nf4conv.sources.unfinished import WORK_FOLDER
 
-RUN = {"version": "1", "torch": "2", "source files": {"a": [1, 2]}, "--blocksize": 64, "--include": ("a", "b")}
+RUN = {
+    "version": "1",
+    "torch": "2",
+    "source files": {"a": [1, 2]},
+    "--blocksize": 64,
+    "--include": ("a", "b"),
+}
 OCCUPIED = "exists and is not empty; choose another folder, or --overwrite"
 
 
-def workspace(out: Path, run: dict[str, object] = RUN, *, overwrite: bool = False, checksum: bool = False) -> Workspace:
+def workspace(
+    out: Path, run: dict[str, object] = RUN, *, overwrite: bool = False, checksum: bool = False
+) -> Workspace:
     return Workspace(out, run, overwrite=overwrite, checksum=checksum)
 
 
@@ -43,7 +54,13 @@ def test_a_run_from_beginning_to_end(tmp_path):
         write_shard(space, "model.safetensors")
         space.write("code/own.py", b"1")
         record = ".nf4conv/shards/model.safetensors.json"
-        assert {*contents(out)} == {".nf4conv/lock", ".nf4conv/run.json", record, "code/own.py", "model.safetensors"}
+        assert {*contents(out)} == {
+            ".nf4conv/lock",
+            ".nf4conv/run.json",
+            record,
+            "code/own.py",
+            "model.safetensors",
+        }
         space.complete({"config.json": b"{}"})
     assert contents(out) == {
         "model.safetensors": (out / "model.safetensors").read_bytes(), "code/own.py": b"1", "config.json": b"{}",
@@ -69,7 +86,9 @@ def test_what_is_not_as_it_was_left_is_made_again(tmp_path, harm):
     if harm == "missing":
         shard.unlink()
     else:
-        shard.write_bytes(shard.read_bytes() + b"!" if harm == "longer" else shard.read_bytes()[:-1])
+        shard.write_bytes(
+            shard.read_bytes() + b"!" if harm == "longer" else shard.read_bytes()[:-1]
+        )
     with workspace(tmp_path / "out") as space:
         assert set(space.finished) == {"b.safetensors"}
 
@@ -79,7 +98,10 @@ def test_what_is_not_as_it_was_left_is_made_again(tmp_path, harm):
     [
         ({"version": "2"}, 'version (version was "1", is "2")'),
         ({"torch": "3"}, 'torch (torch was "2", is "3")'),
-        ({"source files": {"a": [1, 3]}}, 'source files (source files was {"a": [1, 2]}, is {"a": [1, 3]})'),
+        (
+            {"source files": {"a": [1, 3]}},
+            'source files (source files was {"a": [1, 2]}, is {"a": [1, 3]})',
+        ),
         ({"--include": ("b", "a")}, '--include (--include was ["a", "b"], is ["b", "a"])'),
         ({"--blocksize": 128, "torch": "3"}, 'torch, --blocksize (torch was "2", is "3")'),
         ({"--new": True}, "--new (--new was not given, is true)"),
@@ -103,7 +125,8 @@ def test_another_job_is_refused_and_told_why(tmp_path, change, message):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"{}", b"null", b'{"fingerprint": 1, "shards": {}}', b'{"fingerprint": {}, "shards": {"a": 1}}',
+    [b"", b"{", b"[]", b"{}", b"null", b'{"fingerprint": 1, "shards": {}}', b'{"fingerprint": {}, '
+                                                                            b'"shards": {"a": 1}}',
      b'{"fingerprint": {}, "shards": [1]}', b"\xff",
      b"[" * 100_000],
     ids=lambda content: repr(content[:40]),
@@ -114,12 +137,17 @@ def test_a_damaged_record_is_one_clear_line(tmp_path, content):
     record.write_bytes(content)
     with pytest.raises(OutputError) as caught:
         workspace(tmp_path / "out")
-    assert str(caught.value) == f"{record}: is damaged, so the run cannot be resumed; --overwrite starts anew"
+    assert (
+        str(caught.value)
+        == f"{record}: is damaged, so the run cannot be resumed; --overwrite starts anew"
+    )
     assert (tmp_path / "out/a.safetensors").exists()
     workspace(tmp_path / "out", overwrite=True).__exit__(None, None, None)
 
 
-def hold(out: Path, held: "multiprocessing.synchronize.Event", done: "multiprocessing.synchronize.Event") -> None:
+def hold(
+    out: Path, held: "multiprocessing.synchronize.Event", done: "multiprocessing.synchronize.Event"
+) -> None:
     with workspace(out):
         held.set()
         done.wait(60)
@@ -165,7 +193,9 @@ def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path)
 
 
 def test_a_run_that_died_in_its_very_last_step_is_finished(tmp_path):
-    """Killed between the removal of the record and that of its folder: everything is there, and stays."""
+    """Killed between the removal of the record and that of its folder: everything is there, and
+    stays.
+    """
     with workspace(tmp_path / "out") as space:
         write_shard(space, "a.safetensors")
         space.complete({"config.json": b"{}"})
@@ -178,7 +208,9 @@ def test_a_run_that_died_in_its_very_last_step_is_finished(tmp_path):
 
 
 def test_everything_is_durable_before_the_folder_can_pass_for_a_checkpoint(tmp_path, monkeypatch):
-    """After a power cut no config.json may stand beside shards whose names the disk has not seen yet."""
+    """After a power cut no config.json may stand beside shards whose names the disk has not seen
+    yet.
+    """
     out = tmp_path / "out"
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -218,11 +250,16 @@ def test_the_manifest_names_every_file(tmp_path, resumed):
         space.complete({"config.json": b"{}"})
     files = contents(out)
     manifest = files.pop("SHA256SUMS").decode()
-    assert manifest == "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
+    assert manifest == "".join(
+        f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files)
+    )
 
 
 def test_a_file_that_vanished_is_a_fault_of_the_source(tmp_path):
-    with workspace(tmp_path / "out") as space, pytest.raises(SourceError, match=r"gone.json: No such file"):
+    with (
+        workspace(tmp_path / "out") as space,
+        pytest.raises(SourceError, match=r"gone.json: No such file"),
+    ):
         space.copy("gone.json", tmp_path / "gone.json")
 
 
@@ -247,7 +284,8 @@ def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
     with workspace(tmp_path / "out") as space:
         space.check_space(10**6)
         with pytest.raises(
-            OutputError, match=r"out: the result takes 1,000,000,000,000,000,000 bytes but the disk has"
+            OutputError,
+            match=r"out: the result takes 1,000,000,000,000,000,000 bytes but the disk has",
         ):
             space.check_space(10**18)
 
@@ -359,10 +397,14 @@ def test_a_name_that_is_no_text_is_in_the_manifest_as_it_is(tmp_path):
         space.copy(name, tmp_path / name)
         space.complete({"config.json": b"{}"})
     assert b"  not\xff.txt\n" in (tmp_path / "out/SHA256SUMS").read_bytes()
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out", check=True
+    )
 
 
-def race(out: Path, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[str]") -> None:
+def race(
+    out: Path, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[str]"
+) -> None:
     """Ends a run, while the other process begins one, many times."""
     for number in range(60):
         place = out / str(number)
@@ -377,7 +419,9 @@ def race(out: Path, barrier: "multiprocessing.synchronize.Barrier", results: "mu
             else:
                 barrier.wait(60)
                 for _ in range(40):
-                    with pytest.raises(OutputError, match=rf"{OCCUPIED}|another nf4conv is writing here"):
+                    with pytest.raises(
+                        OutputError, match=rf"{OCCUPIED}|another nf4conv is writing here"
+                    ):
                         workspace(place)
                 results.put("")
         except BaseException as error:  # noqa: BLE001 - told to the parent
@@ -388,7 +432,9 @@ def test_a_run_that_comes_while_another_ends_takes_nothing_from_it(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     for name in ("finisher", "other"):
-        context.Process(target=race, args=(tmp_path, barrier, results), name=name, daemon=True).start()
+        context.Process(
+            target=race, args=(tmp_path, barrier, results), name=name, daemon=True
+        ).start()
     assert [results.get(timeout=120) for _ in range(120)] == [""] * 120
     for place in tmp_path.iterdir():
         assert set(contents(place)) == {"a.safetensors", "config.json"}
@@ -398,7 +444,14 @@ def test_a_run_that_comes_while_another_ends_takes_nothing_from_it(tmp_path):
 def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch):
     """Killed at any deletion, --overwrite leaves nothing that a loader would take for whole."""
     out = tmp_path / "out"
-    names = ["a.txt", "config.json", "model.safetensors.index.json", "part/config.json", "z.safetensors", "part/z.bin"]
+    names = [
+        "a.txt",
+        "config.json",
+        "model.safetensors.index.json",
+        "part/config.json",
+        "z.safetensors",
+        "part/z.bin",
+    ]
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("")
@@ -415,6 +468,9 @@ def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch
     workspace(out, overwrite=True).__exit__(None, None, None)
     assert len(seen) >= len(names)
     for left in seen:
-        assert not left & {"config.json", "model.safetensors.index.json"} or left >= {"z.safetensors", "a.txt"}
+        assert not left & {"config.json", "model.safetensors.index.json"} or left >= {
+            "z.safetensors",
+            "a.txt",
+        }
         assert "part/config.json" not in left or "part/z.bin" in left
         assert "config.json" not in left or left == {*names}

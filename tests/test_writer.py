@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from nf4conv.checkpoint.header import build_header
-from nf4conv.checkpoint.reader import Reader
-from nf4conv.checkpoint.writer import ShardWriter, write_file
 from nf4conv.errors import OutputError, SourceError
+from nf4conv.output.writer import ShardWriter, write_file
+from nf4conv.sources.header import build_header
+from nf4conv.sources.reader import Reader
 
 ENTRIES = [("a", "F32", (2,), 0, 8), ("b", "U8", (3,), 8, 11)]
 
@@ -98,7 +98,9 @@ def test_a_disk_that_reads_back_something_else_gets_no_name(tmp_path, monkeypatc
         os.pwrite(descriptor, swapped, 0)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OutputError, match=r"x.safetensors: the header read back is not the one written"):
+    with pytest.raises(
+        OutputError, match=r"x.safetensors: the header read back is not the one written"
+    ):
         shard.finish(ENTRIES, b"abc")
     assert names(tmp_path) == ["x.partial"]
 
@@ -147,7 +149,9 @@ def test_reads_of_many_threads_and_the_end_of_a_file(tmp_path):
         for thread in threads:
             thread.join()
         assert not wrong
-        with pytest.raises(SourceError, match="file: ends at byte 1,000,000; it was cut off while being read"):
+        with pytest.raises(
+            SourceError, match="file: ends at byte 1,000,000; it was cut off while being read"
+        ):
             reader.read_into(file, 999_990, memoryview(bytearray(11)))
         with pytest.raises(SourceError, match="gone: No such file or directory"):
             reader.read_into(tmp_path / "gone", 0, memoryview(bytearray(1)))

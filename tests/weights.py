@@ -1,7 +1,7 @@
 """Weights that try a codec: ordinary ones, and blocks of which each is one way to be wrong.
 
-Random normal numbers prove little: a draft of these kernels passed dozens of such tests and was wrong on most of the
-special blocks.
+Random normal numbers prove little: a draft of these kernels passed dozens of such tests and was
+wrong on most of the special blocks.
 """
 
 import math
@@ -46,7 +46,11 @@ def _placed(*values: float) -> Callable[[torch.Tensor], None]:
 
 def _subnormal(block: torch.Tensor) -> None:
     bits = torch.arange(block.numel(), dtype=torch.int32) % 100 + 1
-    narrow = bits.view(torch.float32) if block.dtype == torch.float32 else bits.to(torch.int16).view(block.dtype)
+    narrow = (
+        bits.view(torch.float32)
+        if block.dtype == torch.float32
+        else bits.to(torch.int16).view(block.dtype)
+    )
     block.copy_(narrow)
     block[::2] *= -1
 
@@ -100,9 +104,13 @@ def special_weight(dtype: torch.dtype, blocksize: int, tail: str = "") -> torch.
 
 
 def tie_weight(dtype: torch.dtype, blocksize: int, quant_type: str) -> torch.Tensor:
-    """Blocks whose quotients lie on a cut, one ulp below and one above, for absmax 1 and for other absmax."""
+    """Blocks whose quotients lie on a cut, one ulp below and one above, for absmax 1 and for other
+    absmax.
+    """
     cuts = torch.tensor(CODEBOOKS[quant_type].cuts)
-    around = torch.cat([cuts.nextafter(torch.tensor(-2.0)), cuts, cuts.nextafter(torch.tensor(2.0))])
+    around = torch.cat(
+        [cuts.nextafter(torch.tensor(-2.0)), cuts, cuts.nextafter(torch.tensor(2.0))]
+    )
     around = torch.cat([around, -around])
     blocks = []
     for absmax in (1.0, 3.7, 0.0213, 1.3e-5, 0.7):
@@ -120,8 +128,9 @@ def short_weight(elements: int, dtype: torch.dtype, kind: str, seed: int = 7) ->
     Args:
         elements: how many.
         dtype: of the result.
-        kind: "odd", small odd numbers times powers of two; "integers", of at most 24; "few", one of five values a block
-            of 64; "twelfths", multiples of 1/24 of a power of two, as far as the dtype has them.
+        kind: "odd", small odd numbers times powers of two; "integers", of at most 24; "few", one of
+            five values a block of 64; "twelfths", multiples of 1/24 of a power of two, as far as
+            the dtype has them.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -135,9 +144,13 @@ def short_weight(elements: int, dtype: torch.dtype, kind: str, seed: int = 7) ->
         values = integers(-24, 25)
     elif kind == "few":
         palette = torch.randn(-(-elements // 64), 5, generator=generator).to(dtype).float()
-        values = palette.gather(1, torch.randint(5, (palette.shape[0], 64), generator=generator)).view(-1)[:elements]
+        values = palette.gather(
+            1, torch.randint(5, (palette.shape[0], 64), generator=generator)
+        ).view(-1)[:elements]
     else:
-        scales = torch.exp2(torch.randint(-12, 4, (-(-elements // 64),), generator=generator).float())
+        scales = torch.exp2(
+            torch.randint(-12, 4, (-(-elements // 64),), generator=generator).float()
+        )
         values = integers(-24, 25) / 24 * scales.repeat_interleave(64)[:elements]
     return values.to(dtype)
 

@@ -1,4 +1,5 @@
-"""Tensors in, tensors out. No path is ever opened here, and nothing here knows of models or checkpoints.
+"""Tensors in, tensors out. No path is ever opened here, and nothing here knows of models or
+checkpoints.
 
     quant_state.py  QuantState ⇄ the tensors that bitsandbytes stores
     ops.py          the public functions: validate, allocate, choose the backend by device
@@ -12,5 +13,6 @@
     kernels/        Triton, CUDA: the operations at the memory limit of the card
     decode/         what other quantizations encoded → floats
 
-The three backends offer the same functions. All write into tensors that ops.py allocated and none validates.
+The three backends offer the same functions. All write into tensors that ops.py allocated and none
+validates.
 """

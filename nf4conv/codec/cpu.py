@@ -1,15 +1,16 @@
 """The operations of `reference.py` as a CPU does them fastest: the same bytes, many times sooner.
 
-A chunk of blocks that fits the cache is worked on at a time. Counting the cuts below every element takes 15
-comparisons, which sounds slow and is not: numpy compares and adds a whole vector register at once, about 0.06 ns a
-comparison, while any table lookup costs half a nanosecond an element. torch does what numpy lacks: bfloat16, fast row
-maxima.
+A chunk of blocks that fits the cache is worked on at a time. Counting the cuts below every element
+takes 15 comparisons, which sounds slow and is not: numpy compares and adds a whole vector register
+at once, about 0.06 ns a comparison, while any table lookup costs half a nanosecond an element.
+torch does what numpy lacks: bfloat16, fast row maxima.
 
-Nothing is flushed to zero here. Where that would matter, the block is *special*: its absmax is outside a range in which
-no product can tell the difference, or is NaN or infinite. Special blocks, and a partial last one, go to the reference.
+Nothing is flushed to zero here. Where that would matter, the block is *special*: its absmax is
+outside a range in which no product can tell the difference, or is NaN or infinite. Special blocks,
+and a partial last one, go to the reference.
 
-A large weight is shared by several threads: numpy and torch let go of the interpreter lock while they compute, and
-chunks are large enough for the lock to change hands seldom.
+A large weight is shared by several threads: numpy and torch let go of the interpreter lock while
+they compute, and chunks are large enough for the lock to change hands seldom.
 """
 
 from collections.abc import Callable
@@ -30,20 +31,30 @@ from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE, Codebook
 
 _QUANTIZE_CHUNK: Final = 1 << 20
-"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait for each other:
-with 2^18 they reach 420 million elements a second, with 2^20 550, where one alone reaches 390."""
+"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait
+for each other: with 2^18 they reach 420 million elements a second, with 2^20 550, where one alone
+reaches 390.
+"""
 
 _QUANTIZE_CHUNK_ALONE: Final = 1 << 18
-"""The same where torch has one thread: temporaries that stay in the cache save it an eighth of the time."""
+"""The same where torch has one thread: temporaries that stay in the cache save it an eighth of the
+time.
+"""
 
 _COMPARED: Final = 1 << 15
-"""Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they leave the cache."""
+"""Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they
+leave the cache.
+"""
 
-_DECODED: Final = 1 << 17  # elements decoded at a time in a thread that is alone: 0.8 MB of temporaries
+_DECODED: Final = (
+    1 << 17
+)  # elements decoded at a time in a thread that is alone: 0.8 MB of temporaries
 _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
 TINIEST: Final = float(np.finfo(np.float32).tiny)
-_MIN_ABSMAX: Final = 2.0**-100  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0
+_MIN_ABSMAX: Final = (
+    2.0**-100
+)  # what is flushed, less than 2^-126, scales to less than 2^-26: no cut is that near 0
 _MAX_ABSMAX: Final = 2.0**126  # beyond it the reciprocal is flushed
 _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no denormal
 
@@ -52,11 +63,22 @@ _Floats = npt.NDArray[np.float32]
 
 
 def quantize_blocks(
-    weight: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, quant_type: str, blocksize: int
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
 ) -> None:
     """Quantize a weight in blocks; arguments as `reference.quantize_blocks`."""
     chunk = _QUANTIZE_CHUNK_ALONE if torch.get_num_threads() == 1 else _QUANTIZE_CHUNK
-    write_chunks((weight, packed, absmax), quant_type, blocksize, chunk, _quantize_chunk, reference.quantize_blocks)
+    write_chunks(
+        (weight, packed, absmax),
+        quant_type,
+        blocksize,
+        chunk,
+        _quantize_chunk,
+        reference.quantize_blocks,
+    )
 
 
 def write_chunks(
@@ -69,9 +91,10 @@ def write_chunks(
 ) -> None:
     """Quantize a weight a chunk of so many elements at a time, in as many threads as torch uses.
 
-    The tensors are weight, packed codes and scales, as `reference.quantize_blocks` takes them. `write` quantizes blocks
-    [rows, blocksize] to [rows, blocksize / 2] bytes and [rows] scales, and says which of them are special: [rows] bool;
-    `write_special` quantizes those again, and a partial last block.
+    The tensors are weight, packed codes and scales, as `reference.quantize_blocks` takes them.
+    `write` quantizes blocks [rows, blocksize] to [rows, blocksize / 2] bytes and [rows] scales, and
+    says which of them are special: [rows] bool; `write_special` quantizes those again, and a
+    partial last block.
     """
     weight, packed, scales = tensors
     codebook = CODEBOOKS[quant_type]
@@ -81,26 +104,48 @@ def write_chunks(
         scratch = Scratch(min(chunk, stop - start), codebook)
         for at in range(start, stop, chunk):
             end = min(at + chunk, stop)
-            blocks, codes = weight[at:end].view(-1, blocksize), packed[at // 2 : end // 2].view(-1, blocksize // 2)
+            blocks, codes = (
+                weight[at:end].view(-1, blocksize),
+                packed[at // 2 : end // 2].view(-1, blocksize // 2),
+            )
             found = scales[at // blocksize : end // blocksize]
             special = write(blocks, codes, found, codebook, scratch)
             if special.any():
-                codes_again, found_again = torch.empty_like(codes[special]), torch.empty_like(found[special])
-                write_special(blocks[special].view(-1), codes_again.view(-1), found_again, quant_type, blocksize)
+                codes_again, found_again = (
+                    torch.empty_like(codes[special]),
+                    torch.empty_like(found[special]),
+                )
+                write_special(
+                    blocks[special].view(-1),
+                    codes_again.view(-1),
+                    found_again,
+                    quant_type,
+                    blocksize,
+                )
                 codes[special], found[special] = codes_again, found_again
 
     share(whole, chunk, write_range)
     if whole < weight.numel():
-        write_special(weight[whole:], packed[whole // 2 :], scales[whole // blocksize :], quant_type, blocksize)
+        write_special(
+            weight[whole:],
+            packed[whole // 2 :],
+            scales[whole // blocksize :],
+            quant_type,
+            blocksize,
+        )
 
 
-def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
+def compress_absmax(
+    absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
+) -> torch.Tensor:
     """Quantize absmax to 8-bit codes; arguments and result as `reference.compress_absmax`."""
     offset = cuda_mean(absmax)
     for at in range(0, absmax.numel(), reference.CHUNK):
         centred = absmax[at : at + reference.CHUNK] - offset
         scaled, maxima = reference.scale_blocks(reference.padded_blocks(centred, NESTED_BLOCKSIZE))
-        codes.numpy()[at : at + reference.CHUNK] = nearest_dynamic(scaled.view(-1)[: centred.numel()].numpy())
+        codes.numpy()[at : at + reference.CHUNK] = nearest_dynamic(
+            scaled.view(-1)[: centred.numel()].numpy()
+        )
         nested_absmax[at // NESTED_BLOCKSIZE :][: maxima.numel()] = maxima
     return offset
 
@@ -118,7 +163,9 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
             first, last = at // blocksize, -(-end // blocksize)
             piece = decoding._replace(absmax=decoding.absmax[first:last])
             if piece.state2 is not None:
-                nested = piece.state2.absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
+                nested = piece.state2.absmax[
+                    first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)
+                ]
                 piece = piece._replace(state2=NestedState(nested, piece.state2.code))
             _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
@@ -126,7 +173,11 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
 
 def _decode_piece(
-    packed: torch.Tensor, decoding: Decoding, out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
+    packed: torch.Tensor,
+    decoding: Decoding,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
 ) -> None:
     """Decode consecutive blocks; what the reference must do is left to it.
 
@@ -150,9 +201,11 @@ def _decode_piece(
 
 
 def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
-    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch uses.
+    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch
+    uses.
 
-    Every range begins at a multiple of `unit`. In the threads that are started torch starts none of its own.
+    Every range begins at a multiple of `unit`. In the threads that are started torch starts none of
+    its own.
     """
     torch_threads = torch.get_num_threads()
     if torch_threads == 1 or elements <= reference.CHUNK:
@@ -163,15 +216,22 @@ def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
     step = -(-units // threads) * unit
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            started = [pool.submit(work, start, min(start + step, elements)) for start in range(0, elements, step)]
+            started = [
+                pool.submit(work, start, min(start + step, elements))
+                for start in range(0, elements, step)
+            ]
     finally:
-        torch.set_num_threads(torch_threads)  # the initializer changed what threads yet to come will use
+        torch.set_num_threads(
+            torch_threads
+        )  # the initializer changed what threads yet to come will use
     for done in started:
         done.result()
 
 
 class Scratch:
-    """The temporaries of one thread, for chunks of up to n elements; `hits` says whether one is above a cut."""
+    """The temporaries of one thread, for chunks of up to n elements; `hits` says whether one is
+    above a cut.
+    """
 
     def __init__(self, elements: int, codebook: Codebook) -> None:
         self.values = torch.empty(elements, dtype=torch.float32)
@@ -181,7 +241,11 @@ class Scratch:
 
 
 def _quantize_chunk(
-    blocks: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, codebook: Codebook, scratch: Scratch
+    blocks: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: Codebook,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """Quantize [rows, blocksize] of any float type; which blocks are special."""
     is_wide = blocks.dtype == torch.float32
@@ -209,10 +273,15 @@ def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Write the largest of each row, NaN where there is one, and return it in its own dtype; float32 may have signs."""
+    """Write the largest of each row, NaN where there is one, and return it in its own dtype;
+    float32 may have signs.
+    """
     if magnitudes.dtype == torch.float32:
-        return torch.maximum(torch.amax(magnitudes, dim=1), -torch.amin(magnitudes, dim=1), out=absmax)
-    # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes of float32
+        return torch.maximum(
+            torch.amax(magnitudes, dim=1), -torch.amin(magnitudes, dim=1), out=absmax
+        )
+    # without their sign the bits of floats are ordered as the floats are, NaN last; half the bytes
+    # of float32
     largest = torch.amax(magnitudes.view(torch.int16), dim=1).view(magnitudes.dtype)
     absmax.copy_(largest)
     return largest
@@ -227,7 +296,9 @@ def _reciprocals(absmax: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
-    """[32768] float32: the reciprocal of every number of a 16-bit dtype that is not negative, by its bits."""
+    """[32768] float32: the reciprocal of every number of a 16-bit dtype that is not negative, by
+    its bits.
+    """
     return reciprocal(torch.arange(1 << 15, dtype=torch.int16).view(dtype).float())
 
 
@@ -243,10 +314,15 @@ def count_cuts(scaled: torch.Tensor, codebook: Codebook, scratch: Scratch) -> _B
 
 
 def _add_signs(codes: _Bytes, blocks: torch.Tensor, magnitudes: _Floats) -> None:
-    """Add 8 to the codes of negative values; what is flushed to zero, before or after it is scaled, has no sign."""
+    """Add 8 to the codes of negative values; what is flushed to zero, before or after it is scaled,
+    has no sign.
+    """
     unsigned = np.dtype(f"u{blocks.itemsize}")
     bits, least = (
-        one.view(-1).view(torch.int32 if blocks.itemsize == 4 else torch.int16).numpy().view(unsigned)
+        one.view(-1)
+        .view(torch.int32 if blocks.itemsize == 4 else torch.int16)
+        .numpy()
+        .view(unsigned)
         for one in (blocks, torch.tensor([-TINIEST], dtype=blocks.dtype))  # in float16 that is -0
     )
     for at in range(0, magnitudes.size, _COMPARED):
@@ -257,10 +333,11 @@ def _add_signs(codes: _Bytes, blocks: torch.Tensor, magnitudes: _Floats) -> None
 
 
 def pair_codes(counts: _Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
-    """[n] numbers of cuts, plus 8 for a sign of its own, → [n / 2] bytes held in words. Overwrites `counts`.
+    """[n] numbers of cuts, plus 8 for a sign of its own, → [n / 2] bytes held in words. Overwrites
+    `counts`.
 
-    The even code is in the high nibble. FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the
-    number of cuts below, but with bit 2 turned round where bit 1 is set.
+    The even code is in the high nibble. FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of
+    their magnitudes: the number of cuts below, but with bit 2 turned round where bit 1 is set.
     """
     pairs = counts.view("<u2")  # even + 256 · odd
     pairs *= 0x1001  # its high byte is now odd + 16 · even
@@ -273,7 +350,8 @@ def pair_codes(counts: _Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
 def nearest_dynamic(scaled: npt.NDArray[np.float32]) -> _Bytes:
     """[n] values, none beyond ±1, to [n] codes; NaN to 0.
 
-    The upper half of a float32 leaves two neighbouring codes to choose from; one comparison decides.
+    The upper half of a float32 leaves two neighbouring codes to choose from; one comparison
+    decides.
     """
     lower, cuts = _dynamic_search()
     codes: _Bytes = lower[scaled.view("<u2")[1::2]]
@@ -285,8 +363,9 @@ def nearest_dynamic(scaled: npt.NDArray[np.float32]) -> _Bytes:
 def _dynamic_search() -> tuple[_Bytes, npt.NDArray[np.float32]]:
     """How to find the 8-bit code of a float32 by its upper 16 bits.
 
-    The lowest code among the values with these upper bits, [65536] uint8, 0 for NaN and infinities: the others have it
-    or the next; and what a value with the next code is above, [256] float32: none is above the last.
+    The lowest code among the values with these upper bits, [65536] uint8, 0 for NaN and infinities:
+    the others have it or the next; and what a value with the next code is above, [256] float32:
+    none is above the last.
     """
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lowest = np.where(upper >> 31, upper | 0xFFFF, upper).view(np.float32)

@@ -1,7 +1,9 @@
-"""`reference.error_sums` as a CPU does it fastest: a chunk that fits the cache at a time, several times sooner.
+"""`reference.error_sums` as a CPU does it fastest: a chunk that fits the cache at a time, several
+times sooner.
 
-The bound of a value has a large part, which two tables and a multiplication give for all values, and a small one, which
-is worked out only for the few that are beyond the large one. What numpy compares faster than torch, numpy compares.
+The bound of a value has a large part, which two tables and a multiplication give for all values,
+and a small one, which is worked out only for the few that are beyond the large one. What numpy
+compares faster than torch, numpy compares.
 """
 
 from functools import cache
@@ -15,7 +17,9 @@ from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merg
 from nf4conv.codec.quant_state import Decoding
 
 _COMPARED: Final = 1 << 18  # elements at a time
-_MIN_SQUARED: Final = 2.0**-40  # scales from here on have squares that float32 holds, and so have their errors
+_MIN_SQUARED: Final = (
+    2.0**-40
+)  # scales from here on have squares that float32 holds, and so have their errors
 _MAX_SQUARED: Final = 2.0**50  # up to here
 
 
@@ -54,10 +58,17 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
 
 
 def _chunk_errors(
-    weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding, known: tuple[torch.Tensor, torch.Tensor]
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    decoding: Decoding,
+    known: tuple[torch.Tensor, torch.Tensor],
 ) -> ErrorSums:
     quant_type, blocksize, (scales, moved) = decoding.quant_type, decoding.blocksize, known
-    if weight.numel() == 0 or weight.numel() % blocksize or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED):
+    if (
+        weight.numel() == 0
+        or weight.numel() % blocksize
+        or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED)
+    ):
         return reference.error_sums(weight, packed, decoding, known)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
@@ -66,8 +77,11 @@ def _chunk_errors(
     peaks = errors.amax(dim=1)
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
         return reference.error_sums(weight, packed, decoding, known)
-    # the bound without its last terms; what is beyond it is seldom, and held against the whole bound
-    bounds = _by_pairs(_gap_table(quant_type, decoding.scales), indices, scales.abs() + moved, blocksize)
+    # the bound without its last terms; what is beyond it is seldom, and held against the whole
+    # bound
+    bounds = _by_pairs(
+        _gap_table(quant_type, decoding.scales), indices, scales.abs() + moved, blocksize
+    )
     beyond = torch.from_numpy(np.flatnonzero(errors.view(-1).numpy() > bounds.numpy()))
     errors_beyond = errors.view(-1)[beyond]
     codes = (packed[beyond // 2] >> (4 - 4 * (beyond % 2))) & 15
@@ -82,8 +96,12 @@ def _chunk_errors(
     )
 
 
-def _by_pairs(table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """[2n] float32: for each of n bytes the two entries of a table of pairs, times the scales of their blocks."""
+def _by_pairs(
+    table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int
+) -> torch.Tensor:
+    """[2n] float32: for each of n bytes the two entries of a table of pairs, times the scales of
+    their blocks.
+    """
     found = table.index_select(0, indices).view(torch.float32)
     found.view(-1, blocksize).mul_(scales[:, None])
     return found

@@ -1,4 +1,6 @@
-"""The codec's public functions: validate the arguments, allocate the results, choose the backend by device."""
+"""The codec's public functions: validate the arguments, allocate the results, choose the backend by
+device.
+"""
 
 import functools
 import re
@@ -10,13 +12,21 @@ from typing import Final
 import torch
 
 from nf4conv.codec import cpu, cpu_search, reference
-from nf4conv.codec.quant_state import DTYPE_NAMES, Decoding, NestedState, QuantState, code_table, decoding_of
+from nf4conv.codec.quant_state import (
+    DTYPE_NAMES,
+    Decoding,
+    NestedState,
+    QuantState,
+    code_table,
+    decoding_of,
+)
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE, SCALES
 from nf4conv.format.layout import block_count
 
 OLDEST_CAPABILITY: Final = (8, 0)
-"""Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80."""
+"""Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80.
+"""
 
 OLDEST_TRITON: Final = (3, 5)
 """That compiles the kernels; torch 2.9 brings it. Older ones have no constexpr_function."""
@@ -33,15 +43,17 @@ def quantize_4bit(
     double_quant: bool = True,
     scales: str = "absmax",
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantize a weight to 4 bits, byte for byte as bitsandbytes' CUDA library does; or better, in as many bytes.
+    """Quantize a weight to 4 bits, byte for byte as bitsandbytes' CUDA library does; or better, in
+    as many bytes.
 
     Args:
         tensor: any shape; float32, float16 or bfloat16; blocks run over its row-major order.
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax: 32, 64, … 4096.
         double_quant: whether to quantize the absmax too, to 8 bits in blocks of 256.
-        scales: "absmax"; or "search": of each block the scale that makes its squared error small, which may be
-            negative and stands in the place of absmax. The bytes are then the same on every device.
+        scales: "absmax"; or "search": of each block the scale that makes its squared error small,
+            which may be negative and stands in the place of absmax. The bytes are then the same on
+            every device.
 
     Returns:
         packed: [ceil(n / 2), 1] uint8, the even element in the high nibble.
@@ -55,11 +67,14 @@ def quantize_4bit(
         raise CodecError(f"unknown scales {scales!r}; expected one of {', '.join(SCALES)}")
     if tensor.dtype not in DTYPE_NAMES:
         raise CodecError(
-            f"cannot quantize {tensor.dtype}: bitsandbytes takes float32, float16 and bfloat16; cast the tensor first"
+            f"cannot quantize {tensor.dtype}: bitsandbytes takes float32, float16 and bfloat16; "
+            f"cast the tensor first"
         )
     flat = tensor.contiguous().view(-1)
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
-    absmax = torch.empty(block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device)
+    absmax = torch.empty(
+        block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device
+    )
     encoder(flat.device, scales)(flat, packed.view(-1), absmax, quant_type, blocksize)
     code = code_table(quant_type, tensor.device)
     state = QuantState(absmax, tensor.shape, tensor.dtype, blocksize, quant_type, code)
@@ -71,7 +86,8 @@ def quantize_4bit(
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
     """The second quantization: absmax, [blocks] float32, to 8-bit codes.
 
-    Given back are the codes, [blocks] uint8, the mean that was subtracted, 0-d float32, and how the codes are decoded.
+    Given back are the codes, [blocks] uint8, the mean that was subtracted, 0-d float32, and how the
+    codes are decoded.
     """
     codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=absmax.device)
     nested_absmax = absmax.new_empty(block_count(absmax.numel(), NESTED_BLOCKSIZE))
@@ -80,12 +96,17 @@ def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, N
 
 
 def dequantize_4bit(
-    packed: torch.Tensor, quant_state: QuantState, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    packed: torch.Tensor,
+    quant_state: QuantState,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does. Works under `torch.compile`.
+    """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does. Works under
+    `torch.compile`.
 
     Args:
-        packed: the packed codes, contiguous: uint8, or another dtype that the same bytes are viewed as.
+        packed: the packed codes, contiguous: uint8, or another dtype that the same bytes are viewed
+            as.
         quant_state: from `quantize_4bit`, or bitsandbytes' own.
         out: where to write: contiguous, of the weight's shape.
         dtype: of the result: float32, float16 or bfloat16; the weight's own by default.
@@ -94,7 +115,8 @@ def dequantize_4bit(
         `out`, or a new tensor of the weight's shape.
 
     Raises:
-        CodecError: a tensor is not contiguous, on another device, or of a size that contradicts the state.
+        CodecError: a tensor is not contiguous, on another device, or of a size that contradicts the
+            state.
     """
     shape = quant_state.shape
     if out is None:
@@ -133,7 +155,11 @@ def dequantize_op(
     blocksize: int,
 ) -> None:
     """`backend.dequantize_blocks` as torch.compile sees it: opaque, writing `out`."""
-    state2 = None if nested_absmax is None or nested_code is None else NestedState(nested_absmax, nested_code)
+    state2 = (
+        None
+        if nested_absmax is None or nested_code is None
+        else NestedState(nested_absmax, nested_code)
+    )
     decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
     backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
 
@@ -145,27 +171,39 @@ def _(*_: object) -> None:
 
 def check_options(quant_type: str, blocksize: int) -> None:
     if quant_type not in CODEBOOKS:
-        raise CodecError(f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}")
+        raise CodecError(
+            f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}"
+        )
     if blocksize not in BLOCKSIZES:
-        raise CodecError(f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}")
+        raise CodecError(
+            f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}"
+        )
 
 
 def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int) -> None:
-    """Raise unless every tensor can be read as one flat piece of memory of the size that so many elements need."""
+    """Raise unless every tensor can be read as one flat piece of memory of the size that so many
+    elements need.
+    """
     absmax, state2 = quant_state.absmax, quant_state.state2
     check_options(quant_state.quant_type, quant_state.blocksize)
     blocks = block_count(elements, quant_state.blocksize)
     if packed.numel() * packed.itemsize != -(-elements // 2):
-        raise CodecError(f"packed: {packed.numel() * packed.itemsize} bytes, expected {-(-elements // 2)}")
+        raise CodecError(
+            f"packed: {packed.numel() * packed.itemsize} bytes, expected {-(-elements // 2)}"
+        )
     if not packed.is_contiguous():
         raise CodecError("packed: not contiguous; call .contiguous() first")
     _check_flat("absmax", absmax, blocks, packed.device)
     if absmax.dtype != (torch.float32 if state2 is None else torch.uint8):
-        raise CodecError(f"absmax: {absmax.dtype}, expected float32, or uint8 with double quantization")
+        raise CodecError(
+            f"absmax: {absmax.dtype}, expected float32, or uint8 with double quantization"
+        )
     if state2 is not None:
         if quant_state.offset is None or state2.blocksize != NESTED_BLOCKSIZE:
             raise CodecError(f"nested state: expected an offset and blocksize {NESTED_BLOCKSIZE}")
-        _check_flat("nested_absmax", state2.absmax, block_count(blocks, NESTED_BLOCKSIZE), packed.device)
+        _check_flat(
+            "nested_absmax", state2.absmax, block_count(blocks, NESTED_BLOCKSIZE), packed.device
+        )
         _check_flat("nested_quant_map", state2.code, 256, packed.device)
         _check_flat("nested_offset", quant_state.offset, 1, packed.device)
 
@@ -174,7 +212,8 @@ def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.de
     if tensor.numel() != elements or tensor.device != device or not tensor.is_contiguous():
         raise CodecError(
             f"{name}: {tensor.numel()} elements on {tensor.device}, "
-            f"{'' if tensor.is_contiguous() else 'not '}contiguous; expected {elements} on {device}, contiguous"
+            f"{'' if tensor.is_contiguous() else 'not '}contiguous; expected {elements} on "
+            f"{device}, contiguous"
         )
 
 
@@ -182,11 +221,15 @@ def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.de
 def backend(device: torch.device) -> ModuleType:
     """The module whose functions run on this device: the reference where there is nothing faster."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return choose_backend(device.type, torch.cuda.get_device_capability(device) if is_nvidia else None)
+    return choose_backend(
+        device.type, torch.cuda.get_device_capability(device) if is_nvidia else None
+    )
 
 
 def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """The backend for a kind of device, by torch's name of it, and the compute capability of an NVIDIA GPU, or None."""
+    """The backend for a kind of device, by torch's name of it, and the compute capability of an
+    NVIDIA GPU, or None.
+    """
     if device_type == "cpu":
         return cpu
     if why_plain(capability):
@@ -197,7 +240,9 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
 
 
 def encoder(device: torch.device, scales: str) -> Encoder:
-    """What encodes blocks on this device, see reference.py: `quantize_blocks`, or for "search" `search_blocks`."""
+    """What encodes blocks on this device, see reference.py: `quantize_blocks`, or for "search"
+    `search_blocks`.
+    """
     functions = backend(device)
     if functions is cpu and scales == "search":
         return cpu_search.search_blocks
@@ -206,11 +251,15 @@ def encoder(device: torch.device, scales: str) -> Encoder:
 
 
 def why_plain(capability: tuple[int, int] | None) -> str:
-    """Why the kernels cannot run on a GPU, None being the capability of one that is not NVIDIA's; empty if they can."""
+    """Why the kernels cannot run on a GPU, None being the capability of one that is not NVIDIA's;
+    empty if they can.
+    """
     if capability is None:
         return "it is not an NVIDIA GPU"
     if capability < OLDEST_CAPABILITY:
-        return f"its compute capability is {'.'.join(map(str, capability))}, and the kernels need 8.0"
+        return (
+            f"its compute capability is {'.'.join(map(str, capability))}, and the kernels need 8.0"
+        )
     try:
         found = re.match(r"(\d+)\.(\d+)", version("triton"))
     except PackageNotFoundError:  # it is made for Linux

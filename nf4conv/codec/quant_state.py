@@ -1,7 +1,7 @@
 """QuantState: what is needed to decode a packed weight, and its form on disk.
 
-The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_type, dtype, offset, state2, nested`), so
-that `dequantize_4bit` takes either library's state without a conversion.
+The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_type, dtype, offset,
+state2, nested`), so that `dequantize_4bit` takes either library's state without a conversion.
 """
 
 from collections.abc import Mapping
@@ -22,17 +22,21 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @cache
 def code_table(data_type: str, device: torch.device) -> torch.Tensor:
-    """The values of codes, never to be written to: [16] float32 of "nf4" and "fp4" (`quant_map` on disk), [256] of
-    "dynamic" (`nested_quant_map`).
+    """The values of codes, never to be written to: [16] float32 of "nf4" and "fp4" (`quant_map` on
+    disk), [256] of "dynamic" (`nested_quant_map`).
     """
     values = DYNAMIC_MAP if data_type == "dynamic" else CODEBOOKS[data_type].values
-    with torch.inference_mode(mode=False):  # a tensor made in that mode, and kept, could not be trained with later
+    with torch.inference_mode(
+        mode=False
+    ):  # a tensor made in that mode, and kept, could not be trained with later
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @dataclass
 class NestedState:
-    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`; the offset is QuantState's."""
+    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`; the offset
+    is QuantState's.
+    """
 
     absmax: torch.Tensor  # [ceil(blocks / 256)] float32
     code: torch.Tensor  # [256] float32
@@ -51,13 +55,17 @@ class Decoding(NamedTuple):
     scales: str = "absmax"  # what absmax is; "search" widens the bound of errors, and nothing else
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """What kernels read: absmax; and the code, nested absmax and offset that decode it, or absmax instead."""
+        """What kernels read: absmax; and the code, nested absmax and offset that decode it, or
+        absmax instead.
+        """
         if self.state2 is None or self.offset is None:
             return (self.absmax,) * 4
         return self.absmax, self.state2.code, self.state2.absmax, self.offset
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What custom operators take, which know no classes: absmax, nested absmax, its code, offset."""
+        """What custom operators take, which know no classes: absmax, nested absmax, its code,
+        offset.
+        """
         nested = (None, None) if self.state2 is None else (self.state2.absmax, self.state2.code)
         return self.absmax, *nested, self.offset
 
@@ -68,7 +76,9 @@ class QuantState:
 
     absmax: torch.Tensor  # [blocks] float32, or uint8 codes when nested
     shape: torch.Size  # of the weight
-    dtype: torch.dtype  # of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default
+    dtype: (
+        torch.dtype
+    )  # of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default
     blocksize: int  # elements that share one absmax, 32 … 4096
     quant_type: str  # "nf4" or "fp4"
     code: torch.Tensor  # [16] float32
@@ -80,24 +90,31 @@ class QuantState:
         return self.state2 is not None
 
     def components(self) -> dict[str, torch.Tensor]:
-        """The tensors that stand beside the packed codes on disk: suffix → tensor, as layout.components lists them.
+        """The tensors that stand beside the packed codes on disk: suffix → tensor, as
+        layout.components lists them.
 
         Reads the offset back from the device, which waits for it.
         """
-        format = layout.Format(self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype])
-        blob = layout.quant_state_json(format, self.shape, None if self.offset is None else float(self.offset.item()))
+        format = layout.Format(
+            self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype]
+        )
+        blob = layout.quant_state_json(
+            format, self.shape, None if self.offset is None else float(self.offset.item())
+        )
         parts = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
             parts |= {"nested_absmax": self.state2.absmax, "nested_quant_map": self.state2.code}
-        parts[f"{QUANT_STATE_PREFIX}{self.quant_type}"] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        parts[f"{QUANT_STATE_PREFIX}{self.quant_type}"] = torch.frombuffer(
+            bytearray(blob), dtype=torch.uint8
+        )
         return parts
 
     @classmethod
     def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
         """The inverse of `components`; keys may carry any prefix that ends in a dot.
 
-        The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote low-precision maps.
-        A CodecError if a component is missing, unknown or contradicts another.
+        The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
+        low-precision maps. A CodecError if a component is missing, unknown or contradicts another.
         """
         named = _by_suffix(parts)
         tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
@@ -107,7 +124,9 @@ class QuantState:
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if "nested_absmax" in named:
-            offset = torch.tensor(layout.nested_offset_of(fields), dtype=torch.float32, device=device)
+            offset = torch.tensor(
+                layout.nested_offset_of(fields), dtype=torch.float32, device=device
+            )
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.uint8 if state2 is not None else torch.float32
         if absmax.dtype != expected:
@@ -134,12 +153,17 @@ def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for key, tensor in parts.items():
         suffix = next((s for s in COMPONENT_SUFFIXES if key == s or key.endswith(f".{s}")), None)
         if suffix is None:
-            raise CodecError(f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}")
+            raise CodecError(
+                f"{key}: not a component of a 4-bit weight; expected "
+                f"{', '.join(COMPONENT_SUFFIXES)}"
+            )
         # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
         named[suffix] = tensor
     tags = [suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX)]
     if len(tags) != 1:
-        raise CodecError(f"{len(tags)} quant_state tensors among {sorted(parts)}, expected exactly one")
+        raise CodecError(
+            f"{len(tags)} quant_state tensors among {sorted(parts)}, expected exactly one"
+        )
     return named
 
 

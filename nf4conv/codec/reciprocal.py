@@ -1,19 +1,20 @@
 """1 / x as an NVIDIA GPU's rcp.approx.ftz gives it, to the bit, on any device.
 
-bitsandbytes' CUDA kernels divide by absmax with that instruction, so its rounding is part of the format: 13 % of the
-mantissas get a neighbour of the nearest float32, in either direction. The unit is a quadratic in each of 128 segments
-of the mantissa, in integers. With the mantissa's upper 7 bits i and lower 16 bits t, the result's mantissa in units of
-2^-24 is
+bitsandbytes' CUDA kernels divide by absmax with that instruction, so its rounding is part of the
+format: 13 % of the mantissas get a neighbour of the nearest float32, in either direction. The unit
+is a quadratic in each of 128 segments of the mantissa, in integers. With the mantissa's upper 7
+bits i and lower 16 bits t, the result's mantissa in units of 2^-24 is
 
     (c0[i] · 2^13 - c1[i] · t + c2[i] · s(t) + 2023) >> 15
 
-s(t) is t² / 2^17 by a multiplier that leaves out every product of two bits below 2^17. Operands and results below the
-normal numbers are zeros; the exponent changes nothing else.
+s(t) is t² / 2^17 by a multiplier that leaves out every product of two bits below 2^17. Operands and
+results below the normal numbers are zeros; the exponent changes nothing else.
 
-The coefficients, of which reciprocal.txt has c0, c1 and c2 of each segment in hexadecimal, were found from the
-instruction's results for all 2^23 mantissas on an H200, which they repeat without exception
-(tests/golden/reciprocal.json has their hashes, and exponents 1 to 254). The shape is the one that S. F. Oberman and
-M. Y. Siu describe, "A high-performance area-efficient multifunction interpolator", ARITH 2005.
+The coefficients, of which reciprocal.txt has c0, c1 and c2 of each segment in hexadecimal, were
+found from the instruction's results for all 2^23 mantissas on an H200, which they repeat without
+exception (tests/golden/reciprocal.json has their hashes, and exponents 1 to 254). The shape is the
+one that S. F. Oberman and M. Y. Siu describe, "A high-performance area-efficient multifunction
+interpolator", ARITH 2005.
 """
 
 import functools
@@ -27,7 +28,9 @@ import torch
 _BIAS: Final = 2023
 _SMALLEST: Final = np.float32(2.0**-126)
 _LARGEST: Final = np.float32(2.0**126)
-"""Of the operands whose reciprocals are normal numbers; those of smaller ones are infinite, of larger ones zero."""
+"""Of the operands whose reciprocals are normal numbers; those of smaller ones are infinite, of
+larger ones zero.
+"""
 
 Words = npt.NDArray[np.uint32]
 
@@ -41,7 +44,9 @@ def coefficients() -> Words:
 
 @functools.cache
 def _summands() -> Words:
-    """[128, 4] uint32: c0 · 2^13 + 2023, c1, c2 of each segment side by side, so that one look finds them; and 0."""
+    """[128, 4] uint32: c0 · 2^13 + 2023, c1, c2 of each segment side by side, so that one look
+    finds them; and 0.
+    """
     c0, c1, c2 = coefficients()
     return np.stack([(c0 << 13) + np.uint32(_BIAS), c1, c2, np.zeros_like(c0)], axis=1)
 
@@ -51,14 +56,18 @@ def _squares() -> Words:
     """[65536] uint32: s(t)."""
     t = np.arange(1 << 16, dtype=np.uint32)
     total = np.zeros_like(t)
-    for high in range(9, 16):  # each bit with those below it whose product with it counts, and with itself
+    for high in range(
+        9, 16
+    ):  # each bit with those below it whose product with it counts, and with itself
         below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
         total += ((t >> high) & 1) * (below + (1 << (2 * high - 17)))
     return total
 
 
 def reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """float32 1 / x of every float32, in the same shape, as rcp.approx.ftz gives it. Computed on the host."""
+    """float32 1 / x of every float32, in the same shape, as rcp.approx.ftz gives it. Computed on
+    the host.
+    """
     numbers = values.cpu().contiguous().numpy()
     with np.errstate(all="ignore"):
         found = np.reciprocal(numbers)
@@ -85,7 +94,9 @@ def _lowest_bits(bits: Words) -> Words:
     fraction = bits & 0xFFFF
     segment = (bits >> 16 & 0x7F).astype(np.intp)
     c0, c1, c2, _ = _summands().take(segment, axis=0, mode="clip").reshape(-1, 4).T
-    lowest: Words = _squares().take(fraction, mode="clip")  # "clip" spares a look for what is outside
+    lowest: Words = _squares().take(
+        fraction, mode="clip"
+    )  # "clip" spares a look for what is outside
     flat = lowest.reshape(-1)
     flat *= c2
     flat -= c1 * fraction.reshape(-1)

@@ -1,19 +1,21 @@
 """torch's CUDA mean, reproduced on any device: the offset of double quantization, to the bit.
 
-bitsandbytes takes the offset with `absmax.mean()` on the GPU. A float32 sum depends on its order, so the order of
-torch's reduction kernel (ATen/native/cuda/Reduce.cuh, CUDA, torch 2.10 and later) is part of the format:
+bitsandbytes takes the offset with `absmax.mean()` on the GPU. A float32 sum depends on its order,
+so the order of torch's reduction kernel (ATen/native/cuda/Reduce.cuh, CUDA, torch 2.10 and later)
+is part of the format:
 
     thread block    T threads, a power of two, at most 512; thread t owns the float4 vectors t, t + T, t + 2T, …
-                    and sums each of the four components apart; the last 0–3 elements go to threads 0–2
+                    and sums each of the four components apart; the last 0–3 elements go to threads
+                    0–2
     thread          ((c0 + c1) + c2) + c3
     tree            halves: thread t adds thread t + T/2, then t + T/4, … down to thread 0
     many blocks     from 256 elements a thread on, the vectors are dealt to C blocks in turn; the C sums are then
                     summed by one block in the same way
 
-and the mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128 elements are not
-read as vectors. How many blocks there are depends on the GPU, if only for more than 8192 elements a block that it can
-hold at once: 130 560 elements are summed alike by all, 655 360 by a T4 and anything wider, and for more the card meant
-here is an H100 or H200.
+and the mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128
+elements are not read as vectors. How many blocks there are depends on the GPU, if only for more
+than 8192 elements a block that it can hold at once: 130 560 elements are summed alike by all, 655
+360 by a T4 and anything wider, and for more the card meant here is an H100 or H200.
 """
 
 from typing import Final
@@ -24,7 +26,9 @@ import torch
 
 from nf4conv.codec.mean_order import MAX_THREADS, VECTOR, thread_blocks, threads
 
-_RESIDENT_BLOCKS: Final = 132 * (2048 // MAX_THREADS)  # H100 and H200: 132 multiprocessors of 2048 threads
+_RESIDENT_BLOCKS: Final = 132 * (
+    2048 // MAX_THREADS
+)  # H100 and H200: 132 multiprocessors of 2048 threads
 
 _Floats = npt.NDArray[np.float32]
 
@@ -63,7 +67,9 @@ def _deal(rows: _Floats, lanes: int) -> _Floats:
 
 
 def _halve(lanes: _Floats) -> _Floats:
-    """Add the upper half of the last dimension, a power of two, to the lower one until one element is left."""
+    """Add the upper half of the last dimension, a power of two, to the lower one until one element
+    is left.
+    """
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]

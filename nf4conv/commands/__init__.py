@@ -1,4 +1,5 @@
-"""The commands: from a source and options to a plan, and from a plan to a result; one entrance each.
+"""The commands: from a source and options to a plan, and from a plan to a result; one entrance
+each.
 
 quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint or a diffusers pipeline alike
 single/        quantizing one checkpoint: the plan and its execution

@@ -1,6 +1,8 @@
-"""`nf4conv compare`: do two checkpoints or diffusers pipelines hold the same tensors, or how far are they apart?
+"""`nf4conv compare`: do two checkpoints or diffusers pipelines hold the same tensors, or how far
+are they apart?
 
-Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one in another format.
+Both are seen as what their encoded tensors decode to, so that a checkpoint can be compared with one
+in another format.
 
 Pipeline(byte tasks)     tensors that are stored alike, in host memory
 Pipeline(value tasks)    those whose bytes differ, and those that are not stored alike
@@ -15,24 +17,31 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nf4conv import __version__
-from nf4conv.checkpoint.diffusers_folder import DiffusersFolder, open_diffusers
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.pairing import alike
-from nf4conv.checkpoint.selection import is_wanted, unmatched
-from nf4conv.checkpoint.source import Source, open_source
+from nf4conv.check.pairing import alike
+from nf4conv.choose.selection import is_wanted, unmatched
 from nf4conv.commands.diffusers import for_submodel, is_included
 from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import compare_values, host_engine
-from nf4conv.pipeline.loop import make_pipeline
-from nf4conv.pipeline.same_bytes import byte_tasks
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.results import ComparisonReport
-from nf4conv.report.rows import ComparedKind, ComparedRow, Status, decibels, format_name, relative_error
+from nf4conv.report.rows import (
+    ComparedKind,
+    ComparedRow,
+    Status,
+    decibels,
+    format_name,
+    relative_error,
+)
 from nf4conv.report.tolerance import check_tolerance
+from nf4conv.run.engines import compare_values, host_engine
+from nf4conv.run.loop import make_pipeline
+from nf4conv.run.same_bytes import byte_tasks
+from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
+from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.source import Source, open_source
 
 TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
 
@@ -50,7 +59,9 @@ class ComparisonPlan:
     @property
     def pairs(self) -> Mapping[str, tuple[TensorInfo, TensorInfo]]:
         """Tensors that are in both checkpoints, in one shape."""
-        return {name: (a, b) for name, (a, b) in self.tensors.items() if a and b and a.shape == b.shape}
+        return {
+            name: (a, b) for name, (a, b) in self.tensors.items() if a and b and a.shape == b.shape
+        }
 
     @property
     def bytes_to_read(self) -> int:
@@ -66,7 +77,8 @@ def compare_checkpoints(
     progress: Callable[[int], None] | None = None,
     where: SourceOptions | None = None,
 ) -> ComparisonReport:
-    """Compare two checkpoints, or two diffusers pipelines, tensor by tensor, whatever format each is in.
+    """Compare two checkpoints, or two diffusers pipelines, tensor by tensor, whatever format each
+    is in.
 
     Args:
         a: a folder, a weight file, or "org/name" on the Hugging Face Hub.
@@ -84,12 +96,15 @@ def compare_checkpoints(
 
 
 def plan_comparison(
-    a: str | Path, b: str | Path, options: CompareOptions | None = None, where: SourceOptions | None = None
+    a: str | Path,
+    b: str | Path,
+    options: CompareOptions | None = None,
+    where: SourceOptions | None = None,
 ) -> ComparisonPlan:
     """Look at the headers of two checkpoints; torch is not imported.
 
-    Arguments and errors as `compare_checkpoints`. The names of a diffusers pipeline's tensors begin with the submodel
-    and a slash.
+    Arguments and errors as `compare_checkpoints`. The names of a diffusers pipeline's tensors begin
+    with the submodel and a slash.
     """
     options = options or CompareOptions()
     check_tolerance(options.tolerance)
@@ -99,7 +114,9 @@ def plan_comparison(
         a, b, opened = str(one), str(other), {"": (one, other)}
     except DiffusersFolderError:
         first, second = _open(a, where), _open(b, where)
-        names = (name for name in {**first.submodels, **second.submodels} if is_included(name, options))
+        names = (
+            name for name in {**first.submodels, **second.submodels} if is_included(name, options)
+        )
         opened = {name: (_submodel(first, name), _submodel(second, name)) for name in names}
     tensors: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = {}
     for name, sides in opened.items():
@@ -115,7 +132,9 @@ def _open(side: str | Path, where: SourceOptions | None) -> DiffusersFolder:
     try:
         return open_diffusers(side, where)
     except NoDiffusersFolderError as error:
-        raise PlanError(f"a diffusers pipeline can only be compared with a diffusers pipeline: {error}") from error
+        raise PlanError(
+            f"a diffusers pipeline can only be compared with a diffusers pipeline: {error}"
+        ) from error
 
 
 def _submodel(folder: DiffusersFolder, name: str) -> Source | None:
@@ -126,29 +145,41 @@ def _pair_tensors(a: Source | None, b: Source | None, options: CompareOptions) -
     """The wanted tensors of two checkpoints, of which one may be absent."""
     first, second = (() if side is None else side.tensors for side in (a, b))
     in_a, in_b = (
-        {name: tensor for name, tensor in side.items() if is_wanted(name, options.include, options.exclude)}
+        {
+            name: tensor
+            for name, tensor in side.items()
+            if is_wanted(name, options.include, options.exclude)
+        }
         for side in (alike(first, second), alike(second, first))
     )
     return {name: (in_a.get(name), in_b.get(name)) for name in [*in_a, *in_b]}
 
 
 def execute_comparison(
-    plan: ComparisonPlan, run: RunOptions | None = None, progress: Callable[[int], None] | None = None
+    plan: ComparisonPlan,
+    run: RunOptions | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> ComparisonReport:
     """Carry out a plan; arguments, result and errors as `compare_checkpoints`."""
     started = time.perf_counter()
     run, progress = run or RunOptions(), progress or ignore
     by_bytes = make_pipeline(host_engine(run), run, progress)
     results = {
-        name: TensorDifference(_decoded_as(a, b), _decoded_as(b, a), True if _is_stored_alike(a, b) else None)
+        name: TensorDifference(
+            _decoded_as(a, b), _decoded_as(b, a), True if _is_stored_alike(a, b) else None
+        )
         for name, (a, b) in plan.pairs.items()
     }
-    by_bytes.run(byte_tasks([result for result in results.values() if result.is_identical], by_bytes.piece))
+    by_bytes.run(
+        byte_tasks([result for result in results.values() if result.is_identical], by_bytes.piece)
+    )
     unlike = [
         result
         for result in results.values()
         # of complex numbers only the bytes are compared
-        if not result.is_identical and result.a.elements and "C64" not in (result.a.dtype, result.b.dtype)
+        if not result.is_identical
+        and result.a.elements
+        and "C64" not in (result.a.dtype, result.b.dtype)
     ]
     device = compare_values(unlike, run, progress) if unlike else "cpu"
     found = (_row(name, a, b, results.get(name)) for name, (a, b) in plan.tensors.items())
@@ -162,13 +193,20 @@ def execute_comparison(
         tensors=rows,
         kinds=tuple(_kinds(rows)),
         counts={status: counts[status] for status in Status if counts[status]},
-        settings={**asdict(plan.options), "device": device, "nf4conv": __version__, "torch": version("torch")},
+        settings={
+            **asdict(plan.options),
+            "device": device,
+            "nf4conv": __version__,
+            "torch": version("torch"),
+        },
         seconds=time.perf_counter() - started,
     )
 
 
 def _decoded_as(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
-    """A packed weight decodes to the dtype of what it is compared with: by way of its own, it would round twice."""
+    """A packed weight decodes to the dtype of what it is compared with: by way of its own, it would
+    round twice.
+    """
     is_packed = tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
     is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
     return tensor._replace(dtype=other.dtype) if is_packed and is_plain_float else tensor
@@ -187,7 +225,9 @@ def _layout(tensor: TensorInfo) -> list[tuple[object, ...]]:
     return [(role, part.dtype, [size for size in part.shape if size != 1]) for role, part in parts]
 
 
-def _row(name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None) -> ComparedRow:
+def _row(
+    name: str, a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference | None
+) -> ComparedRow:
     tensor = a or b
     assert tensor is not None
     row = ComparedRow(
@@ -222,7 +262,14 @@ def _format(tensor: TensorInfo) -> str:
     if tensor.encoding is None:
         return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
     roles = [role for role, _ in tensor.encoding.parts]
-    tag = next((role.removeprefix(QUANT_STATE_PREFIX) for role in roles if role.startswith(QUANT_STATE_PREFIX)), None)
+    tag = next(
+        (
+            role.removeprefix(QUANT_STATE_PREFIX)
+            for role in roles
+            if role.startswith(QUANT_STATE_PREFIX)
+        ),
+        None,
+    )
     if tag is None:
         return tensor.encoding.method.value
     return format_name(tag, "nested_absmax" in roles, tensor.encoding.block[0])
@@ -231,7 +278,9 @@ def _format(tensor: TensorInfo) -> str:
 def _passes(row: ComparedRow, tolerance: float | None) -> bool:
     if row.status is Status.IDENTICAL or tolerance is None:
         return row.status is Status.IDENTICAL
-    return row.status is Status.EQUAL or (row.relative_error is not None and row.relative_error <= tolerance)
+    return row.status is Status.EQUAL or (
+        row.relative_error is not None and row.relative_error <= tolerance
+    )
 
 
 def _kinds(rows: Sequence[ComparedRow]) -> Iterator[ComparedKind]:

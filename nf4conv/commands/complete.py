@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nf4conv.checkpoint.making import MAKING, read_record
-from nf4conv.checkpoint.workspace import CHECKSUMS, is_unfinished, tidy
 from nf4conv.commands.output import WritingPlan
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
+from nf4conv.output.workspace import CHECKSUMS, tidy
 from nf4conv.report.rows import VerificationSummary
+from nf4conv.sources.record import MAKING, read_record
+from nf4conv.sources.unfinished import is_unfinished
 
 _ZEROS = (
     *("seconds", "pipeline_seconds", "host_baseline_bytes", "host_peak_bytes", "device_peak_bytes"),
@@ -19,9 +20,14 @@ _ZEROS = (
 
 
 def written(
-    plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None], write: Callable[[], dict[str, Any]]
+    plan: WritingPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    write: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The figures of an earlier run that has made the plan's result, or of `write`, as `write_checkpoint` gives them.
+    """The figures of an earlier run that has made the plan's result, or of `write`, as
+    `write_checkpoint` gives them.
 
     Errors are those of `write`, and as `finished_earlier`.
     """
@@ -29,7 +35,9 @@ def written(
     if figures is None:
         try:
             return write()
-        except Nf4convError:  # other processes may have made the same part, and finished the whole meanwhile
+        except (
+            Nf4convError
+        ):  # other processes may have made the same part, and finished the whole meanwhile
             figures = None if plan.part is None else finished_earlier(plan, out, run, progress)
             if figures is None:
                 raise
@@ -39,10 +47,12 @@ def written(
 def finished_earlier(
     plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> dict[str, Any] | None:
-    """The fields of a RunReport, as `write_checkpoint` gives them, if the folder holds the plan's result already.
+    """The fields of a RunReport, as `write_checkpoint` gives them, if the folder holds the plan's
+    result already.
 
     Raises:
-        OutputError: it holds the result of another job, or lacks what this run asks for beside the weights.
+        OutputError: it holds the result of another job, or lacks what this run asks for beside the
+            weights.
         VerificationError: it was verified, and is farther off than this run allows.
     """
     record = None if run.overwrite or is_unfinished(out) else read_record(out)
@@ -74,7 +84,9 @@ def _compare(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
             what = f"{key.replace('_', '-')} was {json.dumps(old.get(key))} and is {json.dumps(new.get(key))} now"
             what = "the source has changed since" if key.endswith("sha256") else what
             advice = "choose another folder, or --overwrite"
-            raise OutputError(f"{out}: holds the result of another job ({MAKING}: {what}); {advice}")
+            raise OutputError(
+                f"{out}: holds the result of another job ({MAKING}: {what}); {advice}"
+            )
 
 
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
@@ -82,8 +94,14 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
     config = out / "config.json"
     return (
         all((out / shard.name).is_file() for shard in plan.output.shards)
-        and all(copy.is_file() and copy.stat().st_size == original.stat().st_size for copy, original in beside)
-        and (plan.config_bytes is None or (config.is_file() and config.read_bytes() == plan.config_bytes))
+        and all(
+            copy.is_file() and copy.stat().st_size == original.stat().st_size
+            for copy, original in beside
+        )
+        and (
+            plan.config_bytes is None
+            or (config.is_file() and config.read_bytes() == plan.config_bytes)
+        )
     )
 
 
@@ -95,6 +113,10 @@ def _require(run: RunOptions, verified: VerificationSummary | None, out: Path) -
     if run.verify and verified is None:
         how = f"`nf4conv verify {out} --source SRC` does that, and {anew}"
         raise OutputError(f"{out}: is complete, but was not verified when it was made: {how}")
-    if run.tolerance is not None and verified is not None and not verified.largest_relative_error <= run.tolerance:
+    if (
+        run.tolerance is not None
+        and verified is not None
+        and not verified.largest_relative_error <= run.tolerance
+    ):
         error = f"largest relative error {verified.largest_relative_error:.4f}, more than {run.tolerance:g}"
         raise VerificationError(f"{out}: {error}")

@@ -1,8 +1,9 @@
 """`nf4conv dequantize`: a 4-bit bitsandbytes checkpoint or diffusers pipeline in, a plain one out.
 
-The source presents packed weights as the float tensors that they stand for (checkpoint/encoded.py), so all that is left
-to do is to store them as such, and to take the quantization out of config.json. Weights that are to stay in 4 bits are
-copied as they are, all their tensors into one shard.
+The source presents packed weights as the float tensors that they stand for
+(sources/encodings/encoded.py), so all that is left to do is to store them as such, and to take the
+quantization out of config.json. Weights that are to stay in 4 bits are copied as they are, all
+their tensors into one shard.
 """
 
 import time
@@ -12,15 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nf4conv.checkpoint.config import plain_config, without_quantization
-from nf4conv.checkpoint.diffusers_folder import open_diffusers
-from nf4conv.checkpoint.evidence import Evidence
-from nf4conv.checkpoint.header import is_in_4_bits
-from nf4conv.checkpoint.merging import open_merged
-from nf4conv.checkpoint.module_names import ModuleNames
-from nf4conv.checkpoint.plan import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
-from nf4conv.checkpoint.selection import Keep, Pack, PackedMatrix, is_wanted, select, unmatched, with_skip_list
-from nf4conv.checkpoint.source import Source, open_source, open_stored
+from nf4conv.choose.evidence import Evidence
+from nf4conv.choose.selection import (
+    Keep,
+    Pack,
+    PackedMatrix,
+    is_wanted,
+    select,
+    unmatched,
+    with_skip_list,
+)
 from nf4conv.commands import output
 from nf4conv.commands.complete import written
 from nf4conv.commands.diffusers import DiffusersPlan, for_submodel, is_included, write_submodels
@@ -29,10 +31,17 @@ from nf4conv.commands.parts import plan_part
 from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.layout import TAGS, Format
+from nf4conv.models.config import plain_config, without_quantization
+from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
-from nf4conv.pipeline.engines import writing_engine
+from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job, arrange, dominant_dtype
 from nf4conv.report.results import DequantizeReport
 from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSummary
+from nf4conv.run.engines import writing_engine
+from nf4conv.sources.adapters.merging import open_merged
+from nf4conv.sources.diffusers_folder import open_diffusers
+from nf4conv.sources.header import is_in_4_bits
+from nf4conv.sources.source import Source, open_source, open_stored
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"
@@ -41,7 +50,8 @@ _MERGED: Final = "merged with an adapter"
 
 @dataclass(frozen=True)
 class DequantizationPlan(WritingPlan):
-    """What becomes of a 4-bit checkpoint; it gets no card, because its original's says all there is.
+    """What becomes of a 4-bit checkpoint; it gets no card, because its original's says all there
+    is.
 
     Unless adapters are merged into it.
     """
@@ -53,7 +63,9 @@ class DequantizationPlan(WritingPlan):
         """A weight that is decoded, or a tensor that is kept; dtypes are those of the output."""
         assert isinstance(job, CopyJob)
         sizes = job.elements, job.source_bytes, job.nbytes
-        return PlanRow(job.name, _action(job), job.reason, job.dtype, job.source.shape, *sizes, file)
+        return PlanRow(
+            job.name, _action(job), job.reason, job.dtype, job.source.shape, *sizes, file
+        )
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:  # noqa: ARG002
         """The model card of a merged model; None for any other."""
@@ -80,7 +92,8 @@ def dequantize_checkpoint(
     progress: Callable[[int], None] | None = None,
     where: SourceOptions | None = None,
 ) -> DequantizeReport:
-    """Decode a 4-bit checkpoint, value for value as bitsandbytes' CUDA library does; a diffusers pipeline, too.
+    """Decode a 4-bit checkpoint, value for value as bitsandbytes' CUDA library does; a diffusers
+    pipeline, too.
 
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
@@ -94,7 +107,8 @@ def dequantize_checkpoint(
 
     Raises:
         SourceError, PlanError: the source cannot be read, or the request cannot be met for it.
-        OutputError: `out` cannot be written; as after any error, it does not look like a finished checkpoint.
+        OutputError: `out` cannot be written; as after any error, it does not look like a finished
+            checkpoint.
     """
     return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
 
@@ -102,26 +116,33 @@ def dequantize_checkpoint(
 def plan_dequantization(
     source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
 ) -> AnyDequantizationPlan:
-    """Decide everything about a dequantization from headers, quant states and config; torch is not imported.
+    """Decide everything about a dequantization from headers, quant states and config; torch is not
+    imported.
 
-    Arguments and errors as `dequantize_checkpoint`; a source in which nothing is in 4 bits is a PlanError. Globs for a
-    diffusers pipeline may begin with the name of a submodel and a slash.
+    Arguments and errors as `dequantize_checkpoint`; a source in which nothing is in 4 bits is a
+    PlanError. Globs for a diffusers pipeline may begin with the name of a submodel and a slash.
     """
     options = options or DequantizeOptions()
     try:
         single = _plan_one(source, options, where)
         again = partial(plan_dequantization, source, options, where)
-        return replace(single, notes=(*single.notes, *unmatched(options, [("", single.source)])), again=again)
+        return replace(
+            single, notes=(*single.notes, *unmatched(options, [("", single.source)])), again=again
+        )
     except DiffusersFolderError:
         folder = open_diffusers(source, where)
     submodels = {
-        name: _plan_submodel(folder.place, for_submodel(name, options), place, decode=is_included(name, options))
+        name: _plan_submodel(
+            folder.place, for_submodel(name, options), place, decode=is_included(name, options)
+        )
         for name, place in folder.submodels.items()
     }
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, complaints=tuple(unmatched(options, parts)))
     if not plan.totals().decoded:
-        raise PlanError(f"{source}: no submodel of this diffusers pipeline has a weight in 4 bits to decode")
+        raise PlanError(
+            f"{source}: no submodel of this diffusers pipeline has a weight in 4 bits to decode"
+        )
     return plan
 
 
@@ -151,7 +172,9 @@ def _action(job: CopyJob) -> str:
     return "copy" if job.dtype == job.source.dtype else "cast"
 
 
-def _plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptions | None) -> DequantizationPlan:
+def _plan_one(
+    source: str | Path, options: DequantizeOptions, where: SourceOptions | None
+) -> DequantizationPlan:
     """As `plan_dequantization` for one checkpoint; a diffusers pipeline is a DiffusersFolderError."""
     if options.dtype not in (None, *DTYPES):
         raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
@@ -159,15 +182,24 @@ def _plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptio
     packed = [tensor for tensor in opened.tensors if is_in_4_bits(tensor)]
     if not packed and not options.lora:
         raise PlanError(f"{source}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
-    wanted = {tensor.name for tensor in packed if is_wanted(tensor.name, options.include, options.exclude)}
+    wanted = {
+        tensor.name for tensor in packed if is_wanted(tensor.name, options.include, options.exclude)
+    }
     if packed and not wanted:
         raise PlanError(f"{source}: --include and --exclude leave no weight to decode")
     config, still_packed = _new_config(opened, {tensor.name for tensor in packed} - wanted, options)
     groups = list(_groups(opened, still_packed, options))
     dtype = options.dtype or dominant_dtype([job.source for group in groups for job in group])
-    files = arrange(groups, Format("nf4", 64, False, dtype), max_shard_size=options.max_shard_size, stem=opened.stem)
+    files = arrange(
+        groups,
+        Format("nf4", 64, False, dtype),
+        max_shard_size=options.max_shard_size,
+        stem=opened.stem,
+    )
     if config is not None and not still_packed:
-        config = without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
+        config = (
+            without_quantization(config) if "_class_name" in config else plain_config(config, dtype)
+        )
     front, complaint = output.read_front(opened) if options.lora else ({}, ())
     notes = (*(opened.notes if options.lora else ()), *output.notes_on_links(opened), *complaint)
     return DequantizationPlan(options, opened, files, config, notes, front=front)
@@ -176,10 +208,11 @@ def _plan_one(source: str | Path, options: DequantizeOptions, where: SourceOptio
 def _plan_submodel(
     source: str, options: DequantizeOptions, where: SourceOptions, *, decode: bool
 ) -> DequantizationPlan:
-    """The plan of a submodel of a diffusers pipeline; one without weights to decode keeps its tensors as they are.
+    """The plan of a submodel of a diffusers pipeline; one without weights to decode keeps its
+    tensors as they are.
 
-    Arguments and errors as `plan_dequantization`; `where` has the submodel as its subfolder, and `decode` says whether
-    anything in it is wanted.
+    Arguments and errors as `plan_dequantization`; `where` has the submodel as its subfolder, and
+    `decode` says whether anything in it is wanted.
     """
     wanted = (
         tensor
@@ -197,18 +230,24 @@ def _plan_submodel(
 def _new_config(
     source: Source, packed: set[str], options: DequantizeOptions
 ) -> tuple[Mapping[str, Any] | None, frozenset[str]]:
-    """The config with a skip list for what stays packed, and what does: what a loader could not tell is decoded too."""
+    """The config with a skip list for what stays packed, and what does: what a loader could not
+    tell is decoded too.
+    """
     if source.config is None or not packed:
         return source.config, frozenset(packed)
     if options.dtype is not None:
-        raise PlanError("--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits")
+        raise PlanError(
+            "--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits"
+        )
     rules = select(source.tensors, source.config, QuantizeOptions()).decisions
     decisions: dict[str, Pack | Keep] = {}
     for tensor in source.tensors:
         rule = rules[tensor.name]
         if tensor.name in packed:
             rows = tensor.shape[0]
-            decisions[tensor.name] = Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS)
+            decisions[tensor.name] = Pack(
+                (PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS
+            )
         elif isinstance(rule, Pack) or is_in_4_bits(tensor):
             decisions[tensor.name] = Keep(_KEPT, is_linear=True)
         else:
@@ -217,22 +256,33 @@ def _new_config(
     config = dict(source.config)
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping):
-        config["quantization_config"] = dict(quantization) | {"llm_int8_skip_modules": list(selection.skip_modules)}
+        config["quantization_config"] = dict(quantization) | {
+            "llm_int8_skip_modules": list(selection.skip_modules)
+        }
     still = (name for name, decision in selection.decisions.items() if isinstance(decision, Pack))
     return config, frozenset(still)
 
 
-def _groups(source: Source, still_packed: frozenset[str], options: DequantizeOptions) -> Iterator[list[CopyJob]]:
+def _groups(
+    source: Source, still_packed: frozenset[str], options: DequantizeOptions
+) -> Iterator[list[CopyJob]]:
     evidence = Evidence.gather(source.tensors, source.config or {})
     for tensor in source.tensors:
         if tensor.name in still_packed and tensor.encoding is not None:
             if tensor.unmerged is not tensor:
-                raise PlanError(f"{tensor.name}: --include or --exclude leaves it in 4 bits, but an adapter changes it")
+                raise PlanError(
+                    f"{tensor.name}: --include or --exclude leaves it in 4 bits, but an adapter "
+                    f"changes it"
+                )
             yield [CopyJob(part, part.dtype, _STAYS) for _, part in tensor.encoding.parts]
             continue
         decoded = tensor.encoding is not None
         dtype = tensor.dtype
-        if options.dtype is not None and dtype in FLOAT_TAGS and not evidence.is_float32_by_design(tensor):
+        if (
+            options.dtype is not None
+            and dtype in FLOAT_TAGS
+            and not evidence.is_float32_by_design(tensor)
+        ):
             dtype = TAGS[options.dtype]
         # decoded to what it is stored in, not by way of another dtype, which would round twice
         reason = _MERGED if tensor.unmerged is not tensor else "decoded" if decoded else _KEPT
@@ -249,4 +299,6 @@ def _write_one(
         return output.write_checkpoint(plan, out, run, progress, engine)
 
     figures, totals = written(plan, out, run, progress, write), plan.totals()
-    return DequantizeReport(**figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_before)
+    return DequantizeReport(
+        **figures, decoded=totals.decoded, copied=totals.copied, bytes_before=totals.bytes_before
+    )

@@ -1,4 +1,6 @@
-"""--dry-run: what a plan would do, tensor by tensor, by kind of module, and what is unusual about it."""
+"""--dry-run: what a plan would do, tensor by tensor, by kind of module, and what is unusual about
+it.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,5 +47,8 @@ def _kinds(rows: Sequence[PlanRow]) -> Iterator[PlanKind]:
     for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
         for action, reason in dict.fromkeys((row.action, row.reason) for row in members):
             alike = [row for row in members if (row.action, row.reason) == (action, reason)]
-            sums = (sum(getattr(row, key) for row in alike) for key in ("parameters", "bytes_before", "bytes_after"))
+            sums = (
+                sum(getattr(row, key) for row in alike)
+                for key in ("parameters", "bytes_before", "bytes_after")
+            )
             yield PlanKind(stack, kind, action, reason, len(alike), *sums)

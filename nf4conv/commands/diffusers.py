@@ -1,7 +1,7 @@
 """A diffusers pipeline: its submodels one after the other, and one result of all.
 
 OUT/.nf4conv            the lock and fingerprint of the whole, and which submodels are finished
-OUT/<submodel>          a workspace of its own, see checkpoint/workspace.py
+OUT/<submodel>          a workspace of its own, see output/workspace.py
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nf4conv import __version__
-from nf4conv.checkpoint.diffusers_folder import DiffusersFolder
-from nf4conv.checkpoint.making import read_record
-from nf4conv.checkpoint.source import read_json, source_changes, source_stamps
-from nf4conv.checkpoint.workspace import CHECKSUMS, Workspace, is_unfinished, tidy
 from nf4conv.commands.output import WritingPlan, space_needed
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.output.workspace import CHECKSUMS, Workspace, tidy
 from nf4conv.report.loading import Loading, advice, diffusers_loading, gpu_bytes
 from nf4conv.report.results import DequantizeReport, QuantizeReport
 from nf4conv.report.rows import PlanRow, VerificationSummary, add_totals, inside
+from nf4conv.sources.diffusers_folder import DiffusersFolder
+from nf4conv.sources.record import read_record
+from nf4conv.sources.source import read_json, source_changes, source_stamps
+from nf4conv.sources.unfinished import is_unfinished
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
@@ -54,10 +55,15 @@ class DiffusersPlan(Generic[PlanT]):
     @property
     def notes(self) -> tuple[str, ...]:
         """The notes of all submodels, and of the whole."""
-        strays: list[str] = [name for name in self.folder.strays if name.partition("/")[0] not in self.submodels]
+        strays: list[str] = [
+            name for name in self.folder.strays if name.partition("/")[0] not in self.submodels
+        ]
         return (
             *(f"{name}: {note}" for name, plan in self.submodels.items() for note in plan.notes),
-            *(f"{name}: a link that leads out of {self.folder.folder}; it is not copied" for name in strays),
+            *(
+                f"{name}: a link that leads out of {self.folder.folder}; it is not copied"
+                for name in strays
+            ),
             *self.complaints,
         )
 
@@ -70,22 +76,32 @@ class DiffusersPlan(Generic[PlanT]):
     @property
     def loading(self) -> Loading:
         """How the result is loaded."""
-        dtypes = (plan.output.format.dtype for plan in self.submodels.values() if plan.changes_weights())
+        dtypes = (
+            plan.output.format.dtype for plan in self.submodels.values() if plan.changes_weights()
+        )
         return diffusers_loading(self.class_name, next(dtypes, "bfloat16"))
 
 
 def for_submodel(name: str, options: OptionsT) -> OptionsT:
-    """The options that concern a submodel: globs may begin with its name and a slash, others apply to all."""
-    return replace(options, include=applying(options.include, name), exclude=applying(options.exclude, name))
+    """The options that concern a submodel: globs may begin with its name and a slash, others apply
+    to all.
+    """
+    return replace(
+        options, include=applying(options.include, name), exclude=applying(options.exclude, name)
+    )
 
 
 def applying(patterns: tuple[str, ...], submodel: str) -> tuple[str, ...]:
-    """The patterns that concern a submodel, without its name; tensors and modules have no slash in theirs."""
+    """The patterns that concern a submodel, without its name; tensors and modules have no slash in
+    theirs.
+    """
     split = (pattern.rpartition("/") for pattern in patterns)
     return tuple(rest for owner, _, rest in split if not owner or fnmatchcase(submodel, owner))
 
 
-def is_included(submodel: str, options: QuantizeOptions | DequantizeOptions | CompareOptions) -> bool:
+def is_included(
+    submodel: str, options: QuantizeOptions | DequantizeOptions | CompareOptions
+) -> bool:
     return not options.include or bool(applying(options.include, submodel))
 
 
@@ -97,7 +113,9 @@ def write_submodels(
     write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
     card: Callable[[ReportT], str | None],
 ) -> ReportT:
-    """Carry out the plans of all submodels by `write`; one report of all, of which `card` makes a README.md or none."""
+    """Carry out the plans of all submodels by `write`; one report of all, of which `card` makes a
+    README.md or none.
+    """
     reports: list[ReportT] = []
     if not run.overwrite and _is_complete(plan, out):
         reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
@@ -105,11 +123,19 @@ def write_submodels(
         return _joined(plan, out, reports, 0)
     kept, last = 0, list(plan.submodels)[-1]
     stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
-    with Workspace(out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False) as workspace:
+    with Workspace(
+        out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False
+    ) as workspace:
         if run.verify:
             workspace.forget()  # submodels of an earlier run, which nobody may have looked at
-        (out / plan.folder.index.name).unlink(missing_ok=True)  # of a run that ended between its last two steps
-        finished = {name for name, part in plan.submodels.items() if _is_finished(workspace, name, part, run)}
+        (out / plan.folder.index.name).unlink(
+            missing_ok=True
+        )  # of a run that ended between its last two steps
+        finished = {
+            name
+            for name, part in plan.submodels.items()
+            if _is_finished(workspace, name, part, run)
+        }
         missing = [(name, part) for name, part in plan.submodels.items() if name not in finished]
         workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing))
         for name, part in plan.submodels.items():
@@ -117,7 +143,8 @@ def write_submodels(
                 kept += len(part.output.shards)
                 progress(sum(job.source_bytes for job in part.output.jobs))
                 continue
-            # what is there but not begun was finished and not yet noted as such, or is to be overwritten
+            # what is there but not begun was finished and not yet noted as such, or is to be
+            # overwritten
             again = replace(run, overwrite=not is_unfinished(out / name))
             reports.append(write(part, out / name, again, progress))
             if name != last:  # which is never skipped, so that a run has something to report
@@ -134,7 +161,9 @@ def write_submodels(
 
 
 def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
-    """Whether an earlier run came to its end; of what it made, each submodel has a record of its own."""
+    """Whether an earlier run came to its end; of what it made, each submodel has a record of its
+    own.
+    """
     index = out / plan.folder.index.name
     return (
         not is_unfinished(out)
@@ -155,19 +184,27 @@ def _is_finished(workspace: Workspace, name: str, plan: WritingPlan, run: RunOpt
 
 
 def _space_needed(folder: Path, plan: WritingPlan) -> int:
-    """What a submodel takes beyond what lies in its folder, which is deleted or kept as a part of it."""
+    """What a submodel takes beyond what lies in its folder, which is deleted or kept as a part of
+    it.
+    """
     present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     return max(space_needed(plan, ()) - present, 0)
 
 
 def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
-    """Each submodel has its own, which says all; this one is for those that are finished, whose own is gone."""
+    """Each submodel has its own, which says all; this one is for those that are finished, whose own
+    is gone.
+    """
     return {
         "command": type(next(iter(plan.submodels.values()))).__name__,
         "version": __version__,
         "--device": run.device,
         "submodels": {
-            name: {"source files": source_stamps(part.source), "config": part.config, "options": asdict(part.options)}
+            name: {
+                "source files": source_stamps(part.source),
+                "config": part.config,
+                "options": asdict(part.options),
+            }
             for name, part in plan.submodels.items()
         },
     }
@@ -213,15 +250,24 @@ def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:
 
 
 def _verification(plan: DiffusersPlan[Any], reports: Sequence[Any]) -> VerificationSummary | None:
-    """An audit's summary of all submodels; without verification none has one, and with it none is skipped."""
+    """An audit's summary of all submodels; without verification none has one, and with it none is
+    skipped.
+    """
     found = [report.verification for report in reports]
     if None in found:
         return None
-    rows = [inside(name, row) for name, part in zip(plan.submodels, found, strict=True) for row in part.weights]
-    if not rows:  # of an earlier run, whose figures are all that is left; they do not tell the median of all weights
+    rows = [
+        inside(name, row)
+        for name, part in zip(plan.submodels, found, strict=True)
+        for row in part.weights
+    ]
+    # of an earlier run, whose figures are all that is left; they do not tell the median of all
+    # weights
+    if not rows:
         largest = max(part.largest_relative_error for part in found)
         packed, copied, differing = (
-            sum(getattr(part, name) for part in found) for name in ("packed", "copied", "bytes_differing")
+            sum(getattr(part, name) for part in found)
+            for name in ("packed", "copied", "bytes_differing")
         )
         return VerificationSummary(packed, copied, largest, math.nan, differing)
     return VerificationSummary.of(rows, sum(part.copied for part in found))

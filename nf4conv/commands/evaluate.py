@@ -1,13 +1,16 @@
-"""`evaluate`: does the model in 4 bits still say what the original says? Both run through transformers, in turn.
+"""`evaluate`: does the model in 4 bits still say what the original says? Both run through
+transformers, in turn.
 
-    text ▸ token ids ▸ windows ▸ SRC: its answers into a temporary file ▸ OUT: its answers against them
+    text ▸ token ids ▸ windows ▸ SRC: its answers into a temporary file ▸ OUT: its answers against
+    them
 
     causal      log-probabilities of the next token at every position but the last of a window
     seq2seq     the same of the second half of each window, the first being what the encoder reads
     masked      log-probabilities at every seventh position, which is masked; at all if there is no mask token
     encoder     last hidden states, token by token, and their mean over a window
 
-Beside the skeleton of --plan-with this is the only module that imports transformers or bitsandbytes, when it is called.
+Beside the skeleton of --plan-with this is the only module that imports transformers or
+bitsandbytes, when it is called.
 """
 
 import math
@@ -22,20 +25,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4conv.checkpoint.checksums import renew_checksum
-from nf4conv.checkpoint.config import architecture_of
-from nf4conv.checkpoint.source import open_stored
-from nf4conv.checkpoint.writer import write_file
+from nf4conv.check.checksums import renew_checksum
 from nf4conv.errors import PlanError, SourceError
+from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions, SourceOptions
+from nf4conv.output.writer import write_file
 from nf4conv.report.results import Evaluation
+from nf4conv.sources.source import open_stored
 
-_WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}  # tokens, unless the model takes fewer
+_WINDOWS: Final = {
+    "causal": 512,
+    "seq2seq": 512,
+    "masked": 512,
+    "encoder": 128,
+}  # tokens, unless the model takes fewer
 _TOKENS: Final = 16384
 _MOST_BYTES: Final = 2 << 30  # of the temporary file, unless more tokens are asked for
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
 _MASK_EVERY: Final = 7
-_REFUSALS: Final = (ValueError, RuntimeError, OSError, ImportError, LookupError, TypeError, AttributeError)
+_REFUSALS: Final = (
+    ValueError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 """What transformers raises of models and tokenizers that it cannot use."""
 
 
@@ -66,13 +82,15 @@ def evaluate_checkpoint(
         out: a 4-bit checkpoint: a folder, or a name on the Hub.
         source: the same of any model.
         options: what to do.
-        device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both run in float32, `out` with its weights decoded, because
-            bitsandbytes' own CPU products have faults (docs/quality.md); on a GPU as loaders run them.
+        device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both run in float32, `out` with its
+            weights decoded, because bitsandbytes' own CPU products have faults (docs/quality.md);
+            on a GPU as loaders run them.
         where: of what is on the Hub; revision, subfolder and variant are those of `source`.
         progress: called with the share of the work, of 1 in all, that has just been done.
 
     Raises:
-        PlanError: transformers or bitsandbytes is not there, or the architecture or the tokens cannot be used.
+        PlanError: transformers or bitsandbytes is not there, or the architecture or the tokens
+            cannot be used.
         SourceError: a model cannot be loaded, or run.
     """
     options, where = options or EvaluateOptions(), where or SourceOptions()
@@ -110,24 +128,41 @@ def evaluate_checkpoint(
     return evaluation
 
 
-def _question(out: Path, config: Mapping[str, Any], options: EvaluateOptions, device: str) -> _Question:
+def _question(
+    out: Path, config: Mapping[str, Any], options: EvaluateOptions, device: str
+) -> _Question:
     kind, loader = _kind(config)
-    text_config = next((config[key] for key in ("text_config", "llm_config") if key in config), config)
+    text_config = next(
+        (config[key] for key in ("text_config", "llm_config") if key in config), config
+    )
     vocabulary = text_config.get("vocab_size")
     if not isinstance(vocabulary, int):
         raise PlanError(f"{out}: its config does not say how many tokens it knows")
-    width = int(text_config.get("hidden_size") or text_config.get("dim") or 1) if kind == "encoder" else vocabulary
-    window = min(_WINDOWS[kind], *(text_config.get(key) or 512 for key in ("max_position_embeddings", "n_positions")))
+    width = (
+        int(text_config.get("hidden_size") or text_config.get("dim") or 1)
+        if kind == "encoder"
+        else vocabulary
+    )
+    window = min(
+        _WINDOWS[kind],
+        *(text_config.get(key) or 512 for key in ("max_position_embeddings", "n_positions")),
+    )
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     ids, mask, ends = _tokens(out, options.text, wanted)
-    text = "pydoc_data.topics, the reference of the Python language" if options.text is None else options.text.name
+    text = (
+        "pydoc_data.topics, the reference of the Python language"
+        if options.text is None
+        else options.text.name
+    )
     if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     ends = ends if kind in ("encoder", "masked") else ()
     window = min(window - len(ends), ids.size)
     windows = torch.from_numpy(ids[: ids.size // window * window].reshape(-1, window))
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    return _Question(kind, loader, windows, text, mask if kind == "masked" else None, ends, width, chosen)
+    return _Question(
+        kind, loader, windows, text, mask if kind == "masked" else None, ends, width, chosen
+    )
 
 
 def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -137,13 +172,16 @@ def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
         import transformers
         from transformers.models.auto import modeling_auto as auto
     except ImportError as error:
-        raise PlanError(f"evaluate needs more: pip install 'nf4conv[evaluate]' ({error})") from error
+        raise PlanError(
+            f"evaluate needs more: pip install 'nf4conv[evaluate]' ({error})"
+        ) from error
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # there is one of ours
     name, model_type = architecture_of(config), config.get("model_type")
     tables = {
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     }
     for kind, table in tables.items():
@@ -151,11 +189,17 @@ def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
             return kind, getattr(transformers, name)
     if model_type in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
         return "encoder", transformers.AutoModel
-    raise PlanError(f"evaluate cannot run {name or 'a model whose config names no architecture'} ({model_type})")
+    raise PlanError(
+        f"evaluate cannot run {name or 'a model whose config names no architecture'} ({model_type})"
+    )
 
 
-def _tokens(out: Path, text: Path | None, wanted: int) -> tuple[npt.NDArray[np.int64], int | None, tuple[int, ...]]:
-    """Token ids, that of the mask, and those around a window; of ids from a file nothing more is known."""
+def _tokens(
+    out: Path, text: Path | None, wanted: int
+) -> tuple[npt.NDArray[np.int64], int | None, tuple[int, ...]]:
+    """Token ids, that of the mask, and those around a window; of ids from a file nothing more is
+    known.
+    """
     from pydoc_data.topics import topics  # prose that comes with every Python
 
     import transformers
@@ -163,20 +207,34 @@ def _tokens(out: Path, text: Path | None, wanted: int) -> tuple[npt.NDArray[np.i
     try:
         if text is not None and text.suffix == ".npy":
             return np.load(text, allow_pickle=False).reshape(-1)[:wanted].astype(np.int64), None, ()
-        content = "\n".join(topics[key] for key in sorted(topics)) if text is None else text.read_text(encoding="utf-8")
+        content = (
+            "\n".join(topics[key] for key in sorted(topics))
+            if text is None
+            else text.read_text(encoding="utf-8")
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
-        ids = tokenizer(content[: 16 * wanted], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = tokenizer(content[: 16 * wanted], add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
     except _REFUSALS as error:
-        raise PlanError(f"{text or out}: no tokens; give their ids, --text ids.npy ({_line(error)})") from error
+        raise PlanError(
+            f"{text or out}: no tokens; give their ids, --text ids.npy ({_line(error)})"
+        ) from error
     mask, *ends = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "cls", "sep"))
     around = tuple(end for end in ends if end is not None)
     return np.array(ids[:wanted], dtype=np.int64), mask, around if len(around) == 2 else ()
 
 
 def _load(question: _Question, folder: Path, variant: str | None = None) -> Any:
-    """A model as loaders load it; on a CPU in float32, with plain layers in the place of those in 4 bits."""
+    """A model as loaders load it; on a CPU in float32, with plain layers in the place of those in 4
+    bits.
+    """
     is_cpu = question.device == "cpu"
-    options = {"dtype": torch.float32 if is_cpu else "auto", "device_map": {"": question.device}, "variant": variant}
+    options = {
+        "dtype": torch.float32 if is_cpu else "auto",
+        "device_map": {"": question.device},
+        "variant": variant,
+    }
     try:
         model = question.loader.from_pretrained(folder, trust_remote_code=False, **options)
     except _REFUSALS as error:
@@ -189,7 +247,10 @@ def _load(question: _Question, folder: Path, variant: str | None = None) -> Any:
                 state = module.weight.quant_state
                 plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
                 weight = dequantize_4bit(module.weight.data, state).view(state.shape)
-                plain.weight, plain.bias = torch.nn.Parameter(weight, requires_grad=False), module.bias
+                plain.weight, plain.bias = (
+                    torch.nn.Parameter(weight, requires_grad=False),
+                    module.bias,
+                )
                 model.set_submodule(name, plain)
         torch.nn.Module.float(model)  # transformers refuses it to models that were quantized
     return model.eval()
@@ -200,17 +261,26 @@ def _line(error: BaseException) -> str:
 
 
 def _answers(model: Any, question: _Question) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batch after batch: [windows, positions, width] log-probabilities or states, and the tokens they are of."""
+    """Batch after batch: [windows, positions, width] log-probabilities or states, and the tokens
+    they are of.
+    """
     step = max(1, min(16, _BATCH_BYTES // (4 * question.width * question.ids.shape[1])))
     for batch in torch.split(question.ids, step):
         try:
             answer, targets = _answer(model, question, batch.to(question.device))
         except _REFUSALS as error:
-            raise SourceError(f"{model.name_or_path}: transformers cannot run it: {_line(error)}") from error
-        yield answer.float() if question.kind == "encoder" else answer.float().log_softmax(dim=-1), targets
+            raise SourceError(
+                f"{model.name_or_path}: transformers cannot run it: {_line(error)}"
+            ) from error
+        yield (
+            answer.float() if question.kind == "encoder" else answer.float().log_softmax(dim=-1),
+            targets,
+        )
 
 
-def _answer(model: Any, question: _Question, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer(
+    model: Any, question: _Question, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     if question.kind == "causal":
         return model(input_ids=ids).logits[:, :-1], ids[:, 1:]
     if question.kind == "seq2seq":
@@ -236,10 +306,18 @@ def _compare(
     """What is found of each position, or window, of a batch."""
     if kind == "encoder":
         yield "cosine", torch.cosine_similarity(before, after, dim=-1)
-        yield "cosine_pooled", torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1)
+        yield (
+            "cosine_pooled",
+            torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1),
+        )
         return
     # what the source rules out adds nothing
-    yield "kl", torch.where(before.isneginf(), 0, before.exp() * (before - after)).sum(dim=-1, dtype=torch.float64)
+    yield (
+        "kl",
+        torch.where(before.isneginf(), 0, before.exp() * (before - after)).sum(
+            dim=-1, dtype=torch.float64
+        ),
+    )
     yield "agreement", before.argmax(dim=-1) == after.argmax(dim=-1)
     yield "perplexity_source", -before.gather(-1, targets[..., None])
     yield "perplexity", -after.gather(-1, targets[..., None])

@@ -1,6 +1,7 @@
 """`nf4conv inspect`: what is in a checkpoint or diffusers pipeline, by its headers.
 
-Of a model on the Hugging Face Hub only the headers are fetched, and the few bytes of each quant state.
+Of a model on the Hugging Face Hub only the headers are fetched, and the few bytes of each quant
+state.
 """
 
 import json
@@ -11,24 +12,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nf4conv.checkpoint.config_check import check_config
-from nf4conv.checkpoint.diffusers_folder import open_diffusers
-from nf4conv.checkpoint.encoded import quantization_of
-from nf4conv.checkpoint.header import LARGEST_SIZE, TensorInfo
-from nf4conv.checkpoint.making import read_record, recorded_scales
-from nf4conv.checkpoint.source import Source, open_stored, read_together
-from nf4conv.checkpoint.structure import Finding, Structure, look_at, split_component
+from nf4conv.check.config_check import check_config
+from nf4conv.check.structure import look_at
 from nf4conv.errors import DiffusersFolderError
-from nf4conv.format.layout import DTYPE_NAMES, LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, STORAGE_DTYPES
+from nf4conv.format.layout import (
+    DTYPE_NAMES,
+    LARGEST_QUANT_STATE,
+    QUANT_STATE_PREFIX,
+    STORAGE_DTYPES,
+)
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results import Inspection
-from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals, StoredQuantization, format_name, inside
+from nf4conv.report.rows import (
+    InspectedKind,
+    InspectedRow,
+    InspectionTotals,
+    StoredQuantization,
+    format_name,
+    inside,
+)
+from nf4conv.sources.diffusers_folder import open_diffusers
+from nf4conv.sources.encodings.encoded import quantization_of
+from nf4conv.sources.header import LARGEST_SIZE, TensorInfo
+from nf4conv.sources.record import read_record, recorded_scales
+from nf4conv.sources.source import Source, open_stored, read_together
+from nf4conv.sources.stored_weights import Finding, Structure, split_component
 
 
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
-    """Describe a checkpoint, or a diffusers pipeline, without reading its weights; torch is not imported.
+    """Describe a checkpoint, or a diffusers pipeline, without reading its weights; torch is not
+    imported.
 
     Args:
         path: a folder, a weight file, or "org/name" on the Hugging Face Hub.
@@ -45,7 +60,9 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         sources = {"": open_stored(path, where)}
     except DiffusersFolderError:
         folder = open_diffusers(path, where)
-        sources = {name: open_stored(folder.place, place) for name, place in folder.submodels.items()}
+        sources = {
+            name: open_stored(folder.place, place) for name, place in folder.submodels.items()
+        }
     rows, kinds, findings = list[InspectedRow](), list[InspectedKind](), list[Finding]()
     files, notes = list[str](), list[str]()
     for name, source in sources.items():
@@ -76,7 +93,9 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
 def _describes(tensor: TensorInfo) -> bool:
     """Whether a tensor is a quant state, or a map, of a packed weight."""
     suffix = split_component(tensor.name)[1]
-    return tensor.nbytes <= LARGEST_QUANT_STATE and (suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map"))
+    return tensor.nbytes <= LARGEST_QUANT_STATE and (
+        suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map")
+    )
 
 
 def _findings(source: Source, small: Mapping[str, bytes]) -> Sequence[Finding]:
@@ -101,11 +120,15 @@ def _rows(source: Source, states: Mapping[str, bytes]) -> Iterator[InspectedRow]
             yield _row(tensor, components.get(tensor.name, {}), states)
 
 
-def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]) -> InspectedRow:
+def _row(
+    tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mapping[str, bytes]
+) -> InspectedRow:
     size = tensor.nbytes + sum(part.nbytes for part in components.values())
     shape, quantization = tensor.shape, None
     dtype = format = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    blob = next((part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)), None)
+    blob = next(
+        (part for suffix, part in components.items() if suffix.startswith(QUANT_STATE_PREFIX)), None
+    )
     fields = {} if blob is None else _fields(states.get(blob.name, b""))
     if fields:
         shape, dtype = tuple(fields["shape"]), fields["dtype"]
@@ -115,9 +138,12 @@ def _row(tensor: TensorInfo, components: Mapping[str, TensorInfo], states: Mappi
             double_quant="nested_absmax" in components,
             nested_offset=fields.get("nested_offset"),
             storage=STORAGE_DTYPES.get(tensor.dtype, tensor.dtype),
-            tensors={"": _described(tensor)} | {suffix: _described(part) for suffix, part in components.items()},
+            tensors={"": _described(tensor)}
+            | {suffix: _described(part) for suffix, part in components.items()},
         )
-        format = format_name(quantization.quant_type, quantization.double_quant, quantization.blocksize)
+        format = format_name(
+            quantization.quant_type, quantization.double_quant, quantization.blocksize
+        )
     parameters = math.prod(shape)
     return InspectedRow(
         name=tensor.name,
@@ -137,11 +163,17 @@ def _described(tensor: TensorInfo) -> str:
 
 
 def _fields(blob: bytes) -> dict[str, Any]:
-    """The content of a quant state; empty if it is none. What is wrong with it is `verify`'s to say."""
+    """The content of a quant state; empty if it is none. What is wrong with it is `verify`'s to
+    say.
+    """
     try:
         fields = json.loads(blob)
         sizes = [int(size) for size in fields["shape"]]
-        known = {"shape": sizes, "dtype": str(fields["dtype"]), "blocksize": int(fields["blocksize"])}
+        known = {
+            "shape": sizes,
+            "dtype": str(fields["dtype"]),
+            "blocksize": int(fields["blocksize"]),
+        }
         is_possible = min(sizes, default=0) >= 0 and math.prod(sizes) < LARGEST_SIZE
         return {**fields, **known, "quant_type": str(fields["quant_type"])} if is_possible else {}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

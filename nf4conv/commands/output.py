@@ -1,6 +1,8 @@
-"""From a plan to a finished output folder: what every command that writes a checkpoint does around its tasks.
+"""From a plan to a finished output folder: what every command that writes a checkpoint does around
+its tasks.
 
-space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json: it makes the folder a checkpoint.
+space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json: it makes the
+folder a checkpoint.
 """
 
 import json
@@ -15,30 +17,42 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 from nf4conv import __version__
-from nf4conv.checkpoint.auxiliary import auxiliary_files
-from nf4conv.checkpoint.making import MAKING, as_bytes, record_of
-from nf4conv.checkpoint.parts import SharedFolder
-from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan, Shard, arrange, plan_fingerprint, source_files
-from nf4conv.checkpoint.reader import Reader, digest_of
-from nf4conv.checkpoint.source import Source, changed_files, source_changes, source_stamps
-from nf4conv.checkpoint.workspace import PARTS, SHARDS, OutputFolder, Workspace
-from nf4conv.checkpoint.writer import ShardWriter, let_go
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
-from nf4conv.pipeline.audit import AuditOfWritten
-from nf4conv.pipeline.engines import ShardTasks
-from nf4conv.pipeline.loop import Engine, Pipeline, Task, interleave, make_pipeline
-from nf4conv.pipeline.shards import ShardProgress, ShardTask, streamed
+from nf4conv.output.shared_folder import SharedFolder
+from nf4conv.output.workspace import OutputFolder, Workspace
+from nf4conv.output.writer import ShardWriter, let_go
+from nf4conv.plan.jobs import (
+    CopyJob,
+    Job,
+    PackJob,
+    Plan,
+    Shard,
+    arrange,
+    plan_fingerprint,
+    source_files,
+)
 from nf4conv.report.loading import Loading, loading_of
 from nf4conv.report.rows import PlanRow, VerificationSummary
+from nf4conv.run.audit import AuditOfWritten
+from nf4conv.run.engines import ShardTasks
+from nf4conv.run.loop import Engine, Pipeline, Task, interleave, make_pipeline
+from nf4conv.run.shards import ShardProgress, ShardTask, streamed
+from nf4conv.sources.auxiliary import auxiliary_files
+from nf4conv.sources.reader import Reader, digest_of
+from nf4conv.sources.record import MAKING, as_bytes, record_of
+from nf4conv.sources.source import Source, changed_files, source_changes, source_stamps
+from nf4conv.sources.unfinished import PARTS, SHARDS
 
 if TYPE_CHECKING:
-    from nf4conv.checkpoint.stream import ShardStream
+    from nf4conv.sources.remote.stream import ShardStream
 
 _SHARDS_AT_A_TIME: Final = 8
-"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk); to several files they
-do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an interruption."""
+"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk); to
+several files they do (8.5 GB/s to 4, 17 GB/s to 8). More would leave more to be done again after an
+interruption.
+"""
 
 
 class Part(NamedTuple):
@@ -60,12 +74,18 @@ class WritingPlan:
     options: QuantizeOptions | DequantizeOptions  # what was asked for
     source: Source  # the checkpoint that is read
     output: Plan  # the output files
-    config: Mapping[str, Any] | None  # the content of the output's config.json; None when the source has none
+    config: (
+        Mapping[str, Any] | None
+    )  # the content of the output's config.json; None when the source has none
     notes: tuple[str, ...]  # what the user should know
     # what the source's card says at its top, for one that gets a card
     front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    part: Part | None = field(default=None, kw_only=True)  # of which `output` has the shards; None for all of them
-    again: Callable[[], Any] | None = field(default=None, kw_only=True)  # makes the same plan in another process
+    part: Part | None = field(
+        default=None, kw_only=True
+    )  # of which `output` has the shards; None for all of them
+    again: Callable[[], Any] | None = field(
+        default=None, kw_only=True
+    )  # makes the same plan in another process
 
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
@@ -88,7 +108,7 @@ class WritingPlan:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """By what it is made, see checkpoint/making.py; a source on this disk is read for it."""
+        """By what it is made, see sources/record.py; a source on this disk is read for it."""
         options, format = asdict(self.options), asdict(self.output.format)
         if self.command == "quantize":  # what was left open is decided
             options = {key: format.get(key, value) for key, value in options.items()}
@@ -97,7 +117,9 @@ class WritingPlan:
     @property
     def loading(self) -> Loading | None:
         """How the result is loaded; None if nothing says how."""
-        return loading_of(self.config, [str(name) for name in self.auxiliary], self.output.format.dtype)
+        return loading_of(
+            self.config, [str(name) for name in self.auxiliary], self.output.format.dtype
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -108,7 +130,9 @@ class WritingPlan:
 
     def changes_weights(self) -> bool:
         """Whether any weight is packed, or decoded."""
-        return any(isinstance(job, PackJob) or job.source.encoding is not None for job in self.output.jobs)
+        return any(
+            isinstance(job, PackJob) or job.source.encoding is not None for job in self.output.jobs
+        )
 
     @property
     def whole(self) -> Plan:
@@ -120,20 +144,29 @@ class WritingPlan:
         return {}
 
     def card(self, bytes_after: int, verified: VerificationSummary | None) -> str | None:  # noqa: ARG002
-        """The output's README.md, given the size of its weight files and an audit's summary; None when it gets none."""
+        """The output's README.md, given the size of its weight files and an audit's summary; None
+        when it gets none.
+        """
         return None
 
 
 def kept_as_stored(submodel: Source, format: Format, max_shard_size: int) -> Plan:
     """The output files of a submodel of a diffusers pipeline in which nothing changes."""
-    groups = [[CopyJob(tensor, tensor.dtype, "the submodel stays as it is")] for tensor in submodel.tensors]
+    groups = [
+        [CopyJob(tensor, tensor.dtype, "the submodel stays as it is")]
+        for tensor in submodel.tensors
+    ]
     return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
 
 
 def notes_on_links(source: Source) -> tuple[str, ...]:
     """A line for each file that is not copied, because it is not the source's own."""
-    strays = () if source.config is None else auxiliary_files(source.folder, source.root, strays=True)
-    return tuple(f"{name}: a link that leads out of {source.root}; it is not copied" for name in strays)
+    strays = (
+        () if source.config is None else auxiliary_files(source.folder, source.root, strays=True)
+    )
+    return tuple(
+        f"{name}: a link that leads out of {source.root}; it is not copied" for name in strays
+    )
 
 
 def ignore(count: int) -> None:
@@ -150,7 +183,9 @@ def check_apart(source: Path, out: Path) -> None:
 
 
 def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
-    """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its like."""
+    """Whatever decides the bytes of a result, so that an interrupted run is resumed only by its
+    like.
+    """
     return {
         "command": plan.command,
         "version": __version__,
@@ -169,7 +204,9 @@ def _fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
 def _require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
     """Refuse by a SourceError a source that has changed, or of its weight files only some."""
     others = () if files is None else {*source.files} - {*files}
-    for file in changed_files({file: stamp for file, stamp in source.stamps.items() if file not in others}):
+    for file in changed_files(
+        {file: stamp for file, stamp in source.stamps.items() if file not in others}
+    ):
         raise SourceError(f"{file}: changed {what}")
 
 
@@ -199,15 +236,17 @@ def write_checkpoint(
         progress: told how many more source bytes have been read, from any thread.
         computed_by: an engine, and its tasks.
         announce: told of every shard, by name and path, once it is complete; from any thread.
-        is_audited: whether everything that is written is looked at; no shard of an earlier run then counts as finished.
+        is_audited: whether everything that is written is looked at; no shard of an earlier run then
+            counts as finished.
 
     Returns:
-        The fields of a RunReport but `copied` and `bytes_before`, and an audit's summary, if there was one, as
-        "verification".
+        The fields of a RunReport but `copied` and `bytes_before`, and an audit's summary, if there
+        was one, as "verification".
 
     Raises:
         SourceError, OutputError: the source cannot be read, the destination not written.
-        VerificationError: what has been written is not what was to be; the folder then does not look finished.
+        VerificationError: what has been written is not what was to be; the folder then does not
+            look finished.
     """
     started = time.perf_counter()
     check_apart(plan.source.folder, out)
@@ -224,11 +263,15 @@ def write_checkpoint(
         opened = SharedFolder(out)
     with opened as folder:
         if plan.part is not None and isinstance(folder, SharedFolder):
-            folder.join(_described(plan, plan.part, run, engine.device), plan.source.folder, plan.output)
+            folder.join(
+                _described(plan, plan.part, run, engine.device), plan.source.folder, plan.output
+            )
         elif is_audited and isinstance(folder, Workspace):
             folder.forget()  # shards of an earlier run, which nobody has looked at
         resumed = len(folder.finished)
-        verified = _Run(plan, folder, pipeline, shard_tasks, announce or (lambda *_: None), make).write()
+        verified = _Run(
+            plan, folder, pipeline, shard_tasks, announce or (lambda *_: None), make
+        ).write()
         after = pipeline.memory()
         figures = {
             "out": str(out),
@@ -238,7 +281,9 @@ def write_checkpoint(
             "bytes_after": sum(shard.size for shard in folder.finished.values()),
             "seconds": time.perf_counter() - started,
             "pipeline_seconds": pipeline.elapsed,
-            "seconds_by_activity": {activity.value: spent for activity, spent in pipeline.seconds.items()},
+            "seconds_by_activity": {
+                activity.value: spent for activity, spent in pipeline.seconds.items()
+            },
             "host_baseline_bytes": before.host,
             "host_peak_bytes": after.host,
             "device_peak_bytes": after.device,
@@ -249,13 +294,17 @@ def write_checkpoint(
 
 
 def _described(plan: WritingPlan, part: Part, run: RunOptions, device: str) -> dict[str, Any]:
-    """What all parts make, as JSON values: all that they are held to, and that `finish` must know of the source."""
+    """What all parts make, as JSON values: all that they are held to, and that `finish` must know
+    of the source.
+    """
     source, config = plan.source, plan.config_bytes
     return {
         **_fingerprint(plan, device),
         **{f"--{name}": getattr(run, name) for name in ("checksum", "verify", "tolerance")},
         **{f"source {name}": value for name, value in plan.record["source"].items()},
-        "source files": {name: stamp[:1] for name, stamp in source_stamps(source).items()},  # sizes, but no times
+        "source files": {
+            name: stamp[:1] for name, stamp in source_stamps(source).items()
+        },  # sizes, but no times
         **dict.fromkeys(("adapters", "--lora")),  # which may be paths
         PARTS: part.of,
         SHARDS: part.shares,
@@ -281,7 +330,9 @@ class _Run:
     make_audit: Callable[[], AuditOfWritten] | None  # of a shard
 
     def write(self) -> VerificationSummary | None:
-        """Fill the folder, which then is a finished checkpoint if it is not filled in parts; an audit's summary."""
+        """Fill the folder, which then is a finished checkpoint if it is not filled in parts; an
+        audit's summary.
+        """
         plan, folder = self.plan, self.folder
         folder.check_space(space_needed(plan, folder.finished))
         with _open_reader(plan, folder) as reader, ExitStack() as writers:
@@ -291,20 +342,34 @@ class _Run:
             _require_unchanged(plan.source, "while it was read; start anew with --overwrite")
             for name in plan.auxiliary:
                 folder.copy(str(name), plan.source.folder / name)
-            files = {name: shard.name for shard in plan.output.shards for name in shard.tensor_names()}
+            files = {
+                name: shard.name for shard in plan.output.shards for name in shard.tensor_names()
+            }
             size = sum(shard.size for shard in folder.finished.values())
-            index = index_of(plan.source.stem, size - sum(shard.header_size for shard in plan.output.shards), files)
-            complete(folder, index, plan.card(size, verified), plan.record, verified, plan.config_bytes)
+            index = index_of(
+                plan.source.stem,
+                size - sum(shard.header_size for shard in plan.output.shards),
+                files,
+            )
+            complete(
+                folder, index, plan.card(size, verified), plan.record, verified, plan.config_bytes
+            )
         return verified
 
     def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task[Any]]:
         """All tasks, of a few shards in turn: one file takes the writes of one thread at a time."""
-        finished = [shard for shard in self.plan.output.shards if shard.name in self.folder.finished]
+        finished = [
+            shard for shard in self.plan.output.shards if shard.name in self.folder.finished
+        ]
         self.pipeline.advance(sum(entry.source_bytes for shard in finished for entry in shard.jobs))
         for shard in finished:
             self.announce(shard.name, self.folder.out / shard.name)
         names = {shard.name for shard in finished}
-        shards = (self._of_shard(shard, writers) for shard in self.plan.output.shards if shard.name not in names)
+        shards = (
+            self._of_shard(shard, writers)
+            for shard in self.plan.output.shards
+            if shard.name not in names
+        )
         if self.plan.source.fetched is None or not self.plan.source.fetched.absent:
             return interleave(shards, _SHARDS_AT_A_TIME)
         return streamed(shards, cast("ShardStream", reader))
@@ -317,22 +382,37 @@ class _Run:
         progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
         return self.shard_tasks(progress, self.pipeline.piece)
 
-    def _finish(self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int) -> None:
+    def _finish(
+        self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int
+    ) -> None:
         if faults := [] if audit is None else list(audit.faults()):
             more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
             raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")
-        if isinstance(self.folder, SharedFolder):  # a later part cannot tell whether this has changed
-            _require_unchanged(self.plan.source, "while it was read; start anew without OUT", source_files([shard]))
+        if isinstance(
+            self.folder, SharedFolder
+        ):  # a later part cannot tell whether this has changed
+            _require_unchanged(
+                self.plan.source, "while it was read; start anew without OUT", source_files([shard])
+            )
         read = sum(job.source_bytes for job in shard.jobs)
-        self.folder.record(shard.name, size, writer.crc32, read, None if audit is None else asdict(audit.summary()))
+        self.folder.record(
+            shard.name, size, writer.crc32, read, None if audit is None else asdict(audit.summary())
+        )
         self.announce(shard.name, self.folder.out / shard.name)
-        if self.plan.output.largest_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
-            let_go(self.folder.out / shard.name)  # whoever reads it next would not find all of it in memory anyway
+        if (
+            self.plan.output.largest_size
+            > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        ):
+            let_go(
+                self.folder.out / shard.name
+            )  # whoever reads it next would not find all of it in memory anyway
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:
     """The summary of all audits of finished shards."""
-    return VerificationSummary.joined([file.verified for file in folder.finished.values() if file.verified is not None])
+    return VerificationSummary.joined(
+        [file.verified for file in folder.finished.values() if file.verified is not None]
+    )
 
 
 def complete(
@@ -356,7 +436,11 @@ def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
     shards = sum(shard.largest_size for shard in plan.output.shards if shard.name not in finished)
     fetched = () if plan.source.fetched is None else plan.source.fetched.absent.values()
     on_disk = sum(sorted(file.size for file in fetched)[-2:])  # one in use, one on its way
-    return shards + on_disk + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
+    return (
+        shards
+        + on_disk
+        + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
+    )
 
 
 def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
@@ -367,7 +451,7 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
     fetched = plan.source.fetched
     if fetched is None or fetched.repository is None or not fetched.absent:
         return Reader()
-    from nf4conv.checkpoint.stream import ShardStream  # importing huggingface_hub takes a while
+    from nf4conv.sources.remote.stream import ShardStream  # importing huggingface_hub takes a while
 
     shards = [shard for shard in plan.output.shards if shard.name not in folder.finished]
     mine = {shard.name for shard in plan.output.shards}
@@ -382,8 +466,14 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
 
 
 def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:
-    """The index, by its name, given the bytes of all tensors and the file of each; none for a single file."""
+    """The index, by its name, given the bytes of all tensors and the file of each; none for a
+    single file.
+    """
     if len({*files.values()}) <= 1:
         return {}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    return {f"{stem}.safetensors.index.json": (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()}
+    return {
+        f"{stem}.safetensors.index.json": (
+            json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+        ).encode()
+    }

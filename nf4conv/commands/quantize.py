@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from nf4conv.checkpoint.diffusers_folder import is_packed_by_default, open_diffusers
-from nf4conv.checkpoint.selection import unmatched
+from nf4conv.choose.selection import unmatched
 from nf4conv.commands import diffusers
 from nf4conv.commands.diffusers import DiffusersPlan
 from nf4conv.commands.output import check_apart, ignore
@@ -21,9 +20,10 @@ from nf4conv.commands.spread import carry_out, is_spread
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport
+from nf4conv.sources.diffusers_folder import is_packed_by_default, open_diffusers
 
 if TYPE_CHECKING:
-    from nf4conv.commands.push import Push
+    from nf4conv.output.push import Push
 
 AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
 """Of one checkpoint, or of a diffusers pipeline."""
@@ -43,7 +43,8 @@ def quantize_checkpoint(
     A rerun after an interruption keeps the shards that are finished and ends in the same bytes.
 
     Args:
-        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face Hub.
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face
+            Hub.
         out: the folder to write; it must be empty, or hold an interrupted run with the same plan.
         options: what to make of the checkpoint.
         run: how to use the machine.
@@ -53,7 +54,8 @@ def quantize_checkpoint(
 
     Raises:
         SourceError, PlanError: the source cannot be read, or the request cannot be met for it.
-        OutputError: `out` cannot be written; as after any error, it does not look like a finished checkpoint.
+        OutputError: `out` cannot be written; as after any error, it does not look like a finished
+            checkpoint.
         VerificationError: with `run.verify`, what has been written is not what was to be.
     """
     return execute_quantization(plan_quantization(source, options, where), out, run, progress, push)
@@ -62,16 +64,19 @@ def quantize_checkpoint(
 def plan_quantization(
     source: str | Path, options: QuantizeOptions | None = None, where: SourceOptions | None = None
 ) -> AnyQuantizationPlan:
-    """Decide everything about a quantization from headers and config alone; no weight is read, torch is not imported.
+    """Decide everything about a quantization from headers and config alone; no weight is read,
+    torch is not imported.
 
-    Arguments and errors as `quantize_checkpoint`. Globs and module names for a diffusers pipeline may begin with the
-    name of a submodel and a slash: "transformer/*.attn.*"; others apply to all.
+    Arguments and errors as `quantize_checkpoint`. Globs and module names for a diffusers pipeline
+    may begin with the name of a submodel and a slash: "transformer/*.attn.*"; others apply to all.
     """
     options = options or QuantizeOptions()
     try:
         plan = single.plan_one(source, options, where)
         again = partial(plan_quantization, source, options, where)
-        return replace(plan, notes=(*plan.notes, *unmatched(options, [("", plan.source)])), again=again)
+        return replace(
+            plan, notes=(*plan.notes, *unmatched(options, [("", plan.source)])), again=again
+        )
     except DiffusersFolderError as error:
         if options.single_file:
             what = "--single-file is for one part of a diffusers pipeline: --subfolder transformer, or unet"
@@ -80,7 +85,10 @@ def plan_quantization(
     submodels = {
         name: single.plan_submodel(
             folder.place,
-            replace(diffusers.for_submodel(name, options), skip_modules=diffusers.applying(options.skip_modules, name)),
+            replace(
+                diffusers.for_submodel(name, options),
+                skip_modules=diffusers.applying(options.skip_modules, name),
+            ),
             place,
             pack=is_packed_by_default(name) and diffusers.is_included(name, options),
         )
@@ -90,26 +98,34 @@ def plan_quantization(
     from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
 
     front, complaint = read_front_matter(folder.folder / "README.md", folder.folder)
-    return _checked(DiffusersPlan(folder, submodels, front, (*complaint, *unmatched(options, parts))))
+    return _checked(
+        DiffusersPlan(folder, submodels, front, (*complaint, *unmatched(options, parts)))
+    )
 
 
 def _checked(plan: DiffusersPlan[QuantizationPlan]) -> DiffusersPlan[QuantizationPlan]:
     if not plan.totals().packed:
         raise PlanError(
-            f"{plan.folder.place}: no tensor of this diffusers pipeline would be packed; --dry-run shows why each is "
+            f"{plan.folder.place}: no tensor of this diffusers pipeline would be packed; "
+            f"--dry-run shows why each is "
             "kept"
         )
     return plan
 
 
 def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
-    """What the installed transformers, if there is one, would decide otherwise than a plan by the rules: a line.
+    """What the installed transformers, if there is one, would decide otherwise than a plan by the
+    rules: a line.
 
     It takes seconds to ask transformers. A diffusers pipeline is not its business.
     """
-    if not isinstance(plan, QuantizationPlan) or plan.options.plan_with != "rules" or find_spec("transformers") is None:
+    if (
+        not isinstance(plan, QuantizationPlan)
+        or plan.options.plan_with != "rules"
+        or find_spec("transformers") is None
+    ):
         return ()
-    from nf4conv.commands import skeleton  # importing transformers takes seconds
+    from nf4conv.choose import skeleton  # importing transformers takes seconds
 
     return skeleton.second_opinion(plan.source.tensors, plan.source.config, plan.options)
 
@@ -125,7 +141,10 @@ def execute_quantization(
     started = time.perf_counter()
     run, progress, out = run or RunOptions(), progress or ignore, Path(out)
     if run.part is not None and push is not None and push.push_to_hub is not None:
-        raise PlanError("--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all parts")
+        raise PlanError(
+            "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of "
+            "all parts"
+        )
     plan = plan_part(plan, run)
     if is_spread(run):
         return carry_out(plan, partial(execute_quantization, push=push), out, run, progress)
@@ -140,7 +159,9 @@ def execute_quantization(
         plan = _checked(replace(plan, submodels=submodels))
     with _open_push(push, run) as repository:
         if isinstance(plan, QuantizationPlan):
-            report = single.write_one(plan, out, run, progress, None if repository is None else repository.offer)
+            report = single.write_one(
+                plan, out, run, progress, None if repository is None else repository.offer
+            )
             format = plan.output.format
         else:
             report = diffusers.write_submodels(
@@ -154,27 +175,44 @@ def execute_quantization(
 
 
 def _open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
-    """A repository to push to, before anything is computed, so that what is wrong with it is known at once."""
+    """A repository to push to, before anything is computed, so that what is wrong with it is known
+    at once.
+    """
     if push is None or push.push_to_hub is None:
         return nullcontext()
-    from nf4conv.commands.push import Push  # importing huggingface_hub takes a while
+    from nf4conv.output.push import Push  # importing huggingface_hub takes a while
 
     return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
 
 
 def _write(
-    repository: "Push | None", plan: QuantizationPlan, folder: Path, run: RunOptions, progress: Callable[[int], None]
+    repository: "Push | None",
+    plan: QuantizationPlan,
+    folder: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
 ) -> QuantizeReport:
-    """Carry out the plan of a submodel, whose folder's name stands before those of its files on the Hub."""
-    offer = None if repository is None else lambda name, path: repository.offer(f"{folder.name}/{name}", path)
+    """Carry out the plan of a submodel, whose folder's name stands before those of its files on the
+    Hub.
+    """
+    offer = (
+        None
+        if repository is None
+        else lambda name, path: repository.offer(f"{folder.name}/{name}", path)
+    )
     return single.write_one(plan, folder, run, progress, offer)
 
 
 def _card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
-    from nf4conv.report.card import Figures, diffusers_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card import (  # importing a reader of YAML takes a moment
+        Figures,
+        diffusers_card,
+    )
 
     figures = {
-        name: Figures(part.totals().bytes_before, diffusers.bytes_on_disk(Path(report.out), name, part))
+        name: Figures(
+            part.totals().bytes_before, diffusers.bytes_on_disk(Path(report.out), name, part)
+        )
         for name, part in plan.submodels.items()
     }
     return diffusers_card(

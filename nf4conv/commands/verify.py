@@ -1,4 +1,5 @@
-"""`nf4conv verify`: is a 4-bit checkpoint or diffusers pipeline sound, and does it hold what its source holds?
+"""`nf4conv verify`: is a 4-bit checkpoint or diffusers pipeline sound, and does it hold what its
+source holds?
 
 read_structure ▸ check_config ▸ pair            headers, small tensors and config: written against the format
 Pipeline(scale, weight and copy tasks)          every byte, where there is a source
@@ -14,24 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv import __version__
-from nf4conv.checkpoint.checksums import check_checksums
-from nf4conv.checkpoint.config_check import check_config, check_exact_config
-from nf4conv.checkpoint.diffusers_folder import open_diffusers
-from nf4conv.checkpoint.making import MAKING, headers_digest, read_record
-from nf4conv.checkpoint.merging import open_merged
-from nf4conv.checkpoint.original_names import with_original_names
-from nf4conv.checkpoint.pairing import Pairs, pair
-from nf4conv.checkpoint.source import Source
-from nf4conv.checkpoint.structure import CHECKS, Finding, Structure, read_structure
+from nf4conv.check.checksums import check_checksums
+from nf4conv.check.config_check import check_config, check_exact_config
+from nf4conv.check.pairing import Pairs, pair
+from nf4conv.check.structure import CHECKS, read_structure
 from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
-from nf4conv.pipeline.engines import comparing_engine, prove
-from nf4conv.pipeline.loop import cores, make_pipeline
-from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_kinds, weight_row
+from nf4conv.report.measured import (
+    CopyResult,
+    WeightResult,
+    weight_faults,
+    weight_kinds,
+    weight_row,
+)
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.rows import CheckResult, inside
 from nf4conv.report.tolerance import check_tolerance
+from nf4conv.run.engines import comparing_engine, prove
+from nf4conv.run.loop import cores, make_pipeline
+from nf4conv.sources.adapters.merging import open_merged
+from nf4conv.sources.diffusers_folder import open_diffusers
+from nf4conv.sources.original_names import with_original_names
+from nf4conv.sources.record import MAKING, headers_digest, read_record
+from nf4conv.sources.source import Source
+from nf4conv.sources.stored_weights import Finding, Structure
 
 _STRUCTURAL = (
     "files", "index", "components", "quant state", "layout", "one shard", "code maps", "uniform", "config",
@@ -54,9 +62,15 @@ class VerificationPlan:
     @property
     def bytes_to_read(self) -> int:
         """Of scales, and with a source of everything."""
-        scales = sum(weight.nbytes - weight.values.nbytes for weight in self.structure.weights.values())
+        scales = sum(
+            weight.nbytes - weight.values.nbytes for weight in self.structure.weights.values()
+        )
         weights = sum(weight.nbytes + job.source_bytes for weight, job in self.pairs.weights)
-        return scales + weights + sum(stored.nbytes + source.nbytes for stored, source in self.pairs.copies)
+        return (
+            scales
+            + weights
+            + sum(stored.nbytes + source.nbytes for stored, source in self.pairs.copies)
+        )
 
 
 @dataclass(frozen=True)
@@ -85,8 +99,8 @@ def verify_checkpoint(
 
     Args:
         path: a folder or a .safetensors file.
-        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub; without it only what the
-            checkpoint says about itself is verified.
+        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub;
+            without it only what the checkpoint says about itself is verified.
         options: what to require.
         run: how to use the machine.
         progress: told how many more bytes have been read, from any thread.
@@ -96,8 +110,8 @@ def verify_checkpoint(
         One report; of a diffusers pipeline, names have the submodel in front.
 
     Raises:
-        SourceError: there are no weights, or the source cannot be read. Faults of the checkpoint are no errors but
-            findings of the report.
+        SourceError: there are no weights, or the source cannot be read. Faults of the checkpoint
+            are no errors but findings of the report.
         PlanError: the request makes no sense.
     """
     return execute_verification(plan_verification(path, source, options, where), run, progress)
@@ -109,7 +123,8 @@ def plan_verification(
     options: VerifyOptions | None = None,
     where: SourceOptions | None = None,
 ) -> VerificationPlan | DiffusersVerificationPlan:
-    """Look at the headers of a checkpoint, and find out what is to be compared; torch is not imported.
+    """Look at the headers of a checkpoint, and find out what is to be compared; torch is not
+    imported.
 
     Arguments and errors as `verify_checkpoint`.
     """
@@ -125,7 +140,11 @@ def plan_verification(
         if origin is not None and place is None:
             raise PlanError(f"{source}: lacks the submodel {name} of {path}")
         submodels[name] = _plan_one(
-            folder.folder / name, None if origin is None else origin.place, options, place, is_submodel=True
+            folder.folder / name,
+            None if origin is None else origin.place,
+            options,
+            place,
+            is_submodel=True,
         )
     if not any(plan.structure.weights for plan in submodels.values()):
         raise PlanError(f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits")
@@ -161,12 +180,16 @@ def execute_verification(
             for name, report in reports.items()
             for finding in report.findings
         ),
-        weights=tuple(inside(name, row) for name, report in reports.items() for row in report.weights),
+        weights=tuple(
+            inside(name, row) for name, report in reports.items() for row in report.weights
+        ),
         kinds=tuple(inside(name, row) for name, report in reports.items() for row in report.kinds),
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=8 * sum(sizes.values()) / max(parameters, 1),
-        identical=None if plan.source is None else all(report.identical for report in reports.values()),
+        identical=None
+        if plan.source is None
+        else all(report.identical for report in reports.values()),
         seconds=time.perf_counter() - started,
     )
 
@@ -194,29 +217,44 @@ def _plan_one(
     if options.exact:
         check_exact_config(structure, config)
     made = None if opened is None else read_record(structure.folder)
-    if made is not None and opened is not None and made["source"].get("headers_sha256") != headers_digest(opened):
+    if (
+        made is not None
+        and opened is not None
+        and made["source"].get("headers_sha256") != headers_digest(opened)
+    ):
         text = f"it was made from {made['source'].get('id')}, whose tensors are not those of the source given"
         structure.note("names", MAKING, "", text, is_fault=False)
     return VerificationPlan(Path(path), options, structure, config, opened, pairs)
 
 
-def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]) -> VerifyReport:
+def _verify_one(
+    plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]
+) -> VerifyReport:
     """Carry out the plan of one checkpoint."""
     started = time.perf_counter()
     device, proved, same = prove(plan.pairs, run, progress)
-    results = {name: proved.get(name) or WeightResult(weight) for name, weight in plan.structure.weights.items()}
+    results = {
+        name: proved.get(name) or WeightResult(weight)
+        for name, weight in plan.structure.weights.items()
+    }
     copies = {stored.name: CopyResult(stored) for stored, _ in plan.pairs.copies}
     left = {name: result for name, result in results.items() if name not in proved}
     if left or not copies.keys() <= same or not device:
-        from nf4conv.pipeline.with_torch import check  # importing torch takes seconds
+        from nf4conv.run.with_torch import check  # importing torch takes seconds
 
         pipeline = make_pipeline(comparing_engine(run), run, progress)
-        device, weights = pipeline.engine.device, [pair for pair in plan.pairs.weights if pair[0].name in left]
+        device, weights = (
+            pipeline.engine.device,
+            [pair for pair in plan.pairs.weights if pair[0].name in left],
+        )
         unlike = Pairs(copies=[pair for pair in plan.pairs.copies if pair[0].name not in same])
         pipeline.run(
             chain(
                 check.scale_tasks(left, pipeline.piece),
-                *(check.tasks_of_weight(left[weight.name], job, pipeline.piece) for weight, job in weights),
+                *(
+                    check.tasks_of_weight(left[weight.name], job, pipeline.piece)
+                    for weight, job in weights
+                ),
                 check.copy_tasks(unlike, copies, pipeline.piece),
             )
         )
@@ -229,12 +267,18 @@ def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
             plan.structure.note("copies", copy.tensor.file, copy.tensor.name, text)
     structure = plan.structure
-    findings = tuple(sorted(structure.findings, key=lambda finding: list(CHECKS).index(finding.check)))
+    findings = tuple(
+        sorted(structure.findings, key=lambda finding: list(CHECKS).index(finding.check))
+    )
     rows = tuple(weight_row(result, plan.options) for result in results.values())
     sizes = _sizes(structure)
     parameters = sum(weight.elements for weight in structure.weights.values())
     parameters += sum(tensor.elements for tensor in structure.plain.values())
-    identical = None if plan.source is None else all(result.bytes_differing == 0 for result in results.values())
+    identical = (
+        None
+        if plan.source is None
+        else all(result.bytes_differing == 0 for result in results.values())
+    )
     return VerifyReport(
         path=str(plan.path),
         source=None if plan.source is None else str(plan.source.folder),
@@ -249,7 +293,9 @@ def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int
         bits_per_parameter=8 * sum(sizes.values()) / max(parameters, 1),
         identical=identical,
         settings={
-            "tolerance": plan.options.tolerance if plan.options.tolerance is not None else "default",
+            "tolerance": plan.options.tolerance
+            if plan.options.tolerance is not None
+            else "default",
             "exact": plan.options.exact,
             "scales": structure.scales,
             "device": device,
@@ -260,7 +306,9 @@ def _verify_one(plan: VerificationPlan, run: RunOptions, progress: Callable[[int
     )
 
 
-def _checks(plan: VerificationPlan, findings: tuple[Finding, ...], with_checksums: bool) -> dict[str, CheckResult]:
+def _checks(
+    plan: VerificationPlan, findings: tuple[Finding, ...], with_checksums: bool
+) -> dict[str, CheckResult]:
     ran = {*_STRUCTURAL}
     if with_checksums:
         ran.add("checksums")

@@ -1,10 +1,12 @@
-"""The code values and cut points of bitsandbytes' 4-bit and 8-bit data types, as float32 bit patterns.
+"""The code values and cut points of bitsandbytes' 4-bit and 8-bit data types, as float32 bit
+patterns.
 
-A 4-bit code stands for one of 16 values in [-1, 1]; a block of weights is divided by its absmax and each quotient is
-replaced by the code of a near value. Which code is near is decided by *cuts*: bitsandbytes' CUDA library compares with
-constants that its compiler rounded from decimal literals straight to float32, and four of the fifteen NF4 literals land
-one ulp elsewhere when a decimal goes through float64 first, as it does in Python. So codebook.json holds no decimals:
-every constant is the bit pattern found in the compiled library (bitsandbytes 0.50.2).
+A 4-bit code stands for one of 16 values in [-1, 1]; a block of weights is divided by its absmax and
+each quotient is replaced by the code of a near value. Which code is near is decided by *cuts*:
+bitsandbytes' CUDA library compares with constants that its compiler rounded from decimal literals
+straight to float32, and four of the fifteen NF4 literals land one ulp elsewhere when a decimal goes
+through float64 first, as it does in Python. So codebook.json holds no decimals: every constant is
+the bit pattern found in the compiled library (bitsandbytes 0.50.2).
 
 No torch in this file: kernels, reference and tests all read the same tables from here.
 """
@@ -28,22 +30,30 @@ class Codebook:
     """One 4-bit data type."""
 
     quant_type: str  # "nf4" or "fp4"
-    # the 16 values in code order, as stored in `quant_map`. FP4 code 8 is +0.0 here, as bitsandbytes stores it,
-    # although its CUDA kernels decode that code to -0.0
+    # the 16 values in code order, as stored in `quant_map`. FP4 code 8 is +0.0 here, as
+    # bitsandbytes stores it, although its CUDA kernels decode that code to -0.0
     values: tuple[float, ...]
-    # ascending cut points. NF4: 15 of them on the signed quotient; the code is the number of cuts below it. FP4: 7 of
-    # them on the magnitude of the quotient
+    # ascending cut points. NF4: 15 of them on the signed quotient; the code is the number of cuts
+    # below it. FP4: 7 of them on the magnitude of the quotient
     cuts: tuple[float, ...]
-    # the code for each number of cuts passed. NF4: 0..15. FP4: the magnitudes in ascending order are the codes 0, 1, 6,
-    # 7, 4, 5, 2, 3, to which the sign adds 8
+    # the code for each number of cuts passed. NF4: 0..15. FP4: the magnitudes in ascending order
+    # are the codes 0, 1, 6, 7, 4, 5, 2, 3, to which the sign adds 8
     ranks: tuple[int, ...]
-    signed_cuts: bool  # whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4)
+    signed_cuts: (
+        bool  # whether the cuts apply to the signed quotient (NF4) or to its magnitude (FP4)
+    )
 
 
 _TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 
 CODEBOOKS: Final = {
-    name: Codebook(name, _floats(book["values"]), _floats(book["cuts"]), tuple(book["ranks"]), book["signed_cuts"])
+    name: Codebook(
+        name,
+        _floats(book["values"]),
+        _floats(book["cuts"]),
+        tuple(book["ranks"]),
+        book["signed_cuts"],
+    )
     for name, book in _TABLES["4-bit"].items()
 }
 """The data types by their names."""
@@ -54,12 +64,20 @@ BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SCALES: Final = ("absmax", "search")
 """What the values of a block are multiplied by: its absmax, or what codec/search.py finds."""
 
-NESTED_BLOCKSIZE: Final = 256  # block size of the second quantization, of absmax itself; fixed in bitsandbytes
+NESTED_BLOCKSIZE: Final = (
+    256  # block size of the second quantization, of absmax itself; fixed in bitsandbytes
+)
 
-# The 128 positive values of the signed dynamic map, ascending. This is the variant that torch.linspace gives on a host
-# with fused multiply-add (every x86 machine of the last decade, so every published checkpoint); without FMA 42 of the
-# 256 entries differ by up to 2 ulp.
+# The 128 positive values of the signed dynamic map, ascending. This is the variant that
+# torch.linspace gives on a host with fused multiply-add (every x86 machine of the last decade, so
+# every published checkpoint); without FMA 42 of the 256 entries differ by up to 2 ulp.
 _DYNAMIC_POSITIVE: Final = _floats(_TABLES["positive values of the dynamic map"])
 
-DYNAMIC_MAP: Final = (*(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])), 0.0, *_DYNAMIC_POSITIVE)
-"""bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at index 255."""
+DYNAMIC_MAP: Final = (
+    *(-value for value in reversed(_DYNAMIC_POSITIVE[:-1])),
+    0.0,
+    *_DYNAMIC_POSITIVE,
+)
+"""bitsandbytes' `create_dynamic_map(signed=True)`: 256 ascending values, 0.0 at index 127, 1.0 at
+index 255.
+"""

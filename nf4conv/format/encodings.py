@@ -1,4 +1,6 @@
-"""How a source may hold float tensors encoded: checkpoint/encoded.py finds out, codec/decode decodes."""
+"""How a source may hold float tensors encoded: sources/encodings/encoded.py finds out, codec/decode
+decodes.
+"""
 
 from enum import Enum
 
@@ -13,7 +15,9 @@ class Method(Enum):
     INT8_ROWS = "int8 rows"
     FP4 = "fp4"
     FP4_TRANSPOSED = "fp4 transposed"
-    """A matrix, or a stack of them, stored as [out, in] and loaded as [in, out], as the experts of gpt-oss."""
+    """A matrix, or a stack of them, stored as [out, in] and loaded as [in, out], as the experts of
+    gpt-oss.
+    """
     BITSANDBYTES_4BIT = "bitsandbytes 4-bit"
     BITSANDBYTES_4BIT_TRANSPOSED = "bitsandbytes 4-bit transposed"
     """Packed as [out, in] for a family that stores its weights [in, out]."""
@@ -22,7 +26,7 @@ class Method(Enum):
     JOINED = "joined"
     """Rows of several tensors, encoded or not, one after the other."""
     MERGED = "merged with an adapter"
-    """Another tensor, encoded or not, to which something is added (checkpoint/header.py: Delta)."""
+    """Another tensor, encoded or not, to which something is added (sources/header.py: Delta)."""
 
     @property
     def is_bitsandbytes_4bit(self) -> bool:

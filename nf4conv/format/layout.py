@@ -1,4 +1,5 @@
-"""How one 4-bit weight is laid out on disk: which tensors it becomes, their dtypes and shapes, and the JSON blob.
+"""How one 4-bit weight is laid out on disk: which tensors it becomes, their dtypes and shapes, and
+the JSON blob.
 
 A weight `W` of n elements becomes these tensors, in bitsandbytes' order (docs/format.md):
 
@@ -36,12 +37,16 @@ _MOST_DIMENSIONS: Final = 64  # as torch
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for them."""
+"""safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for
+them.
+"""
 
 TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
 
 STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""What packed codes may be stored as, and how config.json calls it: FSDP shards only floats, all of one dtype."""
+"""What packed codes may be stored as, and how config.json calls it: FSDP shards only floats, all of
+one dtype.
+"""
 
 ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an element of these
 
@@ -58,8 +63,8 @@ class Format:
     quant_type: str  # "nf4" or "fp4"
     blocksize: int  # elements that share one absmax
     double_quant: bool  # whether absmax is quantized too
-    # "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what other float tensors
-    # are stored in
+    # "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what
+    # other float tensors are stored in
     dtype: str
     quant_storage: str = "uint8"  # what packed codes are stored as, of STORAGE_DTYPES
     scales: str = "absmax"  # "absmax", or "search" for those that make the error small
@@ -70,8 +75,13 @@ class Format:
         return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
 
     def decodes_like(self, other: "Format") -> bool:
-        """Whether codes and scales of one are read as those of the other, which may be of other dtypes."""
-        return replace(self, dtype=other.dtype, quant_storage=other.quant_storage, scales=other.scales) == other
+        """Whether codes and scales of one are read as those of the other, which may be of other
+        dtypes.
+        """
+        return (
+            replace(self, dtype=other.dtype, quant_storage=other.quant_storage, scales=other.scales)
+            == other
+        )
 
     def __str__(self) -> str:
         storage = "" if self.quant_storage == "uint8" else f" in {self.quant_storage}"
@@ -84,7 +94,9 @@ class Component:
 
     suffix: str  # what follows `W.` in its name; empty for the packed codes themselves
     dtype: str  # safetensors' dtype tag, of STORAGE_DTYPES
-    shape: tuple[int, ...]  # its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary
+    shape: tuple[
+        int, ...
+    ]  # its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary
 
     @property
     def nbytes(self) -> int:
@@ -95,11 +107,13 @@ def block_count(elements: int, blocksize: int) -> int:
     return -(-elements // blocksize)
 
 
-def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float | None = None) -> bytes:
+def quant_state_json(
+    format: Format, shape: Sequence[int], nested_offset: float | None = None
+) -> bytes:
     """The JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes it.
 
-    The shape is that of the weight that was quantized; `nested_offset` is the float32 mean of absmax, widened, or None
-    without double quantization.
+    The shape is that of the weight that was quantized; `nested_offset` is the float32 mean of
+    absmax, widened, or None without double quantization.
     """
     state: dict[str, object] = {
         "quant_type": format.quant_type,
@@ -108,7 +122,11 @@ def quant_state_json(format: Format, shape: Sequence[int], nested_offset: float 
         "shape": list(shape),
     }
     if nested_offset is not None:
-        state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": nested_offset}
+        state |= {
+            "nested_blocksize": NESTED_BLOCKSIZE,
+            "nested_dtype": "float32",
+            "nested_offset": nested_offset,
+        }
     return json.dumps(state).encode()
 
 
@@ -119,7 +137,9 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
     blocks = block_count(elements, format.blocksize)
     longest_json = quant_state_json(format, shape, _LONGEST_OFFSET if format.double_quant else None)
     blob = Component(f"{QUANT_STATE_PREFIX}{format.quant_type}", "U8", (len(longest_json),))
-    packed = Component("", format.storage_tag, (-(-elements // 2) // ITEMSIZES[format.storage_tag], 1))
+    packed = Component(
+        "", format.storage_tag, (-(-elements // 2) // ITEMSIZES[format.storage_tag], 1)
+    )
     absmax = Component("absmax", "U8" if format.double_quant else "F32", (blocks,))
     quant_map = Component("quant_map", "F32", (16,))
     nested_absmax = Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),))
@@ -129,13 +149,17 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
 
 
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
-    """The content of a JSON blob; a CodecError if bitsandbytes could not read it. It `may_say_more`: have more keys."""
+    """The content of a JSON blob; a CodecError if bitsandbytes could not read it. It
+    `may_say_more`: have more keys.
+    """
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"quant_state: not JSON ({error})") from error
     known = {*JSON_KEYS, *NESTED_JSON_KEYS}
-    if not isinstance(fields, dict) or not {*JSON_KEYS} <= fields.keys() <= (known if not may_say_more else {*fields}):
+    if not isinstance(fields, dict) or not {*JSON_KEYS} <= fields.keys() <= (
+        known if not may_say_more else {*fields}
+    ):
         raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
     shape = fields["shape"]
     is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
@@ -154,14 +178,21 @@ def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, A
 def nested_offset_of(fields: Mapping[str, Any]) -> float:
     """The nested_offset of a blob's content; a CodecError if there is none, or it cannot be one."""
     if not fields.keys() >= {*NESTED_JSON_KEYS}:
-        raise CodecError(f"quant_state: there is a nested_absmax, but not the keys {sorted(NESTED_JSON_KEYS)}")
+        raise CodecError(
+            f"quant_state: there is a nested_absmax, but not the keys {sorted(NESTED_JSON_KEYS)}"
+        )
     if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
-        raise CodecError(f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected {NESTED_BLOCKSIZE}")
+        raise CodecError(
+            f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected "
+            f"{NESTED_BLOCKSIZE}"
+        )
     offset = fields["nested_offset"]
     if type(offset) not in (float, int):
         raise CodecError(f"quant_state: nested_offset {offset!r:.100} is not a number")
     try:
         struct.pack("<f", offset)
     except (OverflowError, struct.error):  # of a float, of an integer
-        raise CodecError(f"quant_state: nested_offset {offset!r:.100} is too large for float32") from None
+        raise CodecError(
+            f"quant_state: nested_offset {offset!r:.100} is too large for float32"
+        ) from None
     return float(offset)

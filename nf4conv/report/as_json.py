@@ -1,6 +1,7 @@
 """Results as JSON, in one form for all commands; docs/json.md says what is in it.
 
-And a verification as one HTML page that needs no network: page.html, with that JSON for its script to draw.
+And a verification as one HTML page that needs no network: page.html, with that JSON for its script
+to draw.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from nf4conv import __version__
-from nf4conv.checkpoint.writer import write_result
+from nf4conv.output.writer import write_result
 from nf4conv.report import results
 from nf4conv.report.text import printable
 
-SCHEMA_VERSION: Final = 1  # grows when a field is renamed, removed, or means something else; not when one is added
+SCHEMA_VERSION: Final = (
+    1  # grows when a field is renamed, removed, or means something else; not when one is added
+)
 
 Result: TypeAlias = (
     results.PlanReport | results.RunReport | results.VerifyReport | results.ComparisonReport | results.Inspection
@@ -27,7 +30,9 @@ Result: TypeAlias = (
 
 
 def to_json(result: Result) -> str:
-    """What a command found. Numbers that JSON cannot spell become the strings "nan", "inf" and "-inf"."""
+    """What a command found. Numbers that JSON cannot spell become the strings "nan", "inf" and
+    "-inf".
+    """
     return json.dumps(content_of(result), indent=2, allow_nan=False) + "\n"
 
 
@@ -64,7 +69,11 @@ def page(report: results.VerifyReport) -> str:
     content = content_of(report) | {"path": name, "source": report.source and _name(report.source)}
     content["normal"] = report.normal
     content["findings"] = [
-        {"check": finding.check, "is_fault": finding.is_fault, "line": finding.line().replace(report.path, name)}
+        {
+            "check": finding.check,
+            "is_fault": finding.is_fault,
+            "line": finding.line().replace(report.path, name),
+        }
         for finding in report.findings
     ]
     values = {
@@ -79,4 +88,6 @@ def page(report: results.VerifyReport) -> str:
 
 def _name(place: str) -> str:
     """Of a folder its own name; a name on the Hub stays as it is."""
-    return Path(place).resolve().name if Path(place).is_absolute() or Path(place).exists() else place
+    return (
+        Path(place).resolve().name if Path(place).is_absolute() or Path(place).exists() else place
+    )

@@ -1,4 +1,6 @@
-"""The model card of a 4-bit checkpoint, its README.md, as the Hub shows it. Two runs of one job write the same one."""
+"""The model card of a 4-bit checkpoint, its README.md, as the Hub shows it. Two runs of one job
+write the same one.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,28 +11,38 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from nf4conv import __version__
-from nf4conv.checkpoint.making import name_of
-from nf4conv.checkpoint.own_files import require_own
-from nf4conv.checkpoint.plan import CopyJob, Job, PackJob, Plan
-from nf4conv.checkpoint.source import AdapterFiles, Source, is_repo_id
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.report.loading import Loading
 from nf4conv.report.results import Evaluation
 from nf4conv.report.rows import VerificationSummary
 from nf4conv.report.text import printable
+from nf4conv.sources.own_files import require_own
+from nf4conv.sources.record import name_of
+from nf4conv.sources.source import AdapterFiles, Source, is_repo_id
 
 if TYPE_CHECKING:
-    from nf4conv.checkpoint.hub import Origin
+    from nf4conv.sources.remote.hub import Origin
 
-_INHERITED: Final = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "datasets")
+_INHERITED: Final = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "library_name",
+    "pipeline_tag",
+    "datasets",
+)
 """What holds for the quantized model as for the original."""
 
 _FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _LONGEST_FRONT_MATTER: Final = 2**17
 _LONGEST_CARD: Final = 2**20
 _BODY: Final = "what is below the front matter"
-_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")  # what Markdown takes for more than a character, HTML in it included
+_SPECIAL: Final = re.compile(
+    r"[\\`*_\[\]<>|~&]"
+)  # what Markdown takes for more than a character, HTML in it included
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 _HUB: Final = "https://huggingface.co"
 _EVALUATED: Final = "## Against the original"
@@ -69,20 +81,30 @@ def model_card(
     loading: Loading | None,
     base_model: str | None = None,
 ) -> str:
-    """The card: front matter by which the Hub files the model under its original, and what was done to it.
+    """The card: front matter by which the Hub files the model under its original, and what was done
+    to it.
 
-    `config` is the content of the output's config.json, `front` that of the original's card, of which license and
-    language are taken over (`read_front_matter`), and `base_model` what the user calls the original.
+    `config` is the content of the output's config.json, `front` that of the original's card, of
+    which license and language are taken over (`read_front_matter`), and `base_model` what the user
+    calls the original.
     """
-    library = ("transformers" if source.stem == "model" else "diffusers") if loading is None else loading.library
+    library = (
+        ("transformers" if source.stem == "model" else "diffusers")
+        if loading is None
+        else loading.library
+    )
     origin, base, name = _named(source, base_model)
-    subject = _Subject(origin, base, name, front, library, plan.format, list(plan.jobs), figures, source.adapters)
+    subject = _Subject(
+        origin, base, name, front, library, plan.format, list(plan.jobs), figures, source.adapters
+    )
     compute = ((config or {}).get("quantization_config") or {}).get("bnb_4bit_compute_dtype")
     return _document(subject, [_settings(subject, compute), _kept(subject.jobs), _loading(loading)])
 
 
 def _named(source: Source, base_model: str | None) -> tuple["Origin | None", str | None, str]:
-    """Where a source came from, its name on the Hub, and what it is called, never by a path of this machine."""
+    """Where a source came from, its name on the Hub, and what it is called, never by a path of this
+    machine.
+    """
     origin = None if source.fetched is None else source.fetched.origin
     stated = str((source.config or {}).get("_name_or_path", ""))
     known = stated if is_repo_id(stated) and not Path(stated).exists() else None
@@ -90,11 +112,23 @@ def _named(source: Source, base_model: str | None) -> tuple["Origin | None", str
     return origin, base, (base or name_of(source.folder)).rpartition("/")[2]
 
 
-def merged_card(source: Source, plan: Plan, loading: Loading | None, original: Mapping[str, Any]) -> str:
-    """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as `model_card`."""
+def merged_card(
+    source: Source, plan: Plan, loading: Loading | None, original: Mapping[str, Any]
+) -> str:
+    """The card of a model that adapters are merged into, and that is not in 4 bits; arguments as
+    `model_card`.
+    """
     origin, base_model, name = _named(source, None)
     subject = _Subject(
-        origin, base_model, name, original, "transformers", plan.format, [], Figures(0, 0), source.adapters
+        origin,
+        base_model,
+        name,
+        original,
+        "transformers",
+        plan.format,
+        [],
+        Figures(0, 0),
+        source.adapters,
     )
     front = _front_matter(subject)
     front |= {"tags": [tag for tag in front["tags"] if tag not in _OWN_TAGS] + ["nf4conv"]}
@@ -113,11 +147,14 @@ def diffusers_card(
 ) -> str:
     """The card of a diffusers pipeline, as `model_card`.
 
-    `submodels` has (original, what was written) of each by name, and `verified` an audit's summary of all of them.
+    `submodels` has (original, what was written) of each by name, and `verified` an audit's summary
+    of all of them.
     """
     # what is not packed keeps dtypes of its own
     source, plan = next(
-        (source, plan) for source, plan in submodels.values() if any(isinstance(job, PackJob) for job in plan.jobs)
+        (source, plan)
+        for source, plan in submodels.values()
+        if any(isinstance(job, PackJob) for job in plan.jobs)
     )
     part = None if source.fetched is None else source.fetched.origin
     origin = None if part is None else replace(part, subfolder=part.subfolder.rpartition("/")[0])
@@ -133,7 +170,13 @@ def diffusers_card(
 
 def _document(subject: _Subject, sections: Sequence[str]) -> str:
     return "\n".join(
-        [_yaml(_front_matter(subject)), _introduction(subject), *sections, _checking(subject), _original(subject)]
+        [
+            _yaml(_front_matter(subject)),
+            _introduction(subject),
+            *sections,
+            _checking(subject),
+            _original(subject),
+        ]
     )
 
 
@@ -181,9 +224,16 @@ def read_front_matter(path: Path, root: Path) -> tuple[dict[str, Any], tuple[str
         front = yaml.load(block[1].decode(), _PlainLoader) if block is not None else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError, SourceError) as error:
         reason = " ".join(str(error).removeprefix(f"{path}: ").split())
-        return {}, (f"README.md: the new card takes over nothing of it, for its front matter cannot be read: {reason}",)
+        return {}, (
+            f"README.md: the new card takes over nothing of it, for its front matter cannot be "
+            f"read: {reason}",
+        )
     text = (raw[0 if block is None else block.end() :] + rest).decode(errors="replace").strip()
-    plain = {key: value for key, value in front.items() if _is_plain(value)} if isinstance(front, dict) else {}
+    plain = (
+        {key: value for key, value in front.items() if _is_plain(value)}
+        if isinstance(front, dict)
+        else {}
+    )
     return plain | {_BODY: text}, ()
 
 
@@ -205,7 +255,11 @@ def _is_plain(value: object) -> bool:
 def _introduction(subject: _Subject) -> str:
     origin = subject.origin
     if origin is None:
-        of = _cell(subject.name) if subject.base is None else f"[{subject.base}]({_HUB}/{subject.base})"
+        of = (
+            _cell(subject.name)
+            if subject.base is None
+            else f"[{subject.base}]({_HUB}/{subject.base})"
+        )
     else:
         subfolder = f", `{origin.subfolder}`," if origin.subfolder else ""
         commit = f"[`{origin.commit[:12]}`]({_HUB}/{origin.repo}/tree/{origin.commit})"
@@ -217,10 +271,14 @@ def _introduction(subject: _Subject) -> str:
 def _merged_with(subject: _Subject) -> str:
     """What an introduction says of adapters."""
     names = [
-        f"`{Path(adapter.place).name}`" if adapter.origin is None else f"[{adapter}]({_HUB}/{adapter.origin.repo})"
+        f"`{Path(adapter.place).name}`"
+        if adapter.origin is None
+        else f"[{adapter}]({_HUB}/{adapter.origin.repo})"
         for adapter in subject.adapters
     ]
-    return f", merged with the LoRA adapter{'s'[: len(names) - 1]} {', '.join(names)}" if names else ""
+    return (
+        f", merged with the LoRA adapter{'s'[: len(names) - 1]} {', '.join(names)}" if names else ""
+    )
 
 
 def _settings(subject: _Subject, compute: str | None) -> str:
@@ -246,7 +304,8 @@ def measured_rows(figures: Figures, parameters: int) -> str:
     rows = {"size": f"{size}, {8 * figures.bytes_after / parameters:.2f} bits a parameter"}
     if figures.verified is not None:
         rows["verified"] = (
-            f"every value against the original: relative error at most {figures.verified.largest_relative_error:.4f}, "
+            f"every value against the original: relative error at most "
+            f"{figures.verified.largest_relative_error:.4f}, "
             f"median {figures.verified.median_relative_error:.4f}"
         )
     return _rows(rows)
@@ -274,7 +333,11 @@ def _kept(jobs: Sequence[Job]) -> str:
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1][1], entry[0]))
     cells = ((_cell(reason), f"{count:,}", _bytes(size)) for reason, (count, size) in rows)
     table = "".join(f"| {' | '.join(row)} |\n" for row in cells)
-    return f"## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n{table}" if table else ""
+    return (
+        f"## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n{table}"
+        if table
+        else ""
+    )
 
 
 def _cell(text: str) -> str:
@@ -294,16 +357,20 @@ def _checking(subject: _Subject) -> str:
     if origin is not None and origin.subfolder:
         original += f" --subfolder {origin.subfolder}"
     original += "".join(
-        f" --lora {Path(part.place).name if part.origin is None else part}" for part in subject.adapters
+        f" --lora {Path(part.place).name if part.origin is None else part}"
+        for part in subject.adapters
     )
     meaning = {
-        "absmax": "Every packed byte is the one that bitsandbytes' CUDA kernels make of the original weight.",
-        "search": "Every block has the scale, of either sign, that was found to make its squared error small; "
+        "absmax": "Every packed byte is the one that bitsandbytes' CUDA kernels make of the "
+        "original weight.",
+        "search": "Every block has the scale, of either sign, that was found to make its squared "
+        "error small; "
         "bitsandbytes decodes it as any other.",
     }
     return (
         f"## Check\n\n{meaning[subject.format.scales]} "
-        f"`nf4conv verify . --source {original}` checks the files and measures the error of each weight.\n"
+        f"`nf4conv verify . --source {original}` checks the files and measures the error of each "
+        f"weight.\n"
     )
 
 
@@ -312,8 +379,12 @@ def _bytes(count: int) -> str:
 
 
 def with_evaluation(card: str, evaluation: Evaluation) -> str:
-    """A card with what `evaluate` found, in the place of what it found before, and above the text of the author."""
+    """A card with what `evaluate` found, in the place of what it found before, and above the text
+    of the author.
+    """
     rows = "".join(f"| {name} | {value} |\n" for name, value in evaluation.rows().items())
     rest = re.sub(rf"\n*{_EVALUATED}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL)
     above, check, below = rest.partition("\n## Check\n")
-    return f"{above.rstrip()}\n\n{_EVALUATED}\n\n| | |\n|---|---|\n{rows}{check}{below}".lstrip("\n")
+    return f"{above.rstrip()}\n\n{_EVALUATED}\n\n| | |\n|---|---|\n{rows}{check}{below}".lstrip(
+        "\n"
+    )

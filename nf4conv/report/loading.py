@@ -1,25 +1,37 @@
-"""How a result is loaded: the code, the GPU memory that it takes, and why it may be larger than expected."""
+"""How a result is loaded: the code, the GPU memory that it takes, and why it may be larger than
+expected.
+"""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.checkpoint.config import architecture_of
+from nf4conv.models.config import architecture_of
 from nf4conv.report.rows import PlanRow
 from nf4conv.report.text import size
 
 _TASKS: Final = (
-    *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM"),
+    *(
+        "ForCausalLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMaskedLM",
+    ),
     "ForImageClassification",
 )
-_CUDA_ITSELF: Final = 5 * 10**8  # bytes that CUDA and its libraries take of a GPU, roughly, before a weight is loaded
+_CUDA_ITSELF: Final = (
+    5 * 10**8
+)  # bytes that CUDA and its libraries take of a GPU, roughly, before a weight is loaded
 _MANY_BITS: Final = 6.0  # per parameter: half as much again as a checkpoint of linear layers alone
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Python that loads a checkpoint: the library, as the Hub calls it, its class, and what is called with what."""
+    """Python that loads a checkpoint: the library, as the Hub calls it, its class, and what is
+    called with what.
+    """
 
     library: str
     class_name: str
@@ -36,8 +48,12 @@ class Loading:
         return f"{self.class_name}{self.method}({json.dumps(place, ensure_ascii=False)}{self.arguments})"
 
 
-def loading_of(config: Mapping[str, Any] | None, beside: Collection[str], dtype: str) -> Loading | None:
-    """How to load a checkpoint, by its config.json, the files beside the weights, and the dtype of what is kept."""
+def loading_of(
+    config: Mapping[str, Any] | None, beside: Collection[str], dtype: str
+) -> Loading | None:
+    """How to load a checkpoint, by its config.json, the files beside the weights, and the dtype of
+    what is kept.
+    """
     if config is None:
         return None
     trusted = ", trust_remote_code=True" if "auto_map" in config else ""
@@ -47,7 +63,9 @@ def loading_of(config: Mapping[str, Any] | None, beside: Collection[str], dtype:
     if isinstance(class_name, str) and class_name.isidentifier():
         return diffusers_loading(class_name, dtype)
     found = _auto_class(architecture_of(config), config)
-    return None if found is None else Loading("transformers", found, f', device_map="auto"{trusted}')
+    return (
+        None if found is None else Loading("transformers", found, f', device_map="auto"{trusted}')
+    )
 
 
 def diffusers_loading(class_name: str, dtype: str) -> Loading:
@@ -65,7 +83,9 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
     named = architecture.replace("LMHeadModel", "ForCausalLM")
     base = "AutoModel" if named.endswith("Model") else None
     known = next((f"AutoModel{task}" for task in _TASKS if named.endswith(task)), base)
-    return known or (architecture if architecture.isidentifier() and architecture.isascii() else None)
+    return known or (
+        architecture if architecture.isidentifier() and architecture.isascii() else None
+    )
 
 
 def gpu_bytes(stored: int) -> int:
@@ -84,11 +104,15 @@ def advice(rows: Iterable[PlanRow]) -> str:
         return ""
     largest = max(kept, key=lambda row: row.bytes_after)
     text = (
-        f"{_millions(sum(row.parameters for row in kept))} of {_millions(parameters)} parameters are not packed "
+        f"{_millions(sum(row.parameters for row in kept))} of {_millions(parameters)} parameters "
+        f"are not packed "
         f"and take {size(kept_bytes)} of {size(stored)}, "
         f"most of it {largest.name} ({largest.reason})"
     )
-    wide = sum(row.bytes_after for row in kept if row.dtype in ("F32", "F64") and row.action == "copy") // 2
+    wide = (
+        sum(row.bytes_after for row in kept if row.dtype in ("F32", "F64") and row.action == "copy")
+        // 2
+    )
     if 5 * wide < stored:
         return text
     narrow = 8 * (stored - wide) / parameters

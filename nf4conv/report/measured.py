@@ -1,4 +1,5 @@
-"""What verification and comparison measure of a tensor, gathered from the pieces that several workers look at.
+"""What verification and comparison measure of a tensor, gathered from the pieces that several
+workers look at.
 
 Of a packed weight also its row, its faults, and totals by kind of module.
 """
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.structure import StoredWeight
 from nf4conv.options import VerifyOptions
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.rows import WeightKind, WeightRow, decibels, relative_error
 from nf4conv.report.tolerance import RELATIVE_ERRORS
+from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.stored_weights import StoredWeight
 
 M = TypeVar("M")
 
@@ -38,7 +39,8 @@ class ScaleErrors(NamedTuple):
     wrong: int = 0  # absmax, or their codes, that are not the source's
     first: int = 0  # index of the first of them
     wrong_nested: int = 0  # nested absmax that are not the largest of what they scale
-    differing: int = 0  # bytes of scales that quantizing the source would make otherwise, the offset counting as one
+    # bytes of scales that quantizing the source would make otherwise, the offset counting as one
+    differing: int = 0
     described: int = 0  # bytes of the code maps and of the JSON blob that it would
 
 
@@ -48,7 +50,9 @@ class WeightResult:
 
     weight: StoredWeight  # as it is stored
     improper: int = 0  # scales that are infinite, NaN or, if they were not searched, negative
-    scales: ScaleErrors | None = None  # how the scales compare with the source's; None without a source
+    scales: ScaleErrors | None = (
+        None  # how the scales compare with the source's; None without a source
+    )
     _pieces: dict[int, PieceErrors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,20 +65,28 @@ class WeightResult:
 
     @property
     def errors(self) -> PieceErrors | None:
-        """Of the whole weight; None if it was not compared. Independent of the order in which pieces came."""
+        """Of the whole weight; None if it was not compared. Independent of the order in which
+        pieces came.
+        """
         return _whole(PieceErrors, self._pieces)
 
     @property
     def relative_error(self) -> float | None:
         """‖W - Ŵ‖ / ‖W‖; None without a source."""
         errors = self.errors
-        return None if errors is None else relative_error(errors.squared_error, errors.squared_weight)
+        return (
+            None if errors is None else relative_error(errors.squared_error, errors.squared_weight)
+        )
 
     @property
     def bytes_differing(self) -> int | None:
         """Of all components, from those that quantizing the source gives; None without a source."""
         errors, scales = self.errors, self.scales
-        return None if errors is None or scales is None else errors.differing + scales.differing + scales.described
+        return (
+            None
+            if errors is None or scales is None
+            else errors.differing + scales.differing + scales.described
+        )
 
 
 @dataclass
@@ -129,10 +141,17 @@ def _whole(kind: Callable[..., M], pieces: Mapping[int, Any]) -> M | None:
 
 @cache
 def _adding(kind: Callable[..., M]) -> tuple[Callable[[Sequence[Any]], Any], ...]:
-    """How each field of the whole comes from those of the pieces; to find that out takes longer than to do it."""
+    """How each field of the whole comes from those of the pieces; to find that out takes longer
+    than to do it.
+    """
     return tuple(
-        # of a sum of floats ten digits are kept, because the last of sixteen depend on how a device adds
-        max if name.startswith(("max", "largest")) else sum if hint is int else lambda x: float(f"{math.fsum(x):.10g}")
+        # of a sum of floats ten digits are kept, because the last of sixteen depend on how a device
+        # adds
+        max
+        if name.startswith(("max", "largest"))
+        else sum
+        if hint is int
+        else lambda x: float(f"{math.fsum(x):.10g}")
         for name, hint in get_type_hints(kind).items()
     )
 
@@ -141,17 +160,34 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
     """(check, text) of everything that is wrong with a weight's values."""
     errors, scales = result.errors, result.scales
     if result.improper:
-        yield "scales", f"{result.improper:,} scales are infinite, NaN or, though not searched, negative"
+        yield (
+            "scales",
+            f"{result.improper:,} scales are infinite, NaN or, though not searched, negative",
+        )
     if errors is None or scales is None:
         return
     if scales.wrong:
-        yield "scales", f"{scales.wrong:,} scales do not follow from the source; the first is of block {scales.first:,}"
+        yield (
+            "scales",
+            f"{scales.wrong:,} scales do not follow from the source; the first is of block "
+            f"{scales.first:,}",
+        )
     if scales.wrong_nested:
-        yield "scales", f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
+        yield (
+            "scales",
+            f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source",
+        )
     if errors.not_nearest:
-        yield "codes", f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest"
+        yield (
+            "codes",
+            f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest",
+        )
     if errors.outside:
-        yield "bound", f"{errors.outside:,} values are beyond the worst case of {result.weight.format.quant_type}"
+        yield (
+            "bound",
+            f"{errors.outside:,} values are beyond the worst case of "
+            f"{result.weight.format.quant_type}",
+        )
     error, tolerance = result.relative_error, _tolerance(result, options)
     if error is None or not error <= tolerance:
         yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
@@ -172,7 +208,10 @@ def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
     weight, errors, error = result.weight, result.errors, result.relative_error
-    format = {name: getattr(weight.format, name) for name in ("quant_type", "blocksize", "dtype", "double_quant")}
+    format = {
+        name: getattr(weight.format, name)
+        for name in ("quant_type", "blocksize", "dtype", "double_quant")
+    }
     counted = ("outside", "not_nearest", "squared_error", "squared_weight")
     sums: dict[str, Any] = {name: getattr(errors, name, None) for name in counted}
     return WeightRow(
@@ -198,14 +237,20 @@ def weight_kinds(rows: Iterable[WeightRow]) -> Iterator[WeightKind]:
     """Totals of the weights of one kind in one stack of layers."""
     for stack, kind, members in by_kind(rows, lambda row: row):
         errors = [row.relative_error for row in members if row.relative_error is not None]
-        squared_error = math.fsum(row.squared_error for row in members if row.squared_error is not None)
-        squared_weight = math.fsum(row.squared_weight for row in members if row.squared_weight is not None)
+        squared_error = math.fsum(
+            row.squared_error for row in members if row.squared_error is not None
+        )
+        squared_weight = math.fsum(
+            row.squared_weight for row in members if row.squared_weight is not None
+        )
         yield WeightKind(
             stack=stack,
             kind=kind,
             weights=len(members),
             parameters=sum(row.parameters for row in members),
             bytes=sum(row.bytes for row in members),
-            relative_error=relative_error(squared_error, squared_weight) if squared_weight else None,
+            relative_error=relative_error(squared_error, squared_weight)
+            if squared_weight
+            else None,
             largest_relative_error=max(errors, default=None),
         )

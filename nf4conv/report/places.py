@@ -1,11 +1,13 @@
-"""Where a tensor stands in a model, what is of one kind there, and what is not treated like its kind."""
+"""Where a tensor stands in a model, what is of one kind there, and what is not treated like its
+kind.
+"""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeVar
 
-from nf4conv.checkpoint.module_names import module_of
+from nf4conv.models.module_names import module_of
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 _FEWEST: Final = 3  # modules of one kind, of which one can be unlike the others
@@ -18,9 +20,12 @@ T = TypeVar("T")
 class ModulePlace(NamedTuple):
     """Where a weight stands in a model."""
 
-    stack: str  # the path before the first number, such as "model.layers"; empty if there is no number
+    stack: (
+        str  # the path before the first number, such as "model.layers"; empty if there is no number
+    )
     layer: int | None  # that number; None if there is none
-    kind: str  # the rest of the module's path without further numbers, such as "mlp.experts.down_proj"
+    # the rest of the module's path without further numbers, such as "mlp.experts.down_proj"
+    kind: str
 
 
 def place_of(name: str) -> ModulePlace:
@@ -50,16 +55,26 @@ def kind_name(row: Any) -> str:
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """A line for each kind of tensor of which most are treated alike, and some are not.
 
-    `treated` is the name of each tensor, and what becomes of it or how it is stored, in a few words.
+    `treated` is the name of each tensor, and what becomes of it or how it is stored, in a few
+    words.
     """
     lines, kinds = [], defaultdict(list)
     for name, treatment in treated:
         kinds[f"{kind_name(place_of(name))}.{name.rpartition('.')[2]}"].append((name, treatment))
     for kind, members in kinds.items():
         (common, count), *rare = Counter(treatment for _, treatment in members).most_common()
-        for treatment, number in rare if len(members) >= _FEWEST and 2 * count > len(members) else ():
+        for treatment, number in (
+            rare if len(members) >= _FEWEST and 2 * count > len(members) else ()
+        ):
             layers = [str(place_of(name).layer) for name, other in members if other == treatment]
-            where = ", ".join([*layers[:_MOST_LAYERS], *(["…"] if len(layers) > _MOST_LAYERS else [])])
-            lines.append(f"{kind}: {number:,} of {len(members):,} {treatment}, the others {common}: {where}")
+            where = ", ".join(
+                [*layers[:_MOST_LAYERS], *(["…"] if len(layers) > _MOST_LAYERS else [])]
+            )
+            lines.append(
+                f"{kind}: {number:,} of {len(members):,} {treatment}, the others {common}: {where}"
+            )
     more = len(lines) - _MOST_LINES
-    return (*lines[:_MOST_LINES], *([f"… and {more:,} more kinds of modules are treated unlike"] if more > 0 else []))
+    return (
+        *lines[:_MOST_LINES],
+        *([f"… and {more:,} more kinds of modules are treated unlike"] if more > 0 else []),
+    )

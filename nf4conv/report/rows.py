@@ -1,4 +1,6 @@
-"""One tensor, or one kind of module, in a result. Field names are the keys of --json, in their order."""
+"""One tensor, or one kind of module, in a result. Field names are the keys of --json, in their
+order.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,9 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """The tensors of one kind in one stack of layers that share a fate; `action` and `reason` as of PlanRow."""
+    """The tensors of one kind in one stack of layers that share a fate; `action` and `reason` as of
+    PlanRow.
+    """
 
     stack: str
     kind: str
@@ -61,7 +65,9 @@ class DequantizationTotals:
 
 @dataclass(frozen=True)
 class QuantizationTotals:
-    """What the rows of a quantization add up to; bytes_after is exact but for the digits of the nested offsets."""
+    """What the rows of a quantization add up to; bytes_after is exact but for the digits of the
+    nested offsets.
+    """
 
     packed: int
     copied: int
@@ -74,7 +80,9 @@ class QuantizationTotals:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compression", self.bytes_before / max(self.bytes_after, 1))
-        object.__setattr__(self, "bits_per_parameter", 8 * self.bytes_after / max(self.parameters, 1))
+        object.__setattr__(
+            self, "bits_per_parameter", 8 * self.bytes_after / max(self.parameters, 1)
+        )
 
 
 TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
@@ -83,7 +91,9 @@ TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
 def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
     """The totals of several plans of one kind."""
     counts = [field.name for field in fields(parts[0]) if field.type in (int, "int")]
-    return replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in counts})
+    return replace(
+        parts[0], **{name: sum(getattr(part, name) for part in parts) for name in counts}
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,11 @@ class VerificationSummary:
     @classmethod
     def joined(cls, parts: Sequence[Mapping[str, Any]]) -> "VerificationSummary":
         """The summary of what several have looked at, given the `asdict` of each."""
-        rows = (WeightRow(**row | {"shape": tuple(row["shape"])}) for part in parts for row in part["weights"])
+        rows = (
+            WeightRow(**row | {"shape": tuple(row["shape"])})
+            for part in parts
+            for row in part["weights"]
+        )
         return cls.of(sorted(rows, key=lambda row: row.name), sum(part["copied"] for part in parts))
 
 
@@ -242,7 +256,9 @@ class ComparedKind:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How a packed weight is stored, by its quant state; `tensors` has dtype and shape of each by its suffix."""
+    """How a packed weight is stored, by its quant state; `tensors` has dtype and shape of each by
+    its suffix.
+    """
 
     quant_type: str
     blocksize: int
@@ -298,12 +314,16 @@ class InspectionTotals:
 
 
 def format_name(quant_type: str, double_quant: bool, blocksize: int) -> str:
-    """How a packed weight is stored, in one word: "nf4/64", with a "+" before the slash where absmax is quantized."""
+    """How a packed weight is stored, in one word: "nf4/64", with a "+" before the slash where
+    absmax is quantized.
+    """
     return f"{quant_type}{'+' if double_quant else ''}/{blocksize}"
 
 
 def relative_error(squared_error: float, squared_weight: float) -> float:
-    """‖W - Ŵ‖ / ‖W‖ from the squares of both; 0 for two weights of zeros, infinite if only W is one."""
+    """‖W - Ŵ‖ / ‖W‖ from the squares of both; 0 for two weights of zeros, infinite if only W is
+    one.
+    """
     if squared_weight == 0:
         return 0.0 if squared_error == 0 else math.inf
     return math.sqrt(squared_error / squared_weight)
@@ -315,7 +335,9 @@ def distance(error: float | None) -> float:
 
 
 def decibels(error: float) -> float:
-    """A relative error as the ratio of signal to noise: infinite for 0, and -infinite for an infinite error."""
+    """A relative error as the ratio of signal to noise: infinite for 0, and -infinite for an
+    infinite error.
+    """
     if math.isnan(error):
         return error
     return math.inf if error == 0 else -math.inf if math.isinf(error) else -20 * math.log10(error)
@@ -325,7 +347,8 @@ RowT = TypeVar("RowT", PlanRow, WeightRow, WeightKind, InspectedRow, InspectedKi
 
 
 def inside(submodel: str, row: RowT) -> RowT:
-    """A row with the submodel of a diffusers pipeline, if there is one, before its name, file and stack of layers.
+    """A row with the submodel of a diffusers pipeline, if there is one, before its name, file and
+    stack of layers.
 
     A kind of modules that are in no stack has the submodel before itself.
     """

@@ -28,7 +28,9 @@ _SECONDS_BETWEEN_LINES: Final = 30.0
 
 
 def printable(text: str) -> str:
-    """Without line breaks and terminal codes, which names inside a file may hold, and not too long for a line."""
+    """Without line breaks and terminal codes, which names inside a file may hold, and not too long
+    for a line.
+    """
     text = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
@@ -42,7 +44,9 @@ def size(count: float) -> str:
 
 
 def verification_lines(report: results.VerifyReport, width: int | None) -> Iterator[str]:
-    """Checks, findings, worst weights, kinds of modules, and the verdict last; tables are no wider than `width`."""
+    """Checks, findings, worst weights, kinds of modules, and the verdict last; tables are no wider
+    than `width`.
+    """
     for name, check in report.checks.items():
         yield f"{'ok  ' if check.passed else 'FAIL'}  {name:12} {check.meaning}"
     if report.findings:
@@ -53,11 +57,20 @@ def verification_lines(report: results.VerifyReport, width: int | None) -> Itera
     compared = [row for row in report.weights if row.relative_error is not None]
     worst = sorted(compared, key=lambda row: -row.error)[:_MOST_WEIGHTS]
     yield from table(
-        worst, width, {"name": "largest errors", **_FAR, "largest_error_of_absmax": "max/absmax", "outside": ""}
+        worst,
+        width,
+        {"name": "largest errors", **_FAR, "largest_error_of_absmax": "max/absmax", "outside": ""},
     )
-    yield from table(report.kinds, width, {"place": "", "weights": "", "parameters": "", "bytes": "", **_MEASURED})
+    yield from table(
+        report.kinds,
+        width,
+        {"place": "", "weights": "", "parameters": "", "bytes": "", **_MEASURED},
+    )
     yield ""
-    yield from (f"normal for {name} on trained weights: {low:g} to {high:g}" for name, low, high in report.normal)
+    yield from (
+        f"normal for {name} on trained weights: {low:g} to {high:g}"
+        for name, low, high in report.normal
+    )
     yield report.verdict
 
 
@@ -65,10 +78,15 @@ def comparison_lines(report: results.ComparisonReport, width: int | None) -> Ite
     """What has no counterpart, the largest differences, kinds of modules, and the verdict last."""
     unmeasured = [row for row in report.tensors if not row.passed and row.relative_error is None]
     for row in unmeasured[:_MOST_FINDINGS]:
-        described = " → ".join(_cell("shape", shape) for shape in (row.shape_a, row.shape_b) if shape is not None)
+        described = " → ".join(
+            _cell("shape", shape) for shape in (row.shape_a, row.shape_b) if shape is not None
+        )
         yield f"{row.status:14} {printable(row.name)}  {described}"
     yield from _more(unmeasured)
-    differing = sorted((row for row in report.tensors if row.differing), key=lambda row: -(row.relative_error or 0.0))
+    differing = sorted(
+        (row for row in report.tensors if row.differing),
+        key=lambda row: -(row.relative_error or 0.0),
+    )
     titles = {"name": "largest differences", "format_a": "A", "format_b": "B", **_FAR}
     titles |= {"largest_difference": "max |A-B|", "differing": "values"}
     yield from table(differing[:_MOST_WEIGHTS], width, titles)
@@ -83,12 +101,16 @@ def _more(found: Sequence[object]) -> Iterator[str]:
         yield f"… and {len(found) - _MOST_FINDINGS:,} more; --json lists them all"
 
 
-def inspection_lines(inspection: results.Inspection, width: int | None, *, every: bool) -> Iterator[str]:
+def inspection_lines(
+    inspection: results.Inspection, width: int | None, *, every: bool
+) -> Iterator[str]:
     """The totals, the kinds of modules, what is unusual; every tensor only if that is asked for."""
     totals, made = inspection.totals, inspection.made
     yield (
-        f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits, in {len(inspection.files):,} files: "
-        f"{totals.parameters:,} parameters, {size(totals.bytes)}, {totals.bits_per_parameter:.2f} bits each"
+        f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits, in "
+        f"{len(inspection.files):,} files: "
+        f"{totals.parameters:,} parameters, {size(totals.bytes)}, {totals.bits_per_parameter:.2f} "
+        f"bits each"
     )
     yield f"loading it takes about {size(inspection.gpu_bytes)} of GPU memory, CUDA's own included"
     if inspection.config is not None:
@@ -97,9 +119,13 @@ def inspection_lines(inspection: results.Inspection, width: int | None, *, every
         words = f"made by nf4conv {made.get('version')}, {made.get('command')}, from {made['source'].get('id')}"
         yield printable(words)
     figures = dict.fromkeys(("parameters", "bytes", "bits_per_parameter"), "")
-    yield from table(inspection.kinds, width, {"place": "", "tensors": "", "formats": "", **figures})
+    yield from table(
+        inspection.kinds, width, {"place": "", "tensors": "", "formats": "", **figures}
+    )
     if every:
-        yield from table(inspection.tensors, width, {"name": "tensor", "format": "", "shape": "", **figures})
+        yield from table(
+            inspection.tensors, width, {"name": "tensor", "format": "", "shape": "", **figures}
+        )
     if inspection.notes or inspection.findings:
         yield ""
     yield from (f"Note: {printable(note)}" for note in inspection.notes)
@@ -111,13 +137,20 @@ def inspection_lines(inspection: results.Inspection, width: int | None, *, every
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    """The quantization that config.json names; a list, which may have thousands of names, by its length."""
-    cells = (f"{len(value):,} names" if isinstance(value, list) else repr(value) for value in config.values())
+    """The quantization that config.json names; a list, which may have thousands of names, by its
+    length.
+    """
+    cells = (
+        f"{len(value):,} names" if isinstance(value, list) else repr(value)
+        for value in config.values()
+    )
     return ", ".join(f"{key}={cell}" for key, cell in zip(config, cells, strict=True))
 
 
 def plan_lines(plan: results.PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
-    """Totals, what becomes of each kind of module, of each tensor if that is asked for, and what is unusual."""
+    """Totals, what becomes of each kind of module, of each tensor if that is asked for, and what is
+    unusual.
+    """
     totals = plan.totals
     sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
     if isinstance(totals, QuantizationTotals):
@@ -147,7 +180,8 @@ def quantization_lines(report: results.QuantizeReport) -> Iterator[str]:
         return
     yield (
         f"{size(report.bytes_before)} → {size(report.bytes_after)} "
-        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits per parameter), "
+        f"({report.bytes_before / report.bytes_after:.2f}x, {report.bits_per_parameter:.2f} bits "
+        f"per parameter), "
         f"about {size(report.gpu_bytes)} of GPU memory to load"
     )
     if report.advice:
@@ -191,12 +225,20 @@ def _verified(report: results.QuantizeReport | results.FinishReport) -> Iterator
 def _resumed(report: results.QuantizeReport | results.DequantizeReport) -> str:
     if report.already_complete:
         return "; already complete, nothing was done"
-    kept = f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
-    return kept if report.part is None else f"{kept}: part {report.part}, of which `nf4conv finish` makes the whole"
+    kept = (
+        f", {report.shards_resumed} shards of an earlier run kept" if report.shards_resumed else ""
+    )
+    return (
+        kept
+        if report.part is None
+        else f"{kept}: part {report.part}, of which `nf4conv finish` makes the whole"
+    )
 
 
 def _timing(report: results.QuantizeReport | results.DequantizeReport, size: int) -> str:
-    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items()))
+    split = ", ".join(
+        f"{name} {seconds:.1f} s" for name, seconds in sorted(report.seconds_by_activity.items())
+    )
     rate = size / report.seconds / 1e9
     return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"
 
@@ -206,27 +248,37 @@ def environment_lines(found: results.Environment) -> Iterator[str]:
     rows = {"nf4conv": __version__, "python": found.python} | {
         name: version or "not installed" for name, version in found.packages.items()
     }
-    rows |= {"platform": found.platform, "cores": str(found.cores), "GPUs": "; ".join(found.gpus) or "none"}
-    rows |= {"--device auto": found.engine} | {f"folder of {name}": folder for name, folder in found.folders.items()}
+    rows |= {
+        "platform": found.platform,
+        "cores": str(found.cores),
+        "GPUs": "; ".join(found.gpus) or "none",
+    }
+    rows |= {"--device auto": found.engine} | {
+        f"folder of {name}": folder for name, folder in found.folders.items()
+    }
     yield from (f"{name:20} {value}" for name, value in rows.items())
 
 
 def table(rows: Sequence[Any], width: int | None, columns: Mapping[str, str]) -> Iterator[str]:
-    """An empty line, and rows under titles: names and sentences to the left, figures to the right; nothing of no rows.
+    """An empty line, and rows under titles: names and sentences to the left, figures to the right;
+    nothing of no rows.
 
-    No line exceeds a width, if there is one: the first column is shortened in its middle, lines at their end. `columns`
-    are attributes of the rows and their titles, empty for the usual one.
+    No line exceeds a width, if there is one: the first column is shortened in its middle, lines at
+    their end. `columns` are attributes of the rows and their titles, empty for the usual one.
     """
     if not rows:
         return
     head = [title or _TITLES.get(name, name) for name, title in columns.items()]
     body = [
-        [_cell(name, kind_name(row) if name == "place" else getattr(row, name)) for name in columns] for row in rows
+        [_cell(name, kind_name(row) if name == "place" else getattr(row, name)) for name in columns]
+        for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     sentences = "fate" in columns
     if width is not None:
-        beside = sum(widths[1:-1]) + (len(head[-1]) if sentences else widths[-1]) + 2 * (len(widths) - 1)
+        beside = (
+            sum(widths[1:-1]) + (len(head[-1]) if sentences else widths[-1]) + 2 * (len(widths) - 1)
+        )
         widths[0] = min(widths[0], max(width - beside, _NARROWEST))
     yield ""
     for cells in (head, *body):
@@ -245,7 +297,13 @@ def _cell(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return size(value)
     if isinstance(value, float):
-        digits = ".2f" if name in ("snr_db", "bits_per_parameter") else ".4f" if 1e-3 <= value < 10 else ".4g"
+        digits = (
+            ".2f"
+            if name in ("snr_db", "bits_per_parameter")
+            else ".4f"
+            if 1e-3 <= value < 10
+            else ".4g"
+        )
         return f"{value:{digits}}"
     return (
         f"{value:,}"
@@ -273,12 +331,21 @@ def tell(line: str) -> None:
 
 
 @contextmanager
-def progress(verb: str, total: int, *, hidden: bool, last: str = "finishing") -> Iterator[Callable[[int], None]]:
-    """How far a run is, on stderr: a bar on a terminal, and elsewhere a line now and then; none if it is to be hidden.
+def progress(
+    verb: str, total: int, *, hidden: bool, last: str = "finishing"
+) -> Iterator[Callable[[int], None]]:
+    """How far a run is, on stderr: a bar on a terminal, and elsewhere a line now and then; none if
+    it is to be hidden.
 
-    `verb` says what is being done with so many bytes of source in total, `last` what when all of them have been read.
+    `verb` says what is being done with so many bytes of source in total, `last` what when all of
+    them have been read.
     """
-    if hidden or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE"):
+    if hidden or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in (
+        "1",
+        "ON",
+        "YES",
+        "TRUE",
+    ):
         yield lambda _: None
         return
     if not sys.stderr.isatty():
@@ -297,7 +364,9 @@ def progress(verb: str, total: int, *, hidden: bool, last: str = "finishing") ->
 
 
 def _logging(verb: str, total: int) -> Callable[[int], None]:
-    """Lines in a file, or in the log of a job: how much is done, how fast, and how long the rest takes."""
+    """Lines in a file, or in the log of a job: how much is done, how fast, and how long the rest
+    takes.
+    """
     lock, started = threading.Lock(), time.monotonic()
     done, last = 0, started
 
@@ -309,6 +378,9 @@ def _logging(verb: str, total: int) -> Callable[[int], None]:
                 return
             last, rate = now, done / (now - started)
             shares = f"{size(done)} of {size(total)} ({100 * done / total:.0f} %)"
-            tell(f"{verb}: {shares}, {size(rate)}/s, about {(total - done) / max(rate, 1) / 60:.0f} min left")
+            tell(
+                f"{verb}: {shares}, {size(rate)}/s, about "
+                f"{(total - done) / max(rate, 1) / 60:.0f} min left"
+            )
 
     return advance

@@ -1,7 +1,9 @@
 """What single architectures need to be different from the sizes of tiny.py."""
 
 PLAIN_ROPE = {"rope_scaling": {"rope_type": "default"}}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+}
 OLD_MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
 """As transformers 4 spells it, which 5 also reads."""
 
@@ -46,13 +48,21 @@ CHANGES: dict[str, dict[str, object]] = {
     "Cosmos3EdgeForConditionalGeneration": {"text_config": MROPE},
     "CsmForConditionalGeneration": {"codec_config": MIMI},
     "DFineForObjectDetection": {
-        "backbone_config": {"model_type": "hgnet_v2", "out_features": ["stage2", "stage3", "stage4"]},
+        "backbone_config": {
+            "model_type": "hgnet_v2",
+            "out_features": ["stage2", "stage3", "stage4"],
+        },
         "encoder_in_channels": [512, 1024, 2048],
     },
     "DabDetrForObjectDetection": RESNET,
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 128, "hidden_size": 64},
+        "ffn_config": {
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "ffn_hidden_size": 128,
+            "hidden_size": 64,
+        },
     },
     "DeepseekOcr2ForConditionalGeneration": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"]},
@@ -89,7 +99,11 @@ CHANGES: dict[str, dict[str, object]] = {
     },
     "Ernie4_5_VLMoeForConditionalGeneration": {
         "text_config": {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 6, 4]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [6, 6, 4],
+            },
             "moe_num_experts": 4,
         }
     },
@@ -104,12 +118,22 @@ CHANGES: dict[str, dict[str, object]] = {
     "Gemma3nForCausalLM": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
         "activation_sparsity_pattern": [0.0, 0.0, 0.0, 0.0],
         "intermediate_size": [128, 128, 128, 128],
     },
     "Glm5NextForConditionalGeneration": {
-        "text_config": {"qk_rope_head_dim": 0, "linear_head_dim": 32, "linear_num_heads": 2, "layer_types": None}
+        "text_config": {
+            "qk_rope_head_dim": 0,
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+            "layer_types": None,
+        }
     },
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[0, 0]],
@@ -117,7 +141,9 @@ CHANGES: dict[str, dict[str, object]] = {
         "qformer_config": {"num_hidden_layers": 1},
     },
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
-    "JanusForConditionalGeneration": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 1]}},
+    "JanusForConditionalGeneration": {
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 1]}
+    },
     "KyutaiSpeechToTextForConditionalGeneration": {
         "pad_token_id": 3,
         "audio_pad_token_id": 69,
@@ -144,9 +170,17 @@ CHANGES: dict[str, dict[str, object]] = {
             "window_block_indices": [0],
             "out_indices": [1, 2],
         },
-        "projector_scale_factors": [1.0],  # of none, which is the default, there are weights without elements
+        "projector_scale_factors": [
+            1.0
+        ],  # of none, which is the default, there are weights without elements
     },
-    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "hidden_size": 64, "expand": 2, "n_groups": 1},
+    "Mamba2ForCausalLM": {
+        "num_heads": 4,
+        "head_dim": 32,
+        "hidden_size": 64,
+        "expand": 2,
+        "n_groups": 1,
+    },
     "MaskFormerForInstanceSegmentation": {
         "backbone_config": {
             "model_type": "swin",
@@ -160,7 +194,9 @@ CHANGES: dict[str, dict[str, object]] = {
     "MllamaForCausalLM": PLAIN_ROPE,
     "MllamaForConditionalGeneration": {"text_config": PLAIN_ROPE},
     "MllamaTextModel": PLAIN_ROPE,
-    "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}},
+    "Molmo2ForConditionalGeneration": {
+        "adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}
+    },
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 2},
     "MuseSparkForConditionalGeneration": {
         "audio_config": {
@@ -199,8 +235,16 @@ CHANGES: dict[str, dict[str, object]] = {
     "Qwen3VLMoeTextModel": OLD_MROPE,
     "Qwen3VLTextModel": OLD_MROPE,
     "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": OLD_MROPE},
-    "ReformerForMaskedLM": {"is_decoder": False, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
-    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
+    "ReformerForMaskedLM": {
+        "is_decoder": False,
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [8, 16],
+    },
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [8, 16],
+    },
     "SwinForImageClassification": {"num_heads": [2, 2, 2, 2]},
     "Swinv2ForImageClassification": {"depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},

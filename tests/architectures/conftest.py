@@ -1,4 +1,6 @@
-"""The sweep needs a second Python for the last transformers 4, which cannot be installed beside transformers 5."""
+"""The sweep needs a second Python for the last transformers 4, which cannot be installed beside
+transformers 5.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--transformers-4", type=Path, metavar="PYTHON", help="a Python that has transformers 4.57")
+    parser.addoption(
+        "--transformers-4", type=Path, metavar="PYTHON", help="a Python that has transformers 4.57"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
-"""Run by a Python with a transformers of its own: make tiny checkpoints, or load our outputs and hold them to its own.
+"""Run by a Python with a transformers of its own: make tiny checkpoints, or load our outputs and
+hold them to its own.
 
     python in_another_transformers.py save FOLDER ARCHITECTURE ...
     python in_another_transformers.py load FOLDER
     python in_another_transformers.py resemble FOLDER       where it packs less by itself: only compare with the source
 
-FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it. Both print a JSON
-object: architecture → "ok", "unknown to it", "cannot read the source either", or what went wrong.
+FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it.
+Both print a JSON object: architecture → "ok", "unknown to it", "cannot read the source either", or
+what went wrong.
 """
 
 import json
@@ -40,7 +42,9 @@ def load(folder: Path) -> str:
     if model_class is None:
         return "unknown to it"
     try:
-        torch.manual_seed(3)  # for what a release does not find under the names that another gave it
+        torch.manual_seed(
+            3
+        )  # for what a release does not find under the names that another gave it
         ours = model_class.from_pretrained(folder / "out", dtype=torch.bfloat16)
         method = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -49,27 +53,37 @@ def load(folder: Path) -> str:
             llm_int8_skip_modules=ours.config.quantization_config.llm_int8_skip_modules,
         )
         torch.manual_seed(3)
-        theirs = model_class.from_pretrained(folder / "source", quantization_config=method, dtype=torch.bfloat16)
+        theirs = model_class.from_pretrained(
+            folder / "source", quantization_config=method, dtype=torch.bfloat16
+        )
     except Exception as error:  # noqa: BLE001 whatever it is, the table shows it
         message = f"{type(error).__name__}: {str(error)[:200]}"
-        return message if can_read(model_class, folder / "source") else "cannot read the source either"
+        return (
+            message if can_read(model_class, folder / "source") else "cannot read the source either"
+        )
     return compare(ours, theirs)
 
 
 def resemble(folder: Path) -> str:
     model_class = getattr(transformers, folder.name)
     outputs = [
-        first_output(model_class.from_pretrained(folder / name, dtype=torch.bfloat16, device_map="cpu"))
+        first_output(
+            model_class.from_pretrained(folder / name, dtype=torch.bfloat16, device_map="cpu")
+        )
         for name in ("source", "out")
     ]
-    correlation = torch.corrcoef(torch.stack([output.float().flatten() for output in outputs]))[0, 1]
+    correlation = torch.corrcoef(torch.stack([output.float().flatten() for output in outputs]))[
+        0, 1
+    ]
     return "ok" if correlation > 0.95 else f"a correlation of {correlation:.2f}"
 
 
 def can_read(model_class: type, source: Path) -> bool:
     try:
         # with a device map, as every quantized model is loaded
-        _, found = model_class.from_pretrained(source, dtype=torch.bfloat16, device_map="cpu", output_loading_info=True)
+        _, found = model_class.from_pretrained(
+            source, dtype=torch.bfloat16, device_map="cpu", output_loading_info=True
+        )
     except Exception:  # noqa: BLE001
         return False
     return not found["missing_keys"] and not found["mismatched_keys"]
@@ -96,7 +110,8 @@ def packed_weights(model: "transformers.PreTrainedModel") -> dict[str, torch.Ten
     return {
         path: module.weight.data.view(-1)
         for path, module in model.named_modules()
-        if type(module).__name__ == "Linear4bit" and getattr(module.weight, "quant_state", None) is not None
+        if type(module).__name__ == "Linear4bit"
+        and getattr(module.weight, "quant_state", None) is not None
     }
 
 
@@ -116,7 +131,11 @@ def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
     torch.manual_seed(2)
     with torch.no_grad():
         outputs = model(**inputs, return_dict=True)
-    return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return next(
+        value
+        for value in outputs.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
 
 
 if __name__ == "__main__":

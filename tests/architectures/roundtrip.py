@@ -1,4 +1,6 @@
-"""What is shown for each architecture: our checkpoint is the model that transformers quantizes itself."""
+"""What is shown for each architecture: our checkpoint is the model that transformers quantizes
+itself.
+"""
 
 import json
 import subprocess
@@ -17,12 +19,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, select
-from nf4conv.checkpoint.skip_list import transformers_4, transformers_5, transformers_5_0
-from nf4conv.checkpoint.source import open_source
+from nf4conv.choose.selection import Keep, Pack, Selection, select
+from nf4conv.choose.skeleton import Skeleton, read_skeleton
+from nf4conv.choose.skip_list import transformers_4, transformers_5, transformers_5_0
 from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.commands.skeleton import Skeleton, read_skeleton
 from nf4conv.options import QuantizeOptions
+from nf4conv.sources.source import open_source
 
 UNKNOWN = "unknown to it"
 UNREADABLE = "cannot read the source either"
@@ -62,12 +64,17 @@ class Modules:
     @property
     def differences(self) -> dict[str, str]:
         """What transformers packs and we do not → why."""
-        return {path: self.reasons.get(path, "not on disk under its own name") for path in self.theirs - self.ours}
+        return {
+            path: self.reasons.get(path, "not on disk under its own name")
+            for path in self.theirs - self.ours
+        }
 
 
 def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
     source, out = save_tiny(architecture, folder), folder / "out"
-    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False))  # the CPU's nested codes are not CUDA's
+    quantize_checkpoint(
+        source, out, QuantizeOptions(double_quant=False)
+    )  # the CPU's nested codes are not CUDA's
     model_class = getattr(transformers, architecture)
     ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
     method = BitsAndBytesConfig(
@@ -81,7 +88,9 @@ def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
     return Roundtrip(ours.eval(), theirs.eval(), original.eval())
 
 
-def packed_weights(model: "transformers.PreTrainedModel") -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def packed_weights(
+    model: "transformers.PreTrainedModel",
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Module path → packed codes and absmax."""
     return {
         path: (module.weight.data.view(-1), module.weight.quant_state.absmax)
@@ -95,14 +104,20 @@ def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
     torch.manual_seed(2)  # some models draw masks
     with torch.no_grad():
         outputs = model(**inputs, return_dict=True)
-    return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return next(
+        value
+        for value in outputs.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
 
 
 def resemblance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Correlation of two outputs; 1 when there is nothing to correlate."""
     if one.numel() == 1 or not one.float().std():
         return 1.0
-    return float(torch.corrcoef(torch.stack([one.float().flatten(), other.float().flatten()]))[0, 1])
+    return float(
+        torch.corrcoef(torch.stack([one.float().flatten(), other.float().flatten()]))[0, 1]
+    )
 
 
 def compare_modules(architecture: str, source: Path) -> Modules:
@@ -115,14 +130,25 @@ def compare_modules(architecture: str, source: Path) -> Modules:
         model = getattr(transformers, architecture)(tiny_config(architecture))
     own_list = get_keys_to_not_convert(model)
     theirs = frozenset(path for path in skeleton.linear if should_convert_module(path, own_list))
-    return Modules(_packed_paths(selection, skeleton), theirs, skeleton.linear, _reasons(selection, skeleton))
+    return Modules(
+        _packed_paths(selection, skeleton), theirs, skeleton.linear, _reasons(selection, skeleton)
+    )
 
 
 def other_classes(architecture: str) -> list[str]:
-    """Classes that load the checkpoints of a class too: the model without its head, and with one to classify."""
+    """Classes that load the checkpoints of a class too: the model without its head, and with one to
+    classify.
+    """
     model_type = getattr(transformers, architecture).config_class.model_type
-    found = [names.get(model_type) for names in (MODEL_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
-    return [name for name in found if isinstance(name, str) and name != architecture and hasattr(transformers, name)]
+    found = [
+        names.get(model_type)
+        for names in (MODEL_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    ]
+    return [
+        name
+        for name in found
+        if isinstance(name, str) and name != architecture and hasattr(transformers, name)
+    ]
 
 
 def mistaken_modules(source: Path, other: str) -> list[str]:
@@ -130,20 +156,30 @@ def mistaken_modules(source: Path, other: str) -> list[str]:
     opened = open_source(source)
     assert opened.config is not None
     selection = select(opened.tensors, opened.config, QuantizeOptions())
-    skeleton = read_skeleton([tensor.name for tensor in opened.tensors], {**opened.config, "architectures": [other]})
+    skeleton = read_skeleton(
+        [tensor.name for tensor in opened.tensors], {**opened.config, "architectures": [other]}
+    )
     packed = {
         skeleton.modules[name]
         for name, decision in selection.decisions.items()
         if isinstance(decision, Pack) and name in skeleton.modules
     }
-    rules = [rule(selection.skip_modules) for rule in (transformers_4, transformers_5, transformers_5_0)]
+    rules = [
+        rule(selection.skip_modules) for rule in (transformers_4, transformers_5, transformers_5_0)
+    ]
     on_disk = skeleton.linear & set(skeleton.modules.values())
-    return sorted(path for path in on_disk if any(is_skipped(path) == (path in packed) for is_skipped in rules))
+    return sorted(
+        path
+        for path in on_disk
+        if any(is_skipped(path) == (path in packed) for is_skipped in rules)
+    )
 
 
 def _packed_paths(selection: Selection, skeleton: Skeleton) -> frozenset[str]:
     return frozenset(
-        skeleton.modules.get(name, name) for name, decision in selection.decisions.items() if isinstance(decision, Pack)
+        skeleton.modules.get(name, name)
+        for name, decision in selection.decisions.items()
+        if isinstance(decision, Pack)
     )
 
 
@@ -155,8 +191,12 @@ def _reasons(selection: Selection, skeleton: Skeleton) -> dict[str, str]:
     }
 
 
-def ask_transformers(python: Path | str, command: str, folder: Path, *architectures: str) -> dict[str, str]:
-    """What in_another_transformers.py answers: architecture → "ok", UNKNOWN, UNREADABLE, or what went wrong."""
+def ask_transformers(
+    python: Path | str, command: str, folder: Path, *architectures: str
+) -> dict[str, str]:
+    """What in_another_transformers.py answers: architecture → "ok", UNKNOWN, UNREADABLE, or what
+    went wrong.
+    """
     script = Path(__file__).with_name("in_another_transformers.py")
     arguments = [python, "-W", "ignore", script, command, folder, *architectures]
     answer = subprocess.run(arguments, check=True, stdout=subprocess.PIPE)

@@ -1,4 +1,5 @@
-"""Writes docs/architectures.md, every architecture of the sweep with what was found, and docs/selection.md's table.
+"""Writes docs/architectures.md, every architecture of the sweep with what was found, and
+docs/selection.md's table.
 
 python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4
 """
@@ -98,7 +99,9 @@ def examine(architecture: str, folder: Path) -> Row:
     both = quantize_both_ways(architecture, folder)
     ours, theirs = packed_weights(both.ours), packed_weights(both.theirs)
     same = ours.keys() == theirs.keys() and all(
-        torch.equal(part, other) for path in ours for part, other in zip(ours[path], theirs[path], strict=True)
+        torch.equal(part, other)
+        for path in ours
+        for part, other in zip(ours[path], theirs[path], strict=True)
     )
     loads = "yes" if same else "**no**"
     if architecture in FORWARD_UNKNOWN:
@@ -107,9 +110,12 @@ def examine(architecture: str, folder: Path) -> Row:
         loads = "**no**"
     modules = compare_modules(architecture, folder / "source")
     reasons = Counter(
-        reason if reason in DELIBERATE else reason.split(":")[0] for reason in modules.differences.values()
+        reason if reason in DELIBERATE else reason.split(":")[0]
+        for reason in modules.differences.values()
     )
-    kept = "; ".join(f"{count} × {reason.split(' (--')[0]}" for reason, count in sorted(reasons.items()))
+    kept = "; ".join(
+        f"{count} × {reason.split(' (--')[0]}" for reason, count in sorted(reasons.items())
+    )
     return Row(architecture, len(ours), len(modules.linear), loads, kept)
 
 
@@ -118,8 +124,14 @@ def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -
     saved = ask_transformers(python, "save", folder, *architectures)
     known = [name for name, answer in saved.items() if answer == "ok"]
     for name in known:
-        quantize_checkpoint(folder / name / "source", folder / name / "out", QuantizeOptions(double_quant=False))
-    found = [ask_transformers(one, "load", folder, *known) for one in (python, sys.executable)] if known else [{}]
+        quantize_checkpoint(
+            folder / name / "source", folder / name / "out", QuantizeOptions(double_quant=False)
+        )
+    found = (
+        [ask_transformers(one, "load", folder, *known) for one in (python, sys.executable)]
+        if known
+        else [{}]
+    )
     return {name: "its own" for name in known if all(answers[name] == "ok" for answers in found)}
 
 
@@ -156,16 +168,26 @@ def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[st
 def main(python: str) -> None:
     """Write both tables."""
     with tempfile.TemporaryDirectory() as made_by_5, tempfile.TemporaryDirectory() as made_by_4:
-        rows = {name: examine(name, Path(made_by_5) / name) for group in CASES.values() for name in group}
+        rows = {
+            name: examine(name, Path(made_by_5) / name)
+            for group in CASES.values()
+            for name in group
+        }
         answers = ask_transformers(python, "load", Path(made_by_5))
         unreadable = [name for name, answer in answers.items() if answer == UNREADABLE]
         its_own = ask_about_its_own(python, unreadable, Path(made_by_4))
     words = {"ok": "yes", UNKNOWN: "–", UNREADABLE: "cannot read"}
-    in_4 = {name: its_own.get(name, words.get(answer, "**no**")) for name, answer in answers.items()}
+    in_4 = {
+        name: its_own.get(name, words.get(answer, "**no**")) for name, answer in answers.items()
+    }
     introduction = INTRODUCTION.format(
-        transformers=transformers.__version__, bitsandbytes=bitsandbytes.__version__, one_class=", ".join(ONE_CLASS)
+        transformers=transformers.__version__,
+        bitsandbytes=bitsandbytes.__version__,
+        one_class=", ".join(ONE_CLASS),
     )
-    Path("docs/architectures.md").write_text(introduction + "".join(full_table(rows, in_4)) + CLOSING)
+    Path("docs/architectures.md").write_text(
+        introduction + "".join(full_table(rows, in_4)) + CLOSING
+    )
     page = Path("docs/selection.md")
     table = "".join(short_table(rows, in_4))
     page.write_text(SHORT_TABLE.sub(lambda found: f"{found[1]}{table}{found[2]}", page.read_text()))

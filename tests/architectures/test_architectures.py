@@ -1,4 +1,5 @@
-"""For every architecture: what we pack, transformers packs too, to the same bytes, and the model says the same.
+"""For every architecture: what we pack, transformers packs too, to the same bytes, and the model
+says the same.
 
 CI runs FAST; `make test-architectures` runs all.
 """
@@ -26,10 +27,10 @@ from roundtrip import (
 )
 from tiny import save_tiny
 
-from nf4conv.checkpoint.evidence import Why
-from nf4conv.checkpoint.families import READ
+from nf4conv.choose.evidence import Why
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
+from nf4conv.models.families import READ
 from nf4conv.options import QuantizeOptions
 
 EVERY = [architecture for group in CASES.values() for architecture in group]
@@ -45,7 +46,8 @@ DELIBERATE = (
     Why.TOWER.value,
     "transformers 5 splits or merges this weight when it loads it",
     READ,
-    "shared by layers and stored with any one of them, of which transformers 5 finds some only unpacked",
+    "shared by layers and stored with any one of them, of which transformers 5 finds some only "
+    "unpacked",
     "an output head",
     "an input embedding",
     "fewer than 32 rows",
@@ -66,7 +68,9 @@ ONE_CLASS = (
     "PocketTTSForConditionalGeneration",
     "T5GemmaEncoderModel",
 )
-"""Whose checkpoints load in 4 bits as what they are, but not as a model with another head, or with none."""
+"""Whose checkpoints load in 4 bits as what they are, but not as a model with another head, or with
+none.
+"""
 
 pytestmark = [
     pytest.mark.oracle,
@@ -129,7 +133,9 @@ def test_llama_4_loads_with_its_experts_in_4_bit(tmp_path):
 def test_our_config_is_what_transformers_reads_back(tmp_path):
     source = save_tiny("LlamaForCausalLM", tmp_path)
     quantize_checkpoint(source, tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16
+    )
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert model.config.quantization_config.to_dict() == written
 
@@ -146,9 +152,13 @@ def test_the_skip_list_serves_the_model_without_its_head_and_with_another(archit
 def test_transformers_4_loads_what_it_knows(python_with_transformers_4, tmp_path):
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
-        quantize_checkpoint(source, tmp_path / architecture / "out", QuantizeOptions(double_quant=False))
+        quantize_checkpoint(
+            source, tmp_path / architecture / "out", QuantizeOptions(double_quant=False)
+        )
     found = ask_transformers(python_with_transformers_4, "load", tmp_path)
-    assert {name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)} == {}
+    assert {
+        name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)
+    } == {}
     assert sum(result == "ok" for result in found.values()) >= 400
 
 
@@ -161,7 +171,9 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
         quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(double_quant=False))
     for python in (python_with_transformers_4, sys.executable):
         found = ask_transformers(python, "load", tmp_path, *known)
-        assert {name: result for name, result in found.items() if result not in ("ok", UNREADABLE)} == {}
+        assert {
+            name: result for name, result in found.items() if result not in ("ok", UNREADABLE)
+        } == {}
         assert sum(result == "ok" for result in found.values()) >= 400
 
 
@@ -176,17 +188,25 @@ def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_pa
             shutil.rmtree(tmp_path / architecture)
     for python, fewest in ((sys.executable, 80), (python_with_transformers_4, 25)):
         found = ask_transformers(python, "load", tmp_path)
-        assert {name: result for name, result in found.items() if result not in ("ok", UNKNOWN, UNREADABLE)} == {}
+        assert {
+            name: result
+            for name, result in found.items()
+            if result not in ("ok", UNKNOWN, UNREADABLE)
+        } == {}
         assert sum(result == "ok" for result in found.values()) >= fewest
 
 
 @pytest.mark.architectures
-def test_transformers_4_loads_experts_that_are_packed_one_by_one(python_with_transformers_4, tmp_path):
+def test_transformers_4_loads_experts_that_are_packed_one_by_one(
+    python_with_transformers_4, tmp_path
+):
     saved = ask_transformers(python_with_transformers_4, "save", tmp_path, *EXPERTS_ONE_BY_ONE)
     assert saved == dict.fromkeys(EXPERTS_ONE_BY_ONE, "ok")
     for architecture in EXPERTS_ONE_BY_ONE:
         folder = tmp_path / architecture
-        quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(double_quant=False, moe="per-expert"))
+        quantize_checkpoint(
+            folder / "source", folder / "out", QuantizeOptions(double_quant=False, moe="per-expert")
+        )
         header = (folder / "out" / "model.safetensors").read_bytes()[:200_000]
         assert re.search(rb"experts\.[0-3]\.\w+\.weight\.absmax", header)
     assert ask_transformers(python_with_transformers_4, "load", tmp_path) == saved
@@ -196,4 +216,6 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(python_with_tra
 def test_transformers_4_loads_the_experts_of_llama_4(python_with_transformers_4, tmp_path):
     source = save_tiny("Llama4ForCausalLM", tmp_path / "Llama4ForCausalLM")
     quantize_checkpoint(source, tmp_path / "Llama4ForCausalLM" / "out")
-    assert ask_transformers(python_with_transformers_4, "resemble", tmp_path) == {"Llama4ForCausalLM": "ok"}
+    assert ask_transformers(python_with_transformers_4, "resemble", tmp_path) == {
+        "Llama4ForCausalLM": "ok"
+    }

@@ -1,6 +1,8 @@
-"""Tiny random checkpoints of any architecture that the installed transformers knows, and inputs for their models.
+"""Tiny random checkpoints of any architecture that the installed transformers knows, and inputs for
+their models.
 
-Sizes are multiples of 64 (columns) and 32 (rows): bitsandbytes' CPU kernels decode other weights wrongly or not at all.
+Sizes are multiples of 64 (columns) and 32 (rows): bitsandbytes' CPU kernels decode other weights
+wrongly or not at all.
 """
 
 import inspect
@@ -66,16 +68,21 @@ TINY = {
 
 
 def tiny_settings(default: "transformers.PreTrainedConfig", **changes: object) -> dict[str, object]:
-    """Arguments that make a config small: every setting of TINY that the default config has, its parts included."""
+    """Arguments that make a config small: every setting of TINY that the default config has, its
+    parts included.
+    """
     present = default.to_dict()
     present |= {name: present.get(target) for name, target in default.attribute_map.items()}
     settings: dict[str, object] = {
         name: value
         for name, value in TINY.items()
-        if name in present and isinstance(present[name], (list, tuple, dict)) == isinstance(value, list)
+        if name in present
+        and isinstance(present[name], (list, tuple, dict)) == isinstance(value, list)
     }
     if "kv_lora_rank" in settings:
-        settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention knows no groups
+        settings["num_key_value_heads"] = settings[
+            "num_attention_heads"
+        ]  # latent attention knows no groups
     for name in type(default).sub_configs:
         part = getattr(default, name, None)
         if part is not None:
@@ -113,7 +120,9 @@ def tiny_model(architecture: str) -> "transformers.PreTrainedModel":
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and not weight.any():
-                weight.normal_(std=0.02)  # bitsandbytes' CPU code encodes a block of zeros as its CUDA code does not
+                weight.normal_(
+                    std=0.02
+                )  # bitsandbytes' CPU code encodes a block of zeros as its CUDA code does not
             if float32.search(name):
                 weight.data = weight.data.float()
     return model

@@ -1,7 +1,7 @@
 """What is shown for each denoiser: our checkpoint is the model that diffusers quantizes itself.
 
-diffusers asks for a GPU before it quantizes or loads; without one that question is not asked here, and bitsandbytes
-computes on the CPU.
+diffusers asks for a GPU before it quantizes or loads; without one that question is not asked here,
+and bitsandbytes computes on the CPU.
 """
 
 import json
@@ -44,7 +44,9 @@ def ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
+        monkeypatch.setattr(
+            BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None
+        )
         monkeypatch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda *_: {"": "cpu"})
 
 
@@ -63,7 +65,9 @@ def quantize_both_ways(
 
     source, out = folder / "source", folder / "out"
     denoiser.make().to(stored).save_pretrained(source)
-    options = QuantizeOptions(double_quant=False, dtype=dtype)  # the CPU's nested codes are not CUDA's
+    options = QuantizeOptions(
+        double_quant=False, dtype=dtype
+    )  # the CPU's nested codes are not CUDA's
     execute_quantization(plan_quantization(source, options), out, RunOptions(device="cpu"))
     kind = getattr(diffusers, denoiser.name)
     return Roundtrip(
@@ -98,16 +102,26 @@ def packed(model: torch.nn.Module) -> dict[str, Any]:
     """The 4-bit modules, by path."""
     import bitsandbytes
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, bitsandbytes.nn.Linear4bit)
+    }
 
 
 def unequal(ours: torch.nn.Module, theirs: torch.nn.Module) -> list[str]:
-    """Modules that only one of them has packed, or whose codes or scales differ, and other tensors that do."""
+    """Modules that only one of them has packed, or whose codes or scales differ, and other tensors
+    that do.
+    """
     one, other = packed(ours), packed(theirs)
     parts = dict(theirs.named_parameters())
     return [
         *(one.keys() ^ other.keys()),
-        *(path for path in one.keys() & other.keys() if not _same_weight(one[path].weight, other[path].weight)),
+        *(
+            path
+            for path in one.keys() & other.keys()
+            if not _same_weight(one[path].weight, other[path].weight)
+        ),
         *(
             name
             for name, value in ours.named_parameters()
@@ -125,7 +139,9 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def output(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """The output for inputs. In training mode: bitsandbytes' kernel for CPU inference takes no tiny layer."""
+    """The output for inputs. In training mode: bitsandbytes' kernel for CPU inference takes no tiny
+    layer.
+    """
     model.train()
     device = next(model.parameters()).device
     torch.manual_seed(0)  # of dropout

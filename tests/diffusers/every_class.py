@@ -1,6 +1,8 @@
-"""The denoisers of diffusers at their own sizes, without weights: our plan against what diffusers would replace.
+"""The denoisers of diffusers at their own sizes, without weights: our plan against what diffusers
+would replace.
 
-Classes that cannot be made without arguments are given some. What is found holds for loading, not for computing.
+Classes that cannot be made without arguments are given some. What is found holds for loading, not
+for computing.
 """
 
 import importlib
@@ -13,9 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.checkpoint.header import TensorInfo
-from nf4conv.checkpoint.selection import Keep, Pack, Selection, select
+from nf4conv.choose.selection import Keep, Pack, Selection, select
 from nf4conv.options import QuantizeOptions
+from nf4conv.sources.header import TensorInfo
 
 ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ControlNetUnionModel": {
@@ -44,7 +46,9 @@ ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "norm_type": "ada_norm_single",
     },
     "LuminaNextDiT2DModel": {"num_kv_heads": 8},
-    "OmniGenTransformer2DModel": {"rope_scaling": {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48}},
+    "OmniGenTransformer2DModel": {
+        "rope_scaling": {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48}
+    },
     "Transformer2DModel": {"in_channels": 320},
     "TransformerTemporalModel": {"in_channels": 320},
     "ZImageControlNetModel": {"control_layers_places": [0, 5], "control_in_dim": 16},
@@ -72,12 +76,18 @@ def classes() -> list[Any]:
     """Every denoiser and controlnet of diffusers; several controlnets in one are saved one by one."""
     import diffusers
 
-    modules = [module for package in ("transformers", "unets", "controlnets") for module in _modules(package)]
+    modules = [
+        module
+        for package in ("transformers", "unets", "controlnets")
+        for module in _modules(package)
+    ]
     return [
         kind
         for module in modules
         for name, kind in vars(module).items()
-        if inspect.isclass(kind) and issubclass(kind, diffusers.ModelMixin) and kind.__module__ == module.__name__
+        if inspect.isclass(kind)
+        and issubclass(kind, diffusers.ModelMixin)
+        and kind.__module__ == module.__name__
         if "Multi" not in name
     ]
 
@@ -95,14 +105,18 @@ def plan(kind: Any) -> Plan:
         model = kind(**ARGUMENTS.get(kind.__name__, {}))
     linear = _of_type(model, torch.nn.Linear)
     config = {"_class_name": kind.__name__, **model.config}
-    selection = select([_stored(*entry) for entry in model.state_dict().items()], config, QuantizeOptions())
+    selection = select(
+        [_stored(*entry) for entry in model.state_dict().items()], config, QuantizeOptions()
+    )
     replaced = _replace(model, selection.skip_modules)
     alone = _replace(model, ())
     return Plan(_packed(selection), replaced, linear, _reasons(selection, alone))
 
 
 def _stored(name: str, value: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, "BF16", tuple(value.shape), Path("model.safetensors"), 0, 2 * value.numel())
+    return TensorInfo(
+        name, "BF16", tuple(value.shape), Path("model.safetensors"), 0, 2 * value.numel()
+    )
 
 
 def _of_type(model: torch.nn.Module, kind: type) -> frozenset[str]:
@@ -110,7 +124,9 @@ def _of_type(model: torch.nn.Module, kind: type) -> frozenset[str]:
 
 
 def _replace(model: Any, skip_modules: Iterable[str]) -> frozenset[str]:
-    """What diffusers makes 4-bit, as in BnB4BitDiffusersQuantizer._process_model_before_weight_loading."""
+    """What diffusers makes 4-bit, as in
+    BnB4BitDiffusersQuantizer._process_model_before_weight_loading.
+    """
     import bitsandbytes
     import diffusers
     from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
@@ -123,10 +139,16 @@ def _replace(model: Any, skip_modules: Iterable[str]) -> frozenset[str]:
 
 def _packed(selection: Selection) -> frozenset[str]:
     return frozenset(
-        name.removesuffix(".weight") for name, decision in selection.decisions.items() if isinstance(decision, Pack)
+        name.removesuffix(".weight")
+        for name, decision in selection.decisions.items()
+        if isinstance(decision, Pack)
     )
 
 
 def _reasons(selection: Selection, alone: frozenset[str]) -> dict[str, str]:
-    decisions = {name.removesuffix(".weight"): decision for name, decision in selection.decisions.items()}
-    return {path: decisions[path].reason for path in sorted(alone) if isinstance(decisions[path], Keep)}
+    decisions = {
+        name.removesuffix(".weight"): decision for name, decision in selection.decisions.items()
+    }
+    return {
+        path: decisions[path].reason for path in sorted(alone) if isinstance(decisions[path], Keep)
+    }

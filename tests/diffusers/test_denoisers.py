@@ -1,4 +1,6 @@
-"""Tiny denoisers made and loaded by the installed diffusers: what it makes of our output, against its own work."""
+"""Tiny denoisers made and loaded by the installed diffusers: what it makes of our output, against
+its own work.
+"""
 
 import pytest
 import torch
@@ -38,8 +40,12 @@ def test_a_denoiser_in_several_files_loads(tmp_path):
 
     torch.manual_seed(0)
     whole = quantize_both_ways(flux(), tmp_path).ours
-    plan = plan_quantization(tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000))
+    plan = plan_quantization(
+        tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000)
+    )
     execute_quantization(plan, tmp_path / "shards", RunOptions(device="cpu"))
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    sharded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "shards", torch_dtype=torch.bfloat16)
+    sharded = diffusers.FluxTransformer2DModel.from_pretrained(
+        tmp_path / "shards", torch_dtype=torch.bfloat16
+    )
     assert unequal(sharded, whole) == []

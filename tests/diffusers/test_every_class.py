@@ -1,4 +1,6 @@
-"""No class of diffusers gets a checkpoint that it cannot load, and what stays in 16 bits stays for a known reason."""
+"""No class of diffusers gets a checkpoint that it cannot load, and what stays in 16 bits stays for
+a known reason.
+"""
 
 import pytest
 from every_class import classes, plan

@@ -1,4 +1,6 @@
-"""`--single-file` of what diffusers saves: read back by diffusers' own conversion of original files."""
+"""`--single-file` of what diffusers saves: read back by diffusers' own conversion of original
+files.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,9 @@ from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
 
-single_file_utils = pytest.importorskip("diffusers.loaders.single_file_utils", reason="make test-diffusers installs it")
+single_file_utils = pytest.importorskip(
+    "diffusers.loaders.single_file_utils", reason="make test-diffusers installs it"
+)
 
 pytestmark = pytest.mark.architectures
 CPU = RunOptions(device="cpu", verify=True)
@@ -28,7 +32,9 @@ def larger(denoiser: Denoiser, **config: object) -> Denoiser:
 def flux_converted(tensors: dict[str, torch.Tensor], _: object) -> dict[str, torch.Tensor]:
     """By a function that knows one width of Flux only, which is in its code: here it is ours."""
     convert = single_file_utils.convert_flux_transformer_checkpoint_to_diffusers
-    constants = tuple(WIDTH if constant == 3072 else constant for constant in convert.__code__.co_consts)
+    constants = tuple(
+        WIDTH if constant == 3072 else constant for constant in convert.__code__.co_consts
+    )
     assert constants.count(WIDTH) == 1
     tiny = type(convert)(convert.__code__.replace(co_consts=constants), convert.__globals__)
     return tiny(tensors)
@@ -41,23 +47,39 @@ FOUR_BLOCKS = {
     "up_block_types": ("UpBlock2D", *["CrossAttnUpBlock2D"] * 3),
 }
 KINDS = {
-    "Flux": (larger(flux(), num_layers=2, num_single_layers=3, guidance_embeds=True), flux_converted),
+    "Flux": (
+        larger(flux(), num_layers=2, num_single_layers=3, guidance_embeds=True),
+        flux_converted,
+    ),
     "Flux schnell": (flux(), flux_converted),
-    "Stable Diffusion": (larger(stable_diffusion(), **FOUR_BLOCKS), single_file_utils.convert_ldm_unet_checkpoint),
+    "Stable Diffusion": (
+        larger(stable_diffusion(), **FOUR_BLOCKS),
+        single_file_utils.convert_ldm_unet_checkpoint,
+    ),
     "one layer a block": (stable_diffusion(), single_file_utils.convert_ldm_unet_checkpoint),
     "Stable Diffusion XL": (stable_diffusion_xl(), single_file_utils.convert_ldm_unet_checkpoint),
 }
-FUSED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"), ("to_q", "to_k", "to_v", "proj_mlp")
+FUSED = (
+    ("to_q", "to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("to_q", "to_k", "to_v", "proj_mlp"),
+)
 
 
 def decoded(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, those in 4 bits decoded."""
     stored, found = load_file(file), {}
     for name, tensor in stored.items():
-        parts = {key.removeprefix(f"{name}."): part for key, part in stored.items() if key.startswith(f"{name}.")}
+        parts = {
+            key.removeprefix(f"{name}."): part
+            for key, part in stored.items()
+            if key.startswith(f"{name}.")
+        }
         if parts:
             found[name] = dequantize_4bit(tensor, QuantState.from_components(parts))
-        elif not any(f".weight.{part}" in name for part in ("absmax", "quant_map", "nested_", "quant_state")):
+        elif not any(
+            f".weight.{part}" in name for part in ("absmax", "quant_map", "nested_", "quant_state")
+        ):
             found[name] = tensor
     return found
 
@@ -70,7 +92,9 @@ def packed_alone(state: dict[str, torch.Tensor], name: str, *, is_flux: bool) ->
     if is_flux and name.startswith("single_") and leaf in FUSED[2]:
         parts = [f"{base}.attn.{part}.weight" for part in FUSED[0]] + [f"{base}.proj_mlp.weight"]
     elif is_flux:
-        parts = [f"{module}.{part}.weight" for fused in FUSED[:2] if leaf in fused for part in fused] or parts
+        parts = [
+            f"{module}.{part}.weight" for fused in FUSED[:2] if leaf in fused for part in fused
+        ] or parts
     together = dequantize_4bit(*quantize_4bit(torch.cat([state[part] for part in parts])))
     first = sum(len(state[part]) for part in parts[: parts.index(name)])
     return together[first : first + len(state[name])]
@@ -90,16 +114,32 @@ def test_diffusers_reads_back_what_it_saved(kind, tmp_path):
     assert found.keys() == state.keys()
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, state[name])}
     for name, tensor in state.items():
-        expected = packed_alone(state, name, is_flux=kind.startswith("Flux")) if name in changed else tensor
+        expected = (
+            packed_alone(state, name, is_flux=kind.startswith("Flux"))
+            if name in changed
+            else tensor
+        )
         assert torch.equal(found[name], expected), name
-    linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     blocks = {name for name in linear if "transformer_blocks." in name}
     assert changed == {
-        name for name in blocks if kind.startswith("Flux") or not name.endswith("blocks.0.attn2.to_k.weight")
+        name
+        for name in blocks
+        if kind.startswith("Flux") or not name.endswith("blocks.0.attn2.to_k.weight")
     }
     assert report.packed
-    assert verify_checkpoint(tmp_path / "one.safetensors", tmp_path / "source", run=RunOptions(device="cpu")).identical
+    assert verify_checkpoint(
+        tmp_path / "one.safetensors", tmp_path / "source", run=RunOptions(device="cpu")
+    ).identical
 
 
 def load_state(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }

@@ -1,6 +1,8 @@
-"""Tiny pipelines made and loaded by the installed diffusers: what it makes of our output, against its own quantization.
+"""Tiny pipelines made and loaded by the installed diffusers: what it makes of our output, against
+its own quantization.
 
-Scales are quantized too, as by default; without a GPU bitsandbytes rounds a few of them differently (docs/format.md).
+Scales are quantized too, as by default; without a GPU bitsandbytes rounds a few of them differently
+(docs/format.md).
 """
 
 import pytest

@@ -1,6 +1,8 @@
-"""Tiny denoisers of diffusers, one function each: how the class is made small, what goes in, what we keep.
+"""Tiny denoisers of diffusers, one function each: how the class is made small, what goes in, what
+we keep.
 
-Widths are multiples of 64 where layers are packed: bitsandbytes' CPU kernels decode other weights wrongly.
+Widths are multiples of 64 where layers are packed: bitsandbytes' CPU kernels decode other weights
+wrongly.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +100,10 @@ def stable_diffusion_xl() -> Denoiser:
             "projection_class_embeddings_input_dim": WIDTH + 6 * 8,
             "transformer_layers_per_block": (1, 2),
         },
-        {**plain.inputs, "added_cond_kwargs": {"text_embeds": noise(1, WIDTH), "time_ids": torch.ones(1, 6)}},
+        {
+            **plain.inputs,
+            "added_cond_kwargs": {"text_embeds": noise(1, WIDTH), "time_ids": torch.ones(1, 6)},
+        },
         plain.kept | mlp("add_embedding"),
     )
 
@@ -150,7 +155,10 @@ def flux_2() -> Denoiser:
             "txt_ids": torch.zeros(1, TOKENS, 4),
         },
         frozenset({"context_embedder", "norm_out.linear", "proj_out", "x_embedder"})
-        | {f"{stream}.linear" for stream in ("double_stream_modulation_img", "double_stream_modulation_txt")}
+        | {
+            f"{stream}.linear"
+            for stream in ("double_stream_modulation_img", "double_stream_modulation_txt")
+        }
         | {"single_stream_modulation.linear"}
         | mlp("time_guidance_embed.guidance_embedder")
         | mlp("time_guidance_embed.timestep_embedder"),
@@ -178,7 +186,8 @@ def chroma() -> Denoiser:
             "img_ids": torch.zeros(16, 3),
             "txt_ids": torch.zeros(TOKENS, 3),
         },
-        frozenset({"context_embedder", "x_embedder"}) | below("distilled_guidance_layer", "in_proj", "out_proj"),
+        frozenset({"context_embedder", "x_embedder"})
+        | below("distilled_guidance_layer", "in_proj", "out_proj"),
     )
 
 
@@ -270,7 +279,8 @@ def auraflow() -> Denoiser:
             "pos_embed_max_size": 16,
         },
         {"hidden_states": image(), "encoder_hidden_states": prompt(), "timestep": noise(1)},
-        frozenset({"context_embedder", "norm_out.linear", "pos_embed.proj", "proj_out"}) | mlp("time_step_proj"),
+        frozenset({"context_embedder", "norm_out.linear", "pos_embed.proj", "proj_out"})
+        | mlp("time_step_proj"),
     )
 
 
@@ -317,7 +327,13 @@ def z_image() -> Denoiser:
             "axes_lens": [64, 16, 16],
         },
         {"x": [noise(4, 1, 8, 8)], "t": noise(1), "cap_feats": [noise(TOKENS, WIDTH)]},
-        frozenset({"all_final_layer.2-1.adaLN_modulation.N", "all_final_layer.2-1.linear", "all_x_embedder.2-1"})
+        frozenset(
+            {
+                "all_final_layer.2-1.adaLN_modulation.N",
+                "all_final_layer.2-1.linear",
+                "all_x_embedder.2-1",
+            }
+        )
         | {"cap_embedder.N", "t_embedder.mlp.N"},
     )
 
@@ -340,7 +356,8 @@ def qwen_image() -> Denoiser:
             "timestep": time(),
             "img_shapes": [[(1, 4, 4)]],
         },
-        frozenset({"img_in", "norm_out.linear", "proj_out", "txt_in"}) | mlp("time_text_embed.timestep_embedder"),
+        frozenset({"img_in", "norm_out.linear", "proj_out", "txt_in"})
+        | mlp("time_text_embed.timestep_embedder"),
     )
 
 
@@ -389,7 +406,8 @@ def wan() -> Denoiser:
             "rope_max_seq_len": 32,
         },
         {"hidden_states": video(), "timestep": time(), "encoder_hidden_states": prompt()},
-        frozenset({"condition_embedder.time_proj", "proj_out"}) | mlp("condition_embedder.text_embedder"),
+        frozenset({"condition_embedder.time_proj", "proj_out"})
+        | mlp("condition_embedder.text_embedder"),
     )
 
 
@@ -477,7 +495,11 @@ def cogvideox() -> Denoiser:
             "sample_frames": 1,
             "max_text_seq_length": TOKENS,
         },
-        {"hidden_states": noise(1, 1, 4, 8, 8), "encoder_hidden_states": prompt(), "timestep": time()},
+        {
+            "hidden_states": noise(1, 1, 4, 8, 8),
+            "encoder_hidden_states": prompt(),
+            "timestep": time(),
+        },
         frozenset({"norm_out.linear", "patch_embed.text_proj", "proj_out"}) | mlp("time_embedding"),
     )
 
@@ -557,7 +579,10 @@ def kandinsky_5() -> Denoiser:
         },
         # what modulates inside the blocks, diffusers itself keeps in float32
         frozenset({"out_layer.out_layer"})
-        | {f"{part}.in_layer" for part in ("pooled_text_embeddings", "text_embeddings", "visual_embeddings")},
+        | {
+            f"{part}.in_layer"
+            for part in ("pooled_text_embeddings", "text_embeddings", "visual_embeddings")
+        },
     )
 
 

@@ -1,11 +1,22 @@
-"""Tiny diffusers pipelines, one function each, without the tokenizers, which would have to be downloaded."""
+"""Tiny diffusers pipelines, one function each, without the tokenizers, which would have to be
+downloaded.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from tiny_denoisers import WIDTH, Denoiser, flux, pixart, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, wan
+from tiny_denoisers import (
+    WIDTH,
+    Denoiser,
+    flux,
+    pixart,
+    stable_diffusion,
+    stable_diffusion_3,
+    stable_diffusion_xl,
+    wan,
+)
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,8 @@ class Pipeline:
     Attributes:
         whole: the pipeline.
         inputs: of the components that are quantized, by name.
-        kept: linear layers that their library packs by itself and we do not, by component, numbers as N.
+        kept: linear layers that their library packs by itself and we do not, by component, numbers
+            as N.
     """
 
     whole: Any
@@ -32,7 +44,9 @@ def clip(kind: str = "CLIPTextModel") -> torch.nn.Module:
     import transformers
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "projection_dim": WIDTH}
-    config = transformers.CLIPTextConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    config = transformers.CLIPTextConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
     return getattr(transformers, kind)(config)
 
 
@@ -52,8 +66,13 @@ def vae() -> torch.nn.Module:
 
 
 def _with_transformer(whole: Any, denoiser: Denoiser, encoders: int) -> Pipeline:
-    names = [f"text_encoder_{number}" if number > 1 else "text_encoder" for number in range(1, encoders + 1)]
-    return Pipeline(whole, {**words(*names), "transformer": denoiser.inputs}, {"transformer": denoiser.kept})
+    names = [
+        f"text_encoder_{number}" if number > 1 else "text_encoder"
+        for number in range(1, encoders + 1)
+    ]
+    return Pipeline(
+        whole, {**words(*names), "transformer": denoiser.inputs}, {"transformer": denoiser.kept}
+    )
 
 
 def flux_pipeline() -> Pipeline:
@@ -79,7 +98,9 @@ def pixart_pipeline() -> Pipeline:
     import diffusers
 
     denoiser = pixart()
-    whole = diffusers.PixArtSigmaPipeline(None, t5(), vae(), denoiser.make(), diffusers.DPMSolverMultistepScheduler())
+    whole = diffusers.PixArtSigmaPipeline(
+        None, t5(), vae(), denoiser.make(), diffusers.DPMSolverMultistepScheduler()
+    )
     return _with_transformer(whole, denoiser, 1)
 
 
@@ -109,7 +130,9 @@ def stable_diffusion_pipeline() -> Pipeline:
     whole = diffusers.StableDiffusionPipeline(
         vae(), clip(), None, denoiser.make(), scheduler, None, None, requires_safety_checker=False
     )
-    return Pipeline(whole, {**words("text_encoder"), "unet": denoiser.inputs}, {"unet": denoiser.kept})
+    return Pipeline(
+        whole, {**words("text_encoder"), "unet": denoiser.inputs}, {"unet": denoiser.kept}
+    )
 
 
 def stable_diffusion_xl_pipeline() -> Pipeline:
@@ -117,7 +140,9 @@ def stable_diffusion_xl_pipeline() -> Pipeline:
 
     denoiser, scheduler = stable_diffusion_xl(), diffusers.EulerDiscreteScheduler()
     encoders = clip(), clip("CLIPTextModelWithProjection")
-    whole = diffusers.StableDiffusionXLPipeline(vae(), *encoders, None, None, denoiser.make(), scheduler)
+    whole = diffusers.StableDiffusionXLPipeline(
+        vae(), *encoders, None, None, denoiser.make(), scheduler
+    )
     inputs = {**words("text_encoder", "text_encoder_2"), "unet": denoiser.inputs}
     return Pipeline(whole, inputs, {"unet": denoiser.kept})
 

@@ -1,12 +1,13 @@
-"""Record what bitsandbytes CUDA makes of the weights in tests/weights.py. The only writer of the files beside it.
+"""Record what bitsandbytes CUDA makes of the weights in tests/weights.py. The only writer of the
+files beside it.
 
 Needs a GPU, bitsandbytes and the folder tests on the path:
     PYTHONPATH=.:tests python tests/golden/record.py tests/golden
 
     {bf16,f16,f32}.safetensors    case/weight, and for nf4 and fp4: case/nf4/packed, /absmax, /codes, /nested_absmax,
-                                  /offset, and /dequantized from the nested state; cases are named blocksize-elements
-                                  or special-blocksize (no nested parts: infinities make them NaN) or ties-quant_type
-                                  or short_kind
+                                  /offset, and /dequantized from the nested state; cases are named
+                                  blocksize-elements or special-blocksize (no nested parts:
+                                  infinities make them NaN) or ties-quant_type or short_kind
     means.json                    bits of torch.mean on the GPU for spread_values(count)
 """
 
@@ -39,16 +40,34 @@ def main(folder: Path) -> None:
     for name, dtype in DTYPES.items():
         tensors: dict[str, torch.Tensor] = {}
         for blocksize, elements in SIZES:
-            record(tensors, f"{blocksize}-{elements}", random_weight(elements, dtype), blocksize, ("nf4", "fp4"), True)
+            record(
+                tensors,
+                f"{blocksize}-{elements}",
+                random_weight(elements, dtype),
+                blocksize,
+                ("nf4", "fp4"),
+                True,
+            )
         weight = special_weight(dtype, 32, "all-nan")
         record(tensors, "special-32", weight, 32, ("nf4", "fp4"), False)
         for quant_type in ("nf4", "fp4"):
-            record(tensors, f"ties-{quant_type}", tie_weight(dtype, 64, quant_type), 64, (quant_type,), False)
+            record(
+                tensors,
+                f"ties-{quant_type}",
+                tie_weight(dtype, 64, quant_type),
+                64,
+                (quant_type,),
+                False,
+            )
         for kind in SHORT_KINDS:
-            record(tensors, f"short_{kind}", short_weight(8192, dtype, kind), 64, ("nf4", "fp4"), True)
+            record(
+                tensors, f"short_{kind}", short_weight(8192, dtype, kind), 64, ("nf4", "fp4"), True
+            )
         save_file(tensors, folder / f"{name}.safetensors", metadata=versions)
     means = {str(count): bits_of_mean(count) for count in MEAN_COUNTS}
-    (folder / "means.json").write_text(json.dumps({"versions": versions, "means": means}, indent=1) + "\n")
+    (folder / "means.json").write_text(
+        json.dumps({"versions": versions, "means": means}, indent=1) + "\n"
+    )
 
 
 def record(

@@ -1,4 +1,5 @@
-"""Tensors that another quantization encoded → floats: by Triton on a GPU, by torch elsewhere, in chunks.
+"""Tensors that another quantization encoded → floats: by Triton on a GPU, by torch elsewhere, in
+chunks.
 
 scaled.py         8-bit values times scales: FP8 in its flavours, MXFP8, INT8, bitsandbytes 8-bit
 fp4.py            E2M1 pairs times scales: MXFP4 and NVFP4 (4-bit bitsandbytes is codec/ops.py's)
@@ -21,9 +22,10 @@ def decode(
 ) -> torch.Tensor:
     """Decode one tensor, which is contiguous then; a CodecError if its parts contradict each other.
 
-    The parts are the tensors that a method takes, by role, in the shapes and dtypes in which they are stored, but that
-    gpt-oss's values are [experts, out, in / 2]; `block` are the values that share a scale, [rows, columns], or empty
-    where the shape of the scales tells: as checkpoint/encoded.py finds out. The result is float32, float16 or bfloat16.
+    The parts are the tensors that a method takes, by role, in the shapes and dtypes in which they
+    are stored, but that gpt-oss's values are [experts, out, in / 2]; `block` are the values that
+    share a scale, [rows, columns], or empty where the shape of the scales tells: as
+    sources/encodings/encoded.py finds out. The result is float32, float16 or bfloat16.
     """
     match method:
         case Method.SCALED:
@@ -36,12 +38,21 @@ def decode(
             return decoded if method is Method.FP4 else decoded.mT.contiguous()
         case Method.BITSANDBYTES_4BIT | Method.BITSANDBYTES_4BIT_TRANSPOSED:
             components = {role: part for role, part in parts.items() if role != "values"}
-            state, packed = QuantState.from_components(components), parts["values"].view(torch.uint8)
+            state, packed = (
+                QuantState.from_components(components),
+                parts["values"].view(torch.uint8),
+            )
             held = 2 * packed.nbytes
-            if held < state.shape.numel():  # some blocks of a weight, whose last code may be padding
+            if (
+                held < state.shape.numel()
+            ):  # some blocks of a weight, whose last code may be padding
                 state.shape = torch.Size((held,))
             decoded = dequantize_4bit(packed, state, dtype=dtype)
-            return decoded.t().contiguous() if method is Method.BITSANDBYTES_4BIT_TRANSPOSED else decoded
+            return (
+                decoded.t().contiguous()
+                if method is Method.BITSANDBYTES_4BIT_TRANSPOSED
+                else decoded
+            )
         case Method.STRIDED:
             shape, stride = block[: len(block) // 2], block[len(block) // 2 :]
             return torch.as_strided(parts["values"], shape, stride).to(dtype).contiguous()

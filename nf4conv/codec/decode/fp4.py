@@ -1,11 +1,13 @@
-"""E2M1 values in pairs, the low nibble first, times a scale for each 16 or 32 of a row: NVFP4 and MXFP4.
+"""E2M1 values in pairs, the low nibble first, times a scale for each 16 or 32 of a row: NVFP4 and
+MXFP4.
 
     MXFP4                      value = e2m1 × 2^(scale − 127)                 groups of 32
     NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)   groups of 16, scale in FP8 E4M3
     NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)        the same, with a factor, not a divisor
 
-Computed in float32 and rounded once: OCP Microscaling Formats v1.0, section 5.3.3; convert_moe_packed_tensors of
-transformers' integrations/mxfp4.py; compressed-tensors' compressors/nvfp4; ModelOpt's NVFP4QTensor.dequantize.
+Computed in float32 and rounded once: OCP Microscaling Formats v1.0, section 5.3.3;
+convert_moe_packed_tensors of transformers' integrations/mxfp4.py; compressed-tensors'
+compressors/nvfp4; ModelOpt's NVFP4QTensor.dequantize.
 """
 
 from typing import Final
@@ -16,7 +18,24 @@ from nf4conv.codec.decode.scaled import chunks, scale_values
 from nf4conv.codec.ops import has_kernels
 from nf4conv.errors import CodecError
 
-E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1: Final = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 """The values of the 16 codes: a sign bit, two bits of exponent, one of mantissa."""
 
 
@@ -27,15 +46,23 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Decode matrices to [..., rows, columns] `dtype`; a CodecError if the scales do not fit the values.
+    """Decode matrices to [..., rows, columns] `dtype`; a CodecError if the scales do not fit the
+    values.
 
-    The values are [..., rows, columns / 2] uint8 or int8, two each, the scales [..., rows, groups]: E8M0 as
-    float8_e8m0fnu or uint8, or float8_e4m3fn, divided by the divisor, multiplied with the multiplier: float32 or None.
+    The values are [..., rows, columns / 2] uint8 or int8, two each, the scales [..., rows, groups]:
+    E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn, divided by the divisor, multiplied with the
+    multiplier: float32 or None.
     """
     rows, pairs, groups = values.shape[:-1], values.shape[-1], scale.shape[-1:].numel()
-    if scale.shape[:-1] != rows or groups == 0 or pairs % groups or 2 * pairs // groups not in (16, 32):
+    if (
+        scale.shape[:-1] != rows
+        or groups == 0
+        or pairs % groups
+        or 2 * pairs // groups not in (16, 32)
+    ):
         raise CodecError(
-            f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, expected one for each "
+            f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, "
+            f"expected one for each "
             "16 or 32 values of a row"
         )
     out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
@@ -60,6 +87,8 @@ def pair_values(values: torch.Tensor) -> torch.Tensor:
     """[..., n] bytes → [..., 2n] float32, by a table of all pairs."""
     singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
     codes = torch.arange(256, device=values.device)
-    pairs = torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1).view(torch.int64).view(-1)
+    pairs = (
+        torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1).view(torch.int64).view(-1)
+    )
     found = pairs.index_select(0, values.reshape(-1).view(torch.uint8).to(torch.int32))
     return found.view(torch.float32).view(*values.shape[:-1], -1)

@@ -2,9 +2,10 @@
 
     value = float32(stored) × float32(scale), rounded once to the wanted dtype
 
-A scale multiplies whatever it is called, `weight_scale_inv` too: weight_dequant_kernel of DeepSeek-V3's
-inference/kernel.py, Fp8Dequantize of transformers' integrations/finegrained_fp8.py. E8M0 scales, 2^(byte − 127), are
-stored as such or as plain bytes (OCP Microscaling Formats v1.0, section 5.4.1).
+A scale multiplies whatever it is called, `weight_scale_inv` too: weight_dequant_kernel of
+DeepSeek-V3's inference/kernel.py, Fp8Dequantize of transformers' integrations/finegrained_fp8.py.
+E8M0 scales, 2^(byte − 127), are stored as such or as plain bytes (OCP Microscaling Formats v1.0,
+section 5.4.1).
 """
 
 import math
@@ -17,19 +18,29 @@ from nf4conv.errors import CodecError
 
 _CPU_CHUNK = 2**18
 _GPU_CHUNK = 2**24
-"""Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the launches."""
+"""Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the
+launches.
+"""
 
 
 def decode_scaled(
-    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, ...], dtype: torch.dtype, by_127: bool = False
+    values: torch.Tensor,
+    scale: torch.Tensor | None,
+    block: tuple[int, ...],
+    dtype: torch.dtype,
+    by_127: bool = False,
 ) -> torch.Tensor:
-    """Decode 8-bit values to [..., rows, columns] `dtype`; a CodecError if the scales do not fit them.
+    """Decode 8-bit values to [..., rows, columns] `dtype`; a CodecError if the scales do not fit
+    them.
 
     Args:
         values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
-        scale: what they are multiplied with, float32, bfloat16, float16, or E8M0 as float8_e8m0fnu or uint8.
-            With a block: [..., ceil(rows / block rows), ceil(columns / block columns)]; the last blocks may be partial.
-            Without: one value, or [rows], or a shape that broadcasts against the values'. None: all ones.
+        scale: what they are multiplied with, float32, bfloat16, float16, or E8M0 as float8_e8m0fnu
+            or uint8.
+            With a block: [..., ceil(rows / block rows), ceil(columns / block columns)]; the last
+                blocks may be partial.
+            Without: one value, or [rows], or a shape that broadcasts against the values'. None: all
+                ones.
         block: (rows, columns) that share a scale, or empty.
         dtype: of the result.
         by_127: whether a product is then multiplied by 1 / 127, rounded once more.
@@ -55,10 +66,12 @@ def decode_scaled(
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode a weight of bitsandbytes' LLM.int8(): each row was scaled so that its largest magnitude is 127.
+    """Decode a weight of bitsandbytes' LLM.int8(): each row was scaled so that its largest
+    magnitude is 127.
 
-    `values` are [rows, columns] int8 (`weight`), `scale` the largest magnitudes, [rows] float32 (`SCB`). The result is
-    [rows, columns] of a dtype, rounded as bitsandbytes' int8_vectorwise_dequant: twice in float32.
+    `values` are [rows, columns] int8 (`weight`), `scale` the largest magnitudes, [rows] float32
+    (`SCB`). The result is [rows, columns] of a dtype, rounded as bitsandbytes'
+    int8_vectorwise_dequant: twice in float32.
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
@@ -75,8 +88,14 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def byte_values(values: torch.Tensor) -> torch.Tensor:
-    """8-bit values of any dtype as float32, by a table of all 256: several times as fast as torch's cast on a CPU."""
-    table = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype).to(torch.float32)
+    """8-bit values of any dtype as float32, by a table of all 256: several times as fast as torch's
+    cast on a CPU.
+    """
+    table = (
+        torch.arange(256, dtype=torch.uint8, device=values.device)
+        .view(values.dtype)
+        .to(torch.float32)
+    )
     indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
     return table.index_select(0, indices).view(values.shape)
 
@@ -95,7 +114,8 @@ def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...
     expected = (*stacked, -(-rows // height), -(-columns // width))
     if tuple(scale.shape) != expected:
         raise CodecError(
-            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)} in blocks of "
+            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)} in "
+            f"blocks of "
             f"{height} × {width}, expected {list(expected)}"
         )
 
@@ -106,14 +126,23 @@ def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _decode_matrix(
-    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor, *, by_127: bool = False
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    out: torch.Tensor,
+    *,
+    by_127: bool = False,
 ) -> None:
     """As kernels.scaled.decode_scaled."""
     (height, width), scale = block, scale_values(scale)
     for part in chunks(values, values.shape[1], height):
-        scales = scale if scale.shape[0] == 1 else scale[part.start // height : -(-part.stop // height)]
+        scales = (
+            scale if scale.shape[0] == 1 else scale[part.start // height : -(-part.stop // height)]
+        )
         if block != (1, 1):
-            scales = scales.repeat_interleave(width, dim=1)[:, : values.shape[1]].repeat_interleave(height, dim=0)
+            scales = scales.repeat_interleave(width, dim=1)[:, : values.shape[1]].repeat_interleave(
+                height, dim=0
+            )
         decoded = byte_values(values[part]).mul_(scales[: part.stop - part.start])
         out[part] = decoded.mul_(1 / 127) if by_127 else decoded
 
@@ -126,5 +155,7 @@ def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dim() != values.dim() or any(
         size not in (1, whole) for size, whole in zip(scale.shape, values.shape, strict=True)
     ):
-        raise CodecError(f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}")
+        raise CodecError(
+            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}"
+        )
     return scale

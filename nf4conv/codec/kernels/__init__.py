@@ -1,4 +1,5 @@
-"""The Triton backend: the operations of `reference.py` at the memory limit of the card, for CUDA tensors.
+"""The Triton backend: the operations of `reference.py` at the memory limit of the card, for CUDA
+tensors.
 
     arithmetic.py   the float32 operations as bitsandbytes' CUDA library rounds and flushes them
     tables.py       the small tables that kernels read, once for each device
@@ -17,10 +18,10 @@
     fp4.py          MXFP4 and NVFP4 → weight
     cast.py         values → another dtype
 
-Functions write into the tensors they are given, launch on the calling thread's current stream and validate nothing.
-Each kernel has a constexpr `PTX`: where it is false, every step in inline assembly is replaced by plain Triton, which
-is how Triton's interpreter runs the same indexing, masks and packing without a GPU. product.py has none: a test runs
-its PTX.
+Functions write into the tensors they are given, launch on the calling thread's current stream and
+validate nothing. Each kernel has a constexpr `PTX`: where it is false, every step in inline
+assembly is replaced by plain Triton, which is how Triton's interpreter runs the same indexing,
+masks and packing without a GPU. product.py has none: a test runs its PTX.
 """
 
 from nf4conv.codec.kernels import matmul as matmul

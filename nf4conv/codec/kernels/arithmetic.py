@@ -1,8 +1,10 @@
-"""float32 operations as bitsandbytes' CUDA library performs them: subnormal numbers flushed, nothing contracted.
+"""float32 operations as bitsandbytes' CUDA library performs them: subnormal numbers flushed,
+nothing contracted.
 
-The library is built with fast math, so a reciprocal is the hardware's approximation and multiplications flush
-subnormal operands and results to zeros of the same sign (docs/format.md). Triton has no spelling for either; hence
-inline assembly, with a plain form beside it for the interpreter.
+The library is built with fast math, so a reciprocal is the hardware's approximation and
+multiplications flush subnormal operands and results to zeros of the same sign (docs/format.md).
+Triton has no spelling for either; hence inline assembly, with a plain form beside it for the
+interpreter.
 """
 
 import triton
@@ -28,9 +30,11 @@ def multiply(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
-    """1 / a, float32, as the hardware approximates it, operand and result flushed; codec/reciprocal.py has the rule.
+    """1 / a, float32, as the hardware approximates it, operand and result flushed;
+    codec/reciprocal.py has the rule.
 
-    With PTX the hardware is asked; otherwise coefficient_ptr is read: [3, 128] int32, reciprocal.coefficients.
+    With PTX the hardware is asked; otherwise coefficient_ptr is read: [3, 128] int32,
+    reciprocal.coefficients.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -47,7 +51,9 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
         found = (((253 - exponent) << 23) + (mantissa - 0x800000)).to(tl.float32, bitcast=True)
         found = tl.where(found >= 1.1754943508222875e-38, found, 0.0)
         found = tl.where(exponent == 0, float("inf"), found)
-        found = tl.where(exponent == 255, tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan")), found)
+        found = tl.where(
+            exponent == 255, tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan")), found
+        )
         return tl.where(bits < 0, -found, found)
 
 
@@ -55,7 +61,9 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
 def _truncated_square(t):
     """t² / 2^17 of 16 bits, without the products of two bits that are below 2^17."""
     total = t * 0
-    for high in tl.static_range(9, 16):  # each bit with those below it whose product with it counts, and with itself
+    for high in tl.static_range(
+        9, 16
+    ):  # each bit with those below it whose product with it counts, and with itself
         below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
         total += ((t >> high) & 1) * (below + (1 << (2 * high - 17)))
     return total
@@ -71,7 +79,8 @@ def magnitude(x):
 def lane_entry(address, PTX: tl.constexpr):
     """One entry per lane, int32, of a table of 32 words, for shuffles to look up.
 
-    Every element of `address`, int64, is the table's. PTX must be true; the interpreter has no lanes.
+    Every element of `address`, int64, is the table's. PTX must be true; the interpreter has no
+    lanes.
     """
     tl.static_assert(PTX)
     return tl.inline_asm_elementwise(
@@ -92,11 +101,18 @@ def lane_entry(address, PTX: tl.constexpr):
 
 @triton.jit
 def lookup(table_ptr, index, PTX: tl.constexpr):
-    """table[index % 32] of a table of 32 words whose halves are equal; index is int32, at least one for each lane."""
+    """table[index % 32] of a table of 32 words whose halves are equal; index is int32, at least one
+    for each lane.
+    """
     if PTX:
         entry = lane_entry(tl.zeros(index.shape, tl.int64) + table_ptr.to(tl.int64), True)
         return tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [entry, index], dtype=tl.int32, is_pure=True, pack=1
+            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+            "=r,r,r",
+            [entry, index],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         return tl.load(table_ptr + (index & 15))
@@ -106,7 +122,8 @@ def lookup(table_ptr, index, PTX: tl.constexpr):
 def gather(table_ptr, index, PTX: tl.constexpr):
     """table[index] of a table of int32 words, of any shape.
 
-    A tl.load would be free to give its result, and so all that is computed with it, another layout in the threads.
+    A tl.load would be free to give its result, and so all that is computed with it, another layout
+    in the threads.
     """
     if PTX:
         return tl.inline_asm_elementwise(

@@ -1,9 +1,11 @@
-"""The inline assembly of the two hot loops: PTX text, made at compile time for a dtype and a data type.
+"""The inline assembly of the two hot loops: PTX text, made at compile time for a dtype and a data
+type.
 
-Both loops look values up in tables that a warp holds in its lanes, one entry each: `shfl.sync.idx` reads the register
-of the lane whose number is in the low five bits of the index. A shuffle costs one issue slot, where a table in memory
-costs an address computation as well, and a tree of selects twenty-odd instructions. A shuffle needs all 32 lanes of a
-warp, so there is no data-dependent branch around these loops anywhere.
+Both loops look values up in tables that a warp holds in its lanes, one entry each: `shfl.sync.idx`
+reads the register of the lane whose number is in the low five bits of the index. A shuffle costs
+one issue slot, where a table in memory costs an address computation as well, and a tree of selects
+twenty-odd instructions. A shuffle needs all 32 lanes of a warp, so there is no data-dependent
+branch around these loops anywhere.
 """
 
 import triton
@@ -18,13 +20,15 @@ _FP4_ROUND = "0f49400000"  # 1.5 · 2^19: adding it to |q| leaves 16 |q|, rounde
 def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
     """Quantize one slot.
 
-    Operands: $0 the packed codes; $1… the slot's four words; then the reciprocal of absmax, and this lane's cut and
-    count from `tables.bucket_table`.
+    Operands: $0 the packed codes; $1… the slot's four words; then the reciprocal of absmax, and
+    this lane's cut and count from `tables.bucket_table`.
     """
     words, scale, cut, below = ("$1", "$2", "$3", "$4"), "$5", "$6", "$7"
     elements = 4 if dtype.name == "fp32" else 8
     # bytes from the highest down, and in each the even element first, into the high nibble
-    order = [element for byte in reversed(range(elements // 2)) for element in (2 * byte, 2 * byte + 1)]
+    order = [
+        element for byte in reversed(range(elements // 2)) for element in (2 * byte, 2 * byte + 1)
+    ]
     lines = [".reg .f32 x, q, m, t, d;", ".reg .b32 i, b, s, codes, signs;", ".reg .b16 l, h;"]
     lines += ["mov.b32 codes, 0;", "mov.b32 signs, 0;"]
     for element in order:
@@ -37,14 +41,19 @@ def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
             "mov.b32 i, d;",
             f"shfl.sync.idx.b32 t, {cut}, i, 31, -1;",
             f"shfl.sync.idx.b32 b, {below}, i, 31, -1;",
-            "sub.rn.f32 d, t, m;",  # negative if and only if the quotient is above the cut; NaN is not
+            # negative if and only if the quotient is above the cut; NaN is not
+            "sub.rn.f32 d, t, m;",
             "mov.b32 s, d;",
             "shr.u32 s, s, 31;",
             "mad.lo.u32 codes, codes, 16, b;",
             "add.u32 codes, codes, s;",
         ]
         if is_fp4:  # the top bit of q + 0 is set for negative numbers but not for -0
-            lines += ["add.rn.f32 d, q, 0f00000000;", "mov.b32 s, d;", "shf.l.wrap.b32 signs, s, signs, 4;"]
+            lines += [
+                "add.rn.f32 d, q, 0f00000000;",
+                "mov.b32 s, d;",
+                "shf.l.wrap.b32 signs, s, signs, 4;",
+            ]
     if is_fp4:  # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
         lines += ["and.b32 s, codes, 0x22222222;", "shl.b32 s, s, 1;", "xor.b32 codes, codes, s;"]
         lines += ["and.b32 signs, signs, 0x88888888;", "or.b32 codes, codes, signs;"]
@@ -85,19 +94,38 @@ def peak_assembly(dtype: tl.dtype) -> str:
 
 @triton.constexpr_function
 def bisect_assembly() -> str:
-    """The code of one nested quotient: the number of middles below it, a middle itself counting if its index is odd.
+    """The code of one nested quotient: the number of middles below it, a middle itself counting if
+    its index is odd.
 
-    Operands: $0 the code; $1 the quotient; $2…$9 this lane's entry in each row of `tables.middle_table`. Row 7 holds
-    every eighth middle: five halvings on it find the group of eight, three more on the other rows the place in it.
+    Operands: $0 the code; $1 the quotient; $2…$9 this lane's entry in each row of
+    `tables.middle_table`. Row 7 holds every eighth middle: five halvings on it find the group of
+    eight, three more on the other rows the place in it.
     """
     lines = [".reg .pred p, r;", ".reg .f32 m, n;", ".reg .b32 g, i, c;", "mov.b32 g, 0;"]
     for half in (16, 8, 4, 2, 1):
-        lines += [f"add.u32 i, g, {half - 1};", "shfl.sync.idx.b32 m, $9, i, 31, -1;", "setp.ge.f32 p, $1, m;"]
+        lines += [
+            f"add.u32 i, g, {half - 1};",
+            "shfl.sync.idx.b32 m, $9, i, 31, -1;",
+            "setp.ge.f32 p, $1, m;",
+        ]
         lines += [f"@p add.u32 g, g, {half};"]
-    lines += ["shl.b32 c, g, 3;", "shfl.sync.idx.b32 m, $5, g, 31, -1;", "setp.ge.f32 p, $1, m;", "@p add.u32 c, c, 4;"]
-    lines += ["shfl.sync.idx.b32 m, $3, g, 31, -1;", "shfl.sync.idx.b32 n, $7, g, 31, -1;", "@p mov.f32 m, n;"]
+    lines += [
+        "shl.b32 c, g, 3;",
+        "shfl.sync.idx.b32 m, $5, g, 31, -1;",
+        "setp.ge.f32 p, $1, m;",
+        "@p add.u32 c, c, 4;",
+    ]
+    lines += [
+        "shfl.sync.idx.b32 m, $3, g, 31, -1;",
+        "shfl.sync.idx.b32 n, $7, g, 31, -1;",
+        "@p mov.f32 m, n;",
+    ]
     lines += ["setp.ge.f32 r, $1, m;", "@r add.u32 c, c, 2;"]
-    lines += [".reg .f32 m4, m6;", "shfl.sync.idx.b32 m, $2, g, 31, -1;", "shfl.sync.idx.b32 n, $4, g, 31, -1;"]
+    lines += [
+        ".reg .f32 m4, m6;",
+        "shfl.sync.idx.b32 m, $2, g, 31, -1;",
+        "shfl.sync.idx.b32 n, $4, g, 31, -1;",
+    ]
     lines += ["shfl.sync.idx.b32 m4, $6, g, 31, -1;", "shfl.sync.idx.b32 m6, $8, g, 31, -1;"]
     lines += ["@p mov.f32 m, m4;", "@p mov.f32 n, m6;", "@r mov.f32 m, n;"]
     lines += ["setp.gt.f32 p, $1, m;", "@p add.u32 c, c, 1;", "mov.b32 $0, c;"]
@@ -106,9 +134,11 @@ def bisect_assembly() -> str:
 
 @triton.constexpr_function
 def nearest_assembly() -> str:
-    """The least distance of two positions, float16 side by side in a word, from 0 or from any of eight levels.
+    """The least distance of two positions, float16 side by side in a word, from 0 or from any of
+    eight levels.
 
-    Operands: $0 the distances; $1 the positions, not negative; $2…$9 the levels, each twice in a word.
+    Operands: $0 the distances; $1 the positions, not negative; $2…$9 the levels, each twice in a
+    word.
     """
     lines = [".reg .b32 d, n;", "mov.b32 n, $1;"]
     for level in range(2, 10):
@@ -128,7 +158,11 @@ def decode_assembly(dtype: tl.dtype) -> str:
         shift = 8 * (element // 2) + 4 * (1 - element % 2)
         # bit 4 of the index may be anything: the table is held twice
         index = f"shr.u32 i, $4, {shift};" if shift else "mov.b32 i, $4;"
-        lines += [index, f"shfl.sync.idx.b32 v{element}, $6, i, 31, -1;", f"mul.rn.ftz.f32 v{element}, v{element}, $5;"]
+        lines += [
+            index,
+            f"shfl.sync.idx.b32 v{element}, $6, i, 31, -1;",
+            f"mul.rn.ftz.f32 v{element}, v{element}, $5;",
+        ]
     if dtype.name == "fp32":
         lines += [f"mov.b32 ${word}, v{word};" for word in range(4)]
     else:

@@ -1,7 +1,7 @@
 """Packed 4-bit codes and absmax, plain or nested → weight: one pass, one launch.
 
-A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one packed 32-bit word,
-or 4 float32 elements from 16 packed bits.
+A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one
+packed 32-bit word, or 4 float32 elements from 16 packed bits.
 
     absmax   once for each block; nested: code[q] · nested_absmax, rounded, then + offset, rounded: never one FMA
     value    the 16 values sit in the lanes of a warp and are looked up by shuffles (tables.py, docs/kernels.md)
@@ -20,15 +20,20 @@ from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Decoding
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
-"""Element size of the output → slots and warps of a program: the fastest of the sweep in docs/kernels.md. The next
-smaller program would be limited by how fast the card can start programs."""
+"""Element size of the output → slots and warps of a program: the fastest of the sweep in
+docs/kernels.md. The next smaller program would be limited by how fast the card can start programs.
+"""
 
 STREAM_BYTES = 24 << 20
-"""A larger output, about half an L2 cache, is marked to leave the cache first; a smaller one stays for its reader."""
+"""A larger output, about half an L2 cache, is marked to leave the cache first; a smaller one stays
+for its reader.
+"""
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decode blocks of a weight; arguments as `reference.dequantize_blocks`, `packed` and `out` in any shape."""
+    """Decode blocks of a weight; arguments as `reference.dequantize_blocks`, `packed` and `out` in
+    any shape.
+    """
     n = out.numel()
     if n == 0:
         return
@@ -65,7 +70,8 @@ def dequantize_kernel(
     Pointers to tensors:
         packed_ptr: [ceil(n / 2)] uint8.
         absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 where it is nested.
-        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32; read where it is.
+        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32;
+            read where it is.
         table_ptr: [32] int32, tables.value_table.
         out_ptr: [n] float32, float16 or bfloat16, written.
 
@@ -99,7 +105,11 @@ def dequantize_kernel(
         )
         decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
         slot = tl.arange(0, SLOTS)[:, None]
-        word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + slot * 4 + tl.arange(0, 4)[None, :]
+        word_ptr = (
+            tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16)
+            + slot * 4
+            + tl.arange(0, 4)[None, :]
+        )
         policy: tl.constexpr = "evict_first" if STREAM else ""
         if ACCESS == 1:
             tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
@@ -126,21 +136,31 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
         return tl.sum(values << (byte * 8), axis=1)
     else:
         word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
-        # not true: it makes Triton give each thread one word at a time, so that the output comes out as 16 bytes a
-        # thread with neighbouring threads side by side, and needs no exchange through shared memory
+        # not true: it makes Triton give each thread one word at a time, so that the output comes
+        # out as 16 bytes a thread with neighbouring threads side by side, and needs no exchange
+        # through shared memory
         single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
         word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
         if ACCESS == 1:
-            return tl.load(word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first").to(tl.int32)
+            return tl.load(
+                word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first"
+            ).to(tl.int32)
         else:
             return tl.load(word_ptr, eviction_policy="evict_first").to(tl.int32)
 
 
 @triton.jit
 def load_absmax(
-    state, first_block, count, BLOCKSIZE: tl.constexpr, BLOCKS: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
+    state,
+    first_block,
+    count,
+    BLOCKSIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0 where there is none.
+    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0
+    where there is none.
 
     The state is absmax_ptr … offset_ptr of dequantize_kernel.
     """

@@ -1,4 +1,5 @@
-"""Two vectors of floats → how far they are apart, in float64, as pipeline/with_torch/difference.py defines it.
+"""Two vectors of floats → how far they are apart, in float64, as run/with_torch/difference.py
+defines it.
 
 A program walks over STEPS tiles and writes one partial result of each kind, always the same ones.
 """
@@ -18,7 +19,8 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
 
     Pointers to tensors:
         a_ptr, b_ptr: [n] float32, float16 or bfloat16, each of its own dtype.
-        sums_ptr: [4, programs] float64, written: as of report.measured.PieceDifference, in its order.
+        sums_ptr: [4, programs] float64, written: as of report.measured.PieceDifference, in its
+            order.
     """
     infinity = float("inf")
     program = tl.program_id(0).to(tl.int64)

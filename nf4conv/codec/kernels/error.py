@@ -1,8 +1,9 @@
 """Weight and its packed form → error sums: one pass over both, the decoded weight is never written.
 
-A program walks over TILES tiles and writes one partial result of each kind; torch adds the partials up, in float64 and
-in a fixed order, so a result is the same from run to run. Squares are taken and summed in float64: no weight is too
-small or too large for its square, and 2^31 of them add up with 15 digits.
+A program walks over TILES tiles and writes one partial result of each kind; torch adds the partials
+up, in float64 and in a fixed order, so a result is the same from run to run. Squares are taken and
+summed in float64: no weight is too small or too large for its square, and 2^31 of them add up with
+15 digits.
 """
 
 import torch
@@ -71,7 +72,8 @@ def error_kernel(
     """Compare TILES tiles of a weight with its packed form.
 
     Pointers to tensors:
-        weight_ptr … offset_ptr: as of dequantize_kernel; weight_ptr is [n] float32, float16 or bfloat16.
+        weight_ptr … offset_ptr: as of dequantize_kernel; weight_ptr is [n] float32, float16 or
+        bfloat16.
         value_ptr, bound_ptr: [32] int32, tables.value_table and bound_table.
         peaks_ptr: [2, programs] float32, written: the largest error, and that relative to absmax.
         squares_ptr: [2, programs] float64, written: of errors, and of weights.
@@ -96,12 +98,21 @@ def error_kernel(
             even, odd = halves(words, DTYPE)
             codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
             absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
-            scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
-            moved = tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)) * _NESTED_ERROR
+            scale = tl.reshape(
+                tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
+            )
+            moved = (
+                tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+                * _NESTED_ERROR
+            )
             peak = tl.zeros((SLOTS,), tl.float32)
             for parity in tl.static_range(2):
                 shift = tl.arange(0, SLOT // 2)[None, :] * 8 + (4 - 4 * parity)
-                index = tl.arange(0, SLOTS)[:, None] * SLOT + tl.arange(0, SLOT // 2)[None, :] * 2 + parity
+                index = (
+                    tl.arange(0, SLOTS)[:, None] * SLOT
+                    + tl.arange(0, SLOT // 2)[None, :] * 2
+                    + parity
+                )
                 weight = even if parity == 0 else odd
                 code = codes[:, None] >> shift
                 value = lookup(value_ptr, code, PTX).to(tl.float32, bitcast=True)
@@ -119,7 +130,9 @@ def error_kernel(
                 squared_weight = tl.fma(wide_weight, wide_weight, squared_weight)
             peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
             largest = tl.maximum(largest, peak)
-            relative = tl.maximum(relative, tl.where(absmax != 0.0, tl.abs(tl.div_rn(peak, absmax)), 0.0))
+            relative = tl.maximum(
+                relative, tl.where(absmax != 0.0, tl.abs(tl.div_rn(peak, absmax)), 0.0)
+            )
     tl.store(peaks_ptr + program, tl.max(largest, axis=0))
     tl.store(peaks_ptr + programs + program, tl.max(relative, axis=0))
     tl.store(squares_ptr + program, tl.sum(tl.sum(squared_error, axis=1), axis=0))

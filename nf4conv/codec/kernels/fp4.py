@@ -1,4 +1,6 @@
-"""E2M1 pairs times scales → weight: one pass, one launch. The arithmetic is that of codec/decode/fp4.py."""
+"""E2M1 pairs times scales → weight: one pass, one launch. The arithmetic is that of
+codec/decode/fp4.py.
+"""
 
 import torch
 import triton
@@ -31,8 +33,24 @@ def decode_fp4(
     factors = [scale if factor is None else factor for factor in (divisor, multiplier)]
     _launch(
         -(-rows // TILE_ROWS.value) * pair_tiles,
-        (values.view(torch.uint8), stored(scale), *map(stored, factors), out, rows, pairs, pair_tiles, scale.shape[1]),
-        (pairs // scale.shape[1], kind_of(scale), divisor is not None, multiplier is not None, is_aligned, False),
+        (
+            values.view(torch.uint8),
+            stored(scale),
+            *map(stored, factors),
+            out,
+            rows,
+            pairs,
+            pair_tiles,
+            scale.shape[1],
+        ),
+        (
+            pairs // scale.shape[1],
+            kind_of(scale),
+            divisor is not None,
+            multiplier is not None,
+            is_aligned,
+            False,
+        ),
         (out.dtype, *(factor.dtype for factor in factors)),
         NUM_WARPS,
     )
@@ -62,7 +80,8 @@ def fp4_kernel(
         values_ptr: [rows, pairs] uint8, the low nibble first.
         scale_ptr: [rows, groups] 8-bit, of the kind SCALE, one for GROUP_PAIRS pairs.
         divisor_ptr, multiplier_ptr: [1] float; read where DIVIDE, MULTIPLY.
-        out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written; transposed where TRANSPOSED.
+        out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written; transposed where
+            TRANSPOSED.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
@@ -74,15 +93,23 @@ def fp4_kernel(
         values_ptr = tl.multiple_of(values_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
     codes = tl.load(values_ptr + row * pairs + pair, mask=inside, other=0).to(tl.int32)
-    scale = to_float(tl.load(scale_ptr + row * groups + pair // GROUP_PAIRS, mask=inside, other=0), SCALE)
+    scale = to_float(
+        tl.load(scale_ptr + row * groups + pair // GROUP_PAIRS, mask=inside, other=0), SCALE
+    )
     if DIVIDE:
-        scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + tl.load(divisor_ptr).to(tl.float32))
+        scale = tl.div_rn(
+            scale, tl.zeros(scale.shape, tl.float32) + tl.load(divisor_ptr).to(tl.float32)
+        )
     if MULTIPLY:
         scale = scale * tl.load(multiplier_ptr).to(tl.float32)
     values = tl.interleave(_e2m1(codes & 15) * scale, _e2m1(codes >> 4) * scale)
     column = first * 2 + tl.arange(0, 2 * TILE_PAIRS)[None, :]
     out_index = column * rows + row if TRANSPOSED else row * pairs * 2 + column
-    tl.store(out_ptr + out_index, values.to(out_ptr.dtype.element_ty), mask=(row < rows) & (column < pairs * 2))
+    tl.store(
+        out_ptr + out_index,
+        values.to(out_ptr.dtype.element_ty),
+        mask=(row < rows) & (column < pairs * 2),
+    )
 
 
 _launch = Launcher(fp4_kernel)
@@ -90,7 +117,9 @@ _launch = Launcher(fp4_kernel)
 
 @triton.jit
 def _e2m1(code):
-    """The value of a 4-bit code: a sign, two bits of exponent, one of mantissa; -0.0 keeps its sign."""
+    """The value of a 4-bit code: a sign, two bits of exponent, one of mantissa; -0.0 keeps its
+    sign.
+    """
     magnitude = code & 7
     normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
     return signed(tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal), code >> 3)

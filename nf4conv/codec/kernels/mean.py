@@ -1,8 +1,8 @@
 """torch's mean of absmax vectors, to the bit: many short ones in one launch, a long one in two.
 
-Up to TORCH_BLOCK values torch reduces with one thread block, in an order that `mean_kernel` repeats. Beyond, it deals
-the vectors of 4 to several thread blocks in turn, and one block sums their sums. codec/mean_order.py has the rule, and
-codec/reduction.py repeats it in numpy.
+Up to TORCH_BLOCK values torch reduces with one thread block, in an order that `mean_kernel`
+repeats. Beyond, it deals the vectors of 4 to several thread blocks in turn, and one block sums
+their sums. codec/mean_order.py has the rule, and codec/reduction.py repeats it in numpy.
 """
 
 from collections.abc import Callable
@@ -21,30 +21,61 @@ from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, th
 NUM_WARPS = 4
 _TORCH_BLOCK = tl.constexpr(TORCH_BLOCK)
 
-_SHORT = (1, 2, 5, 31, 33, 64, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 65536, 130_557, TORCH_BLOCK)
+_SHORT = (
+    1,
+    2,
+    5,
+    31,
+    33,
+    64,
+    100,
+    127,
+    128,
+    129,
+    131,
+    1000,
+    2047,
+    2048,
+    4099,
+    65536,
+    130_557,
+    TORCH_BLOCK,
+)
 _LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
 
 
 Launch = Callable[[str, int, tuple[Any, ...]], object]
-"""Launches "mean", "mean_part" or "mean_total", see ahead.encoder: so many programs, on tensors and numbers."""
+"""Launches "mean", "mean_part" or "mean_total", see ahead.encoder: so many programs, on tensors and
+numbers.
+"""
 
 
 def short_means(
-    values: torch.Tensor, offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], launch: Launch
+    values: torch.Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    launch: Launch,
 ) -> torch.Tensor:
-    """[vectors] float32: the means of vectors in torch's order of summation, NaN of those longer than TORCH_BLOCK.
+    """[vectors] float32: the means of vectors in torch's order of summation, NaN of those longer
+    than TORCH_BLOCK.
 
-    `values` is a flat float32 buffer; `offsets` say where each vector begins, multiples of 4, `counts` how long it is.
+    `values` is a flat float32 buffer; `offsets` say where each vector begins, multiples of 4,
+    `counts` how long it is.
     """
     means = torch.full((len(counts),), torch.nan, device=values.device)
     lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
-    table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(values.device)
+    table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(
+        values.device
+    )
     launch("mean", len(counts), (table, means, len(counts)))
     return means
 
 
-def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch) -> None:
-    """Write the `mean`, [1] float32, of more than TORCH_BLOCK values, [n] float32 and 16-byte aligned.
+def long_mean(
+    values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch
+) -> None:
+    """Write the `mean`, [1] float32, of more than TORCH_BLOCK values, [n] float32 and 16-byte
+    aligned.
 
     `partial` is scratch: [blocks] float32, as many blocks as torch would use.
     """
@@ -56,7 +87,10 @@ def long_mean(values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, l
 def resident_blocks(device: torch.device) -> int:
     """How many thread blocks of torch's mean a GPU holds at once, see mean_order.thread_blocks."""
     properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // MAX_THREADS))
+    return int(
+        properties.multi_processor_count
+        * (properties.max_threads_per_multi_processor // MAX_THREADS)
+    )
 
 
 def repeats_torch(device: torch.device, launch: Launch) -> bool:
@@ -65,13 +99,20 @@ def repeats_torch(device: torch.device, launch: Launch) -> bool:
     counts = np.array(_SHORT)
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = torch.rand(int(offsets[-1] + counts[-1]), generator=generator, device=device)
-    expected = [values[o : o + c].mean() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)]
+    expected = [
+        values[o : o + c].mean() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+    ]
     if not torch.equal(short_means(values, offsets, counts, launch), torch.stack(expected)):
         return False
     mean = torch.empty(1, device=device)
     for count in _LONG:
         values = torch.rand(count, generator=generator, device=device)
-        long_mean(values, torch.empty(thread_blocks(count, resident_blocks(device)), device=device), mean, launch)
+        long_mean(
+            values,
+            torch.empty(thread_blocks(count, resident_blocks(device)), device=device),
+            mean,
+            launch,
+        )
         if not torch.equal(mean[0], values.mean()):
             return False
     return True
@@ -79,7 +120,9 @@ def repeats_torch(device: torch.device, launch: Launch) -> bool:
 
 @triton.jit
 def _dealt(values_ptr, count, first, step, threads):
-    """[512, 4]: of some threads, the first of which has vector `first`, each adds every step-th vector to four sums."""
+    """[512, 4]: of some threads, the first of which has vector `first`, each adds every step-th
+    vector to four sums.
+    """
     thread = tl.arange(0, 512)[:, None]
     part = tl.arange(0, 4)[None, :]
     whole = count // 4 * 4
@@ -88,7 +131,9 @@ def _dealt(values_ptr, count, first, step, threads):
         index = start + thread * 4 + part
         sums += tl.load(values_ptr + index, mask=(thread < threads) & (index < whole), other=0.0)
     rest = whole + thread + 0 * part
-    return sums + tl.load(values_ptr + rest, mask=(first == 0) & (part == 0) & (rest < count), other=0.0)
+    return sums + tl.load(
+        values_ptr + rest, mask=(first == 0) & (part == 0) & (rest < count), other=0.0
+    )
 
 
 @triton.jit
@@ -115,13 +160,16 @@ def _times_reciprocal(total, count):
 
 @kernel
 def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
-    """The means of vectors of at most TORCH_BLOCK values, a program each; longer ones are left alone.
+    """The means of vectors of at most TORCH_BLOCK values, a program each; longer ones are left
+    alone.
 
-    `threads` threads add every threads-th vector of 4 into 4 sums each, the last count % 4 values go to the first sum
-    of the first threads. Below 128 values a thread adds the values at its own index and at index + threads.
+    `threads` threads add every threads-th vector of 4 into 4 sums each, the last count % 4 values
+    go to the first sum of the first threads. Below 128 values a thread adds the values at its own
+    index and at index + threads.
 
     Pointers to tensors:
-        table_ptr: [3, tensors] int64: address of the values (float32, 16-byte aligned), count, threads.
+        table_ptr: [3, tensors] int64: address of the values (float32, 16-byte aligned), count,
+            threads.
         means_ptr: [tensors] float32, written.
     """
     tensor = tl.program_id(0)

@@ -1,6 +1,7 @@
 """absmax → 8-bit codes: the second quantization, of absmax itself in blocks of 256.
 
-The mean that is subtracted first is torch's own reduction, so its bits are those that bitsandbytes gets.
+The mean that is subtracted first is torch's own reduction, so its bits are those that bitsandbytes
+gets.
 """
 
 import torch
@@ -15,8 +16,12 @@ from nf4conv.codec.kernels.tables import middle_table
 NUM_WARPS = 1
 
 
-def compress_absmax(absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor) -> torch.Tensor:
-    """Quantize absmax to 8 bits; arguments and result as `reference.compress_absmax`. Nothing waits for the device."""
+def compress_absmax(
+    absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
+) -> torch.Tensor:
+    """Quantize absmax to 8 bits; arguments and result as `reference.compress_absmax`. Nothing waits
+    for the device.
+    """
     offset = absmax.mean()
     blocks = absmax.numel()
     if blocks:
@@ -57,7 +62,9 @@ _launch = Launcher(_compress_kernel)
 
 
 @triton.jit
-def compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr):
+def compress_tile(
+    absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr
+):
     """Encode a nested block, `count` ≤ 256 values."""
     index = tl.arange(0, 256)[None, :]
     mask = index < count
@@ -80,13 +87,20 @@ def _bisect(quotient, middle_ptr):
     for row in tl.static_range(8):
         rows = rows + (lane_entry(table + 128 * row, True),)  # type: ignore[assignment]  # it is unrolled
     return tl.inline_asm_elementwise(
-        bisect_assembly(), "=r,f,r,r,r,r,r,r,r,r", (quotient,) + rows, dtype=tl.int32, is_pure=True, pack=1
+        bisect_assembly(),
+        "=r,f,r,r,r,r,r,r,r,r",
+        (quotient,) + rows,
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @triton.jit
 def _plain_bisect(quotient, middle_ptr):
-    """The number of middles below the quotient; a middle itself counts if its index is odd: ties go to even codes."""
+    """The number of middles below the quotient; a middle itself counts if its index is odd: ties go
+    to even codes.
+    """
     code = tl.zeros(quotient.shape, tl.int32)
     for level in tl.static_range(8):
         index = code + ((128 >> level) - 1)

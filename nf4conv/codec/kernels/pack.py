@@ -1,9 +1,11 @@
-"""The launches that encode: one weight, or many in a fixed number, which MoE checkpoints with small experts need.
+"""The launches that encode: one weight, or many in a fixed number, which MoE checkpoints with small
+experts need.
 
-For many, a table on the device has a column for each tensor; a program finds the tensor that its tile belongs to by
-bisection over the tensors' first tiles, and then runs the same code as the kernels for one tensor. These kernels are
-launched without torch only (pipeline/without_torch/pack.py), from what ahead.py has compiled; and so is the one that
-looks for NaN and infinity before anything is packed.
+For many, a table on the device has a column for each tensor; a program finds the tensor that its
+tile belongs to by bisection over the tensors' first tiles, and then runs the same code as the
+kernels for one tensor. These kernels are launched without torch only (run/without_torch/pack.py),
+from what ahead.py has compiled; and so is the one that looks for NaN and infinity before anything
+is packed.
 """
 
 from functools import partial
@@ -25,14 +27,28 @@ FINITE_NUM_WARPS = 4
 
 
 def encode_blocks(
-    searches: bool, weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, quant_type: str, blocksize: int
+    searches: bool,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
 ) -> None:
-    """Encode blocks of a weight; arguments as `reference.quantize_blocks`, or with a search `search_blocks`."""
+    """Encode blocks of a weight; arguments as `reference.quantize_blocks`, or with a search
+    `search_blocks`.
+    """
     n = weight.numel()
     if n == 0:
         return
     tile, num_warps = packing(weight.dtype, blocksize, searches)
-    constants = (blocksize, tile, quant_type == "fp4", access(weight, packed, n, tile), weight.is_cuda, searches)
+    constants = (
+        blocksize,
+        tile,
+        quant_type == "fp4",
+        access(weight, packed, n, tile),
+        weight.is_cuda,
+        searches,
+    )
     arguments = (weight, packed, scales, packing_table(quant_type, weight.device, searches), n)
     _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
 
@@ -79,7 +95,13 @@ def quantize_kernel(
     """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)
-    tile = (weight_ptr + first, packed_ptr + first // 2, scales_ptr + first // BLOCKSIZE, table_ptr, count)
+    tile = (
+        weight_ptr + first,
+        packed_ptr + first // 2,
+        scales_ptr + first // BLOCKSIZE,
+        table_ptr,
+        count,
+    )
     if SEARCH:
         search_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
     else:
@@ -93,8 +115,9 @@ _launch = Launcher(quantize_kernel)
 def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
     """What is the program's to do, by a table as of quantize_batch_kernel.
 
-    Its tensor, the last whose first tile is not behind the program: an empty one shares its with its successor, and
-    loses. In this tensor the first element of a tile, and how many there are from there. The three addresses.
+    Its tensor, the last whose first tile is not behind the program: an empty one shares its with
+    its successor, and loses. In this tensor the first element of a tile, and how many there are
+    from there. The three addresses.
     """
     tile = tl.program_id(0).to(tl.int64)
     low = tile * 0
@@ -106,7 +129,11 @@ def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
         high = tl.where(before, high, middle)
     first = (tile - tl.load(table_ptr + 4 * tensors + low)) * TILE
     count = tl.minimum(tl.load(table_ptr + 3 * tensors + low) - first, TILE).to(tl.int32)
-    addresses = tl.load(table_ptr + low), tl.load(table_ptr + tensors + low), tl.load(table_ptr + 2 * tensors + low)
+    addresses = (
+        tl.load(table_ptr + low),
+        tl.load(table_ptr + tensors + low),
+        tl.load(table_ptr + 2 * tensors + low),
+    )
     return low, first, count, addresses
 
 
@@ -126,8 +153,8 @@ def quantize_batch_kernel(
     """Encode a tile of one of many weights.
 
     Pointers to tensors:
-        table_ptr: [5, tensors] int64: addresses of the weight, of its packed codes (uint8, written) and of its absmax
-            (float32, written); its size; its first tile.
+        table_ptr: [5, tensors] int64: addresses of the weight, of its packed codes (uint8, written)
+            and of its absmax (float32, written); its size; its first tile.
         example_ptr: any pointer of the weights' dtype.
         code_ptr: int32, tables.bucket_table, or search_table with SEARCH.
 
@@ -149,8 +176,8 @@ def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, P
     """Encode a nested block of one of many absmax vectors to 8 bits.
 
     Pointers to tensors:
-        table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written) and of nested_absmax
-            (float32, written); the number of blocks; the first tile.
+        table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written)
+            and of nested_absmax (float32, written); the number of blocks; the first tile.
         means_ptr: [tensors] float32, what is subtracted.
         middle_ptr: [20, 32] float32, tables.middle_table.
     """
@@ -158,7 +185,9 @@ def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, P
     absmax_ptr = addresses[0].to(tl.pointer_type(tl.float32)) + first
     codes_ptr = addresses[1].to(tl.pointer_type(tl.uint8)) + first
     nested_absmax_ptr = addresses[2].to(tl.pointer_type(tl.float32)) + first // 256
-    compress_tile(absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)
+    compress_tile(
+        absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX
+    )
 
 
 def exponent_mask(dtype: torch.dtype) -> int:
@@ -167,7 +196,9 @@ def exponent_mask(dtype: torch.dtype) -> int:
 
 
 @kernel
-def non_finite_kernel(values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr):
+def non_finite_kernel(
+    values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr
+):
     """Set *found_ptr to 1 if a value's exponent bits are all set.
 
     Pointers to tensors:

@@ -1,17 +1,20 @@
 """x · Wᵀ with a packed weight: every code is decoded once, in registers, for up to 64 rows of x.
 
-A program takes *units*, rows of W and all k or a part of them, one after the other, and a unit in *stages*; codes and
-scales of the next stage are on their way. Weights are the left operand of a tensor core's product. The sums over 64 k
-are multiplied with the scale of their block in float32, which no weight is, so two blocks must not meet in one sum:
+A program takes *units*, rows of W and all k or a part of them, one after the other, and a unit in
+*stages*; codes and scales of the next stage are on their way. Weights are the left operand of a
+tensor core's product. The sums over 64 k are multiplied with the scale of their block in float32,
+which no weight is, so two blocks must not meet in one sum:
 
     wide   1, 2 or 4 rows of x. A lane loads 16 bytes, half a block, and four lanes two blocks of a row. x is given in
-           two columns, in either with zeros for the other block. The columns that are left hold another range of k.
-           All warps share the rows, and meet when the sums of C.held units are complete. A program's units are
-           neighbours, and it leaves out the second half of the last one where that is another's.
+           two columns, in either with zeros for the other block. The columns that are left hold
+           another range of k. All warps share the rows, and meet when the sums of C.held units are
+           complete. A program's units are neighbours, and it leaves out the second half of the last
+           one where that is another's.
     tile   8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one block of a row.
 
-Tensors have one element for each thread of a program, so an asm statement is the code of one thread. A lane (g, t)
-holds *slots*, rows of W that are 8 / ranges apart. C is a matmul.Shape. tests/emulator.py runs what this compiles to.
+Tensors have one element for each thread of a program, so an asm statement is the code of one
+thread. A lane (g, t) holds *slots*, rows of W that are 8 / ranges apart. C is a matmul.Shape.
+tests/emulator.py runs what this compiles to.
 """
 
 import triton
@@ -30,12 +33,14 @@ def product_kernel(
     block_shift: tl.int32, norm: tl.float32, C: tl.constexpr,
 ):
     # fmt: on
-    """Compute units of `steps` stages each, times norm: if wide, of rows program_id * share … + share.
+    """Compute units of `steps` stages each, times norm: if wide, of rows program_id * share … +
+    share.
 
-    Otherwise units program_id, program_id + programs, … of `share`: unit u is part u % splits of k and tile
-    u // splits of rows, splits = 1 << split_shift. A wide unit is known by its first row. A block has
-    64 << block_shift elements. x_ptr: [m, k], from matmul.order_kernel unless C.wide. packed_ptr: [n, k / 2] uint8.
-    absmax_ptr … offset_ptr: Decoding.pointers(). pair_ptr: tables.pair_table. out_ptr: [splits, m, n], written.
+    Otherwise units program_id, program_id + programs, … of `share`: unit u is part u % splits of k
+    and tile u // splits of rows, splits = 1 << split_shift. A wide unit is known by its first row.
+    A block has 64 << block_shift elements. x_ptr: [m, k], from matmul.order_kernel unless C.wide.
+    packed_ptr: [n, k / 2] uint8. absmax_ptr … offset_ptr: Decoding.pointers(). pair_ptr:
+    tables.pair_table. out_ptr: [splits, m, n], written.
     """
     thread = tl.arange(0, 32 * C.warps)
     unit = tl.program_id(0) * share if C.wide else tl.program_id(0)
@@ -43,7 +48,8 @@ def product_kernel(
     end = tl.minimum(unit + share, n) if C.wide else share
     weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end)
     order = (steps, 0 if C.wide else split_shift)
-    thread, tiles = _start(weight, unit, order, pair_ptr, thread, C)  # what follows must come after it
+    # what follows must come after it
+    thread, tiles = _start(weight, unit, order, pair_ptr, thread, C)
     offset = tl.load(offset_ptr) if C.nested else 0.0
     ahead = _load_stage(weight, unit, 0, order, thread, C)
     meet: tl.constexpr = text.meet_assembly(C.wide and C.nested)
@@ -101,7 +107,9 @@ def _asm(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operan
 
 @triton.jit
 def _start(weight, unit, order, pair_ptr, thread, C: tl.constexpr):
-    """Lay out shared memory and wait for the kernel before; meanwhile bring words to L2, which stays up to date."""
+    """Lay out shared memory and wait for the kernel before; meanwhile bring words to L2, which
+    stays up to date.
+    """
     packed_ptr, _, _, n, k, _, _ = weight
     first = tl.minimum(_first_k(unit, 0, order, thread, C) + thread % 4 * 32, k - 1)
     for slot in tl.static_range(0 + C.slots * C.wide):
@@ -128,10 +136,12 @@ def _first_row(tile, thread, C: tl.constexpr):
 
 @triton.jit
 def _load_stage(weight, unit, step, order, thread, C: tl.constexpr):
-    """A stage as it is stored: 2 * blocks words of each slot; then what a lane loads of absmax, and of nested absmax.
+    """A stage as it is stored: 2 * blocks words of each slot; then what a lane loads of absmax, and
+    of nested absmax.
 
-    A quad needs slots * blocks scales; lane t loads those of index t, t + 4, …, for all four. Behind the last row and
-    the last k the last ones are read again: there the sums are not stored, and x is 0.
+    A quad needs slots * blocks scales; lane t loads those of index t, t + 4, …, for all four.
+    Behind the last row and the last k the last ones are read again: there the sums are not stored,
+    and x is 0.
     """
     packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end = weight
     LOADS: tl.constexpr = 1 if C.wide else 0 + C.blocks
@@ -179,9 +189,9 @@ def _scales(stage, offset, code_ptr, C: tl.constexpr):
 def _wide_stage(totals, operands, x, whole, thread, C: tl.constexpr):
     """Add a stage to the totals of the slots.
 
-    Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the sums of row of x
-    t // ranges and range t % ranges; they are meant for it if its rows are of that range. Slots 2 and 3 are left out
-    if the unit is not whole.
+    Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the
+    sums of row of x t // ranges and range t % ranges; they are meant for it if its rows are of that
+    range. Slots 2 and 3 are left out if the unit is not whole.
     """
     x_ptr, m, k, first, _ = x
     g = thread // 4 % 8
@@ -197,7 +207,7 @@ def _wide_stage(totals, operands, x, whole, thread, C: tl.constexpr):
 
 @triton.jit
 def _tile_stage(totals, operands, x, tiles, parity, thread, C: tl.constexpr):
-    """Add a stage to the totals: of each row tile and column tile two of row g, two of row g + 8."""
+    """Add a stage to the totals: per row and column tile two of row g, then two of row g + 8."""
     x_ptr, m, k, first, after = x
     inputs: tl.constexpr = "f" * C.totals + "r" * C.words + "f" * C.scales + "rr"
     for part in tl.static_range(0 + C.parts):
@@ -239,7 +249,8 @@ def _leave(totals, sums, held, thread, C: tl.constexpr):
 
 @triton.jit
 def _gather(out_ptr, sums, m, n, norm, first, end, held, thread, C: tl.constexpr):
-    """Store the sums of all ranges and warps of up to `held` + 1 units, the first of which begins at a row.
+    """Store the sums of all ranges and warps of up to `held` + 1 units, the first of which begins
+    at a row.
 
     Thread 4 * (columns * row + column) + slot of the threads of a unit.
     """

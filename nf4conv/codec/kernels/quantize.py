@@ -1,14 +1,16 @@
 """Weight → packed 4-bit codes and absmax: one pass, every element read once.
 
-A *slot* is 16 bytes of weight, what one thread loads at once: 8 half-precision elements, which become one packed 32-bit
-word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS slots, whole blocks of them:
+A *slot* is 16 bytes of weight, what one thread loads at once: 8 half-precision elements, which
+become one packed 32-bit word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS
+slots, whole blocks of them:
 
     words    [SLOTS, 4] int32 as loaded
     absmax   the largest magnitude in a slot, then over the slots of a block
     quotient x · (1 / absmax), with the hardware's reciprocal
     code     a bucket of the quotient's range, found with one rounded operation; then the number of cuts below the
-             bucket plus one exact comparison with the only cut inside it. Both tables sit in the lanes of a warp, one
-             entry each, and are looked up by shuffles (tables.py, docs/kernels.md)
+             bucket plus one exact comparison with the only cut inside it. Both tables sit in the
+             lanes of a warp, one entry each, and are looked up by shuffles (tables.py,
+             docs/kernels.md)
 """
 
 from collections.abc import Mapping
@@ -28,8 +30,12 @@ SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks
 ELEMENTWISE = 2  # any size, any alignment
 
 
-def configuration(dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """Elements and warps of a program that takes whole blocks; `configurations` are those of a kernel."""
+def configuration(
+    dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]
+) -> tuple[int, int]:
+    """Elements and warps of a program that takes whole blocks; `configurations` are those of a
+    kernel.
+    """
     slot = 16 // dtype.itemsize
     slots, num_warps = configurations[dtype.itemsize]
     return max(slots, blocksize // slot) * slot, num_warps
@@ -45,7 +51,12 @@ def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int
 
 @triton.jit
 def quantize_tile(
-    tile, BLOCKSIZE: tl.constexpr, TILE: tl.constexpr, IS_FP4: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
+    tile,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Encode a tile: the pointers of quantize_kernel, and `count` ≤ TILE, a multiple of BLOCKSIZE."""
     weight_ptr, packed_ptr, absmax_ptr, table_ptr, count = tile
@@ -57,7 +68,12 @@ def quantize_tile(
     if PTX:
         w0, w1, w2, w3 = split_words(words)
         peak = tl.inline_asm_elementwise(
-            peak_assembly(DTYPE), "=f,r,r,r,r", [w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1
+            peak_assembly(DTYPE),
+            "=f,r,r,r,r",
+            [w0, w1, w2, w3],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
         even, odd = halves(words, DTYPE)
@@ -89,7 +105,14 @@ def quantize_tile(
 
 
 @triton.jit
-def load_words(weight_ptr, count, DTYPE: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
+def load_words(
+    weight_ptr,
+    count,
+    DTYPE: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACCESS: tl.constexpr,
+):
     """[SLOTS, 4] int32: the weight's bits, zeros behind its end."""
     slot = tl.arange(0, SLOTS)[:, None]
     word = slot * 4 + tl.arange(0, 4)[None, :]
@@ -98,7 +121,9 @@ def load_words(weight_ptr, count, DTYPE: tl.constexpr, SLOT: tl.constexpr, SLOTS
         return tl.load(tl.multiple_of(word_ptr, 16) + word, eviction_policy="evict_first")
     elif ACCESS == 1:
         mask = slot * SLOT < count
-        return tl.load(tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first")
+        return tl.load(
+            tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first"
+        )
     elif DTYPE == tl.float32:
         return tl.load(word_ptr + word, mask=word < count, other=0)
     else:
@@ -119,11 +144,15 @@ def split_words(words):
 
 @triton.jit
 def halves(words, DTYPE: tl.constexpr):
-    """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights [SLOTS, 2]."""
+    """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights
+    [SLOTS, 2].
+    """
     if DTYPE == tl.float32:
         return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (words.shape[0], 2, 2)))
     elif DTYPE == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(
+            tl.float32, bitcast=True
+        )
     else:
         low = words.to(tl.int16).to(tl.float16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -156,7 +185,9 @@ def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def store_codes(packed_ptr, codes, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
+def store_codes(
+    packed_ptr, codes, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr
+):
     """Write the packed codes of every slot; bytes behind the last element are left alone."""
     slot = tl.arange(0, SLOTS)
     if ACCESS == 2:

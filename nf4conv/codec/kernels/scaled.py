@@ -1,6 +1,8 @@
-"""8-bit values times scales → weight: one pass, one launch. The arithmetic is that of codec/decode/scaled.py.
+"""8-bit values times scales → weight: one pass, one launch. The arithmetic is that of
+codec/decode/scaled.py.
 
-A byte is FP8 E4M3 or E5M2, INT8, or E8M0, a power of two (OCP Microscaling Formats v1.0, section 5).
+A byte is FP8 E4M3 or E5M2, INT8, or E8M0, a power of two (OCP Microscaling Formats v1.0, section
+5).
 """
 
 from typing import Final
@@ -69,16 +71,24 @@ def signed(value, negative):
 
 
 def decode_scaled(
-    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], out: torch.Tensor, *, by_127: bool = False
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    out: torch.Tensor,
+    *,
+    by_127: bool = False,
 ) -> None:
     """Decode a matrix to `out`, [rows, columns] float32, float16 or bfloat16; all are contiguous.
 
-    Other arguments as of decode.scaled.decode_scaled; of an axis along which all share a scale there may be only one.
+    Other arguments as of decode.scaled.decode_scaled; of an axis along which all share a scale
+    there may be only one.
     """
     rows, columns = values.shape
     if values.numel() == 0:
         return
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
+    strides = tuple(
+        0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True)
+    )
     column_tiles = -(-columns // TILE_COLUMNS.value)
     is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     _launch(
@@ -111,8 +121,8 @@ def scaled_kernel(
 
     Pointers to tensors:
         values_ptr: [rows, columns] 8-bit, of the kind VALUES.
-        scale_ptr: one for each block of HEIGHT rows and WIDTH columns, of the kind SCALE; strides in elements, 0 where
-            one scale serves a whole dimension.
+        scale_ptr: one for each block of HEIGHT rows and WIDTH columns, of the kind SCALE; strides
+            in elements, 0 where one scale serves a whole dimension.
         out_ptr: [rows, columns] float32, float16 or bfloat16, written.
     """
     program = tl.program_id(0).to(tl.int64)

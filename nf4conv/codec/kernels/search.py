@@ -1,10 +1,13 @@
-"""Weight → packed 4-bit codes and searched scales: the definition of codec/search.py, every element read once.
+"""Weight → packed 4-bit codes and searched scales: the definition of codec/search.py, every element
+read once.
 
-A *group* is up to 64 elements of a block, whose sums of integers float32 holds exactly, so a reduction may add them in
-any order; the sums of a block's groups are added as 32-bit integers. A program takes whole blocks, [groups, group].
+A *group* is up to 64 elements of a block, whose sums of integers float32 holds exactly, so a
+reduction may add them in any order; the sums of a block's groups are added as 32-bit integers. A
+program takes whole blocks, [groups, group].
 
     search   for each factor the distance of a position's magnitude from the nearest level above 0, and below it: two
-             positions a word, a subtraction and a minimum for each level. Both signs of the factor need just these
+             positions a word, a subtraction and a minimum for each level. Both signs of the factor
+             need just these
     step     the level nearest to each position, from a table that the first-level cache holds
     encode   twice, for the scale found and for absmax, each with its cost
 
@@ -39,7 +42,12 @@ _NEAREST = tl.constexpr(480 + 8 * len(search.FACTORS) + 32)
 
 @triton.jit
 def search_tile(
-    tile, BLOCKSIZE: tl.constexpr, TILE: tl.constexpr, IS_FP4: tl.constexpr, ACCESS: tl.constexpr, PTX: tl.constexpr
+    tile,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Search a tile: the pointers of quantize_kernel, and `count` ≤ TILE, a multiple of BLOCKSIZE."""
     weight_ptr, packed_ptr, scales_ptr, table_ptr, count = tile
@@ -55,13 +63,17 @@ def search_tile(
     inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     top = absmax * inverse
     scaled = multiply(weight, _by_element(inverse, weight), PTX)
-    known = tl.where((scaled == scaled) & (_by_element(searched.to(tl.int32), weight) != 0), scaled, 0.0)
+    known = tl.where(
+        (scaled == scaled) & (_by_element(searched.to(tl.int32), weight) != 0), scaled, 0.0
+    )
     found = _least_squares(known, tl.where(searched, top, 1.0), table_ptr, IS_FP4, PTX)
     codes, cost = _encode(scaled, known, found, table_ptr, IS_FP4, PTX)
     codes_of_absmax, cost_of_absmax = _encode(scaled, known, top, table_ptr, IS_FP4, PTX)
     better = searched & (cost + 2 * BLOCKSIZE <= cost_of_absmax)
     block = tl.arange(0, BLOCKS)
-    tl.store(scales_ptr + block, tl.where(better, found, top) * power, mask=block * BLOCKSIZE < count)
+    tl.store(
+        scales_ptr + block, tl.where(better, found, top) * power, mask=block * BLOCKSIZE < count
+    )
     codes = tl.where(_by_element(better.to(tl.int32), weight) != 0, codes, codes_of_absmax)
     even, odd = tl.split(tl.reshape(codes, (TILE // GROUP, GROUP // 2, 2)))
     index = tl.arange(0, TILE // GROUP)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
@@ -79,7 +91,9 @@ def _load(weight_ptr, index, count, ACCESS: tl.constexpr):
         bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, eviction_policy="evict_first")
     elif ACCESS == 1:
         # a slot is there as a whole or not at all
-        bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, mask=index // SLOT * SLOT < count, other=0)
+        bits = tl.load(
+            tl.multiple_of(bits_ptr, 16) + index, mask=index // SLOT * SLOT < count, other=0
+        )
     else:
         bits = tl.load(bits_ptr + index, mask=index < count, other=0)
     return bits.to(DTYPE, bitcast=True)
@@ -108,7 +122,9 @@ def _rounded(x):
 
 @triton.jit
 def _least_squares(known, top, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """[blocks] float32: the scale that the search and its one step come to, of blocks whose absmax is `top`."""
+    """[blocks] float32: the scale that the search and its one step come to, of blocks whose absmax
+    is `top`.
+    """
     BLOCKS: tl.constexpr = top.shape[0]
     position = _rounded(known * _by_element(tl.div_rn(tl.zeros_like(top) + _UNIT, top), known))
     distance = tl.abs(position).to(tl.float16)  # which holds the integers up to 2048
@@ -141,13 +157,20 @@ def _least_squares(known, top, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def _nearest(distance, level_ptr, PTX: tl.constexpr):
-    """float32: how far positions that are not negative are from the nearest of 0 and 8 levels; float16 till then."""
+    """float32: how far positions that are not negative are from the nearest of 0 and 8 levels;
+    float16 till then.
+    """
     if PTX:
         levels = ()
         for level in tl.static_range(8):
             levels = levels + (tl.load(level_ptr + level),)  # type: ignore[assignment]  # it is unrolled
         nearest = tl.inline_asm_elementwise(
-            nearest_assembly(), "=r,r,r,r,r,r,r,r,r,r", (distance,) + levels, dtype=tl.float16, is_pure=True, pack=2
+            nearest_assembly(),
+            "=r,r,r,r,r,r,r,r,r,r",
+            (distance,) + levels,
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
         )
     else:
         nearest = distance

@@ -1,0 +1,7 @@
+"""Checks a finished checkpoint by its headers, its config and its small tensors. Decodes no weights.
+
+structure.py      looks at all files of a 4-bit checkpoint and notes every fault
+config_check.py   checks config.json against the tensors
+pairing.py        matches the tensors of two checkpoints
+checksums.py      checks SHA256SUMS
+"""

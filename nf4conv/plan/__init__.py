@@ -1,0 +1,4 @@
+"""Plans the complete output: every tensor, its shard, its offset and its size. Reads no weights.
+
+jobs.py   one job for each output tensor, arranged in shards
+"""

@@ -1,0 +1,155 @@
+"""Tensors from a source: encoded ones decoded on the device, and weights as they are before they
+are packed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from nf4conv.codec.decode import decode
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.format.encodings import Method
+from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.run.loop import Activity
+from nf4conv.run.shards import CastError
+from nf4conv.run.with_torch.merge import Factors, merge_deltas
+from nf4conv.run.with_torch.worker import TorchWorker
+from nf4conv.sources.encodings.pieces import is_stack_of_matrices, matrix_of
+from nf4conv.sources.header import Encoding, TensorInfo
+
+TORCH_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    # of torch 2.7 and newer; bytes are decoded as well
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+"""By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
+
+
+def read_values(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    """[elements] on the worker's device, decoded if they are encoded."""
+    if tensor.encoding is not None:
+        return read_decoded(worker, tensor).view(-1)
+    [raw] = worker.read([tensor.file_range])
+    return raw.view(TORCH_DTYPES[tensor.dtype])
+
+
+def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    """Read and decode an encoded tensor, or a piece of one (sources/encodings/pieces.py).
+
+    Returns:
+        A contiguous tensor on the worker's device, in the tensor's dtype and shape.
+
+    Raises:
+        CodecError: its parts contradict each other.
+    """
+    encoding = tensor.encoding
+    assert encoding is not None
+    if encoding.method is Method.MERGED:
+        return _read_merged(worker, tensor, encoding)
+    if (
+        encoding.method is Method.JOINED
+    ):  # the parts are copied, since the next one is read into the same buffer
+        return torch.cat([_read_whole(worker, part).clone() for _, part in encoding.parts])
+    parts = [part for _, part in encoding.parts]
+    raws = worker.read([part.file_range for part in parts])
+    with worker.timed(Activity.COMPUTE):
+        views = [
+            _shaped(raw.view(TORCH_DTYPES[part.dtype]), part)
+            for raw, part in zip(raws, parts, strict=True)
+        ]
+        roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
+        decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
+        is_padded = decoded.numel() != tensor.elements
+        return _shaped(decoded.view(-1)[: tensor.elements] if is_padded else decoded, tensor)
+
+
+def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
+    """A view in the tensor's shape; a view that changes nothing still costs what a small kernel
+    does.
+    """
+    return values if values.shape == tensor.shape else values.view(tensor.shape)
+
+
+def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) -> torch.Tensor:
+    [(_, base)] = encoding.parts
+    factors = []
+    for delta in encoding.deltas:
+        rest = (
+            None if part is None else worker.kept(part, _read_whole)
+            for part in (delta.down, delta.magnitude)
+        )
+        factors.append(Factors(delta, worker.kept(delta.up, _read_whole), *rest))
+    values = _read_whole(worker, base)
+    with worker.timed(Activity.COMPUTE):
+        return merge_deltas(values, factors, encoding.block[0], TORCH_DTYPES[tensor.dtype])
+
+
+def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
+    return _shaped(read_values(worker, tensor), tensor)
+
+
+def packed_piece(
+    parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, QuantState]:
+    """The codes of a weight that bitsandbytes packed, or of a piece of it, and their state, from
+    parts and their bytes.
+
+    The state's shape is that of the whole weight.
+    """
+    tensors = {
+        role: raw.view(TORCH_DTYPES[part.dtype])
+        for (role, part), raw in zip(parts.items(), raws, strict=True)
+    }
+    packed = tensors.pop("values")
+    return packed, QuantState.from_components(tensors)
+
+
+def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
+    """An encoded tensor that decodes to a dtype which holds all its values."""
+    assert tensor.encoding is not None
+    return tensor if tensor.encoding.method is Method.STRIDED else tensor._replace(dtype="F32")
+
+
+def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:
+    """Refuse by a CastError a cast that made finite values infinite; what is infinite or NaN in the
+    source stays so.
+
+    `exact` gives the same values in a dtype that holds them, and is asked only if there is
+    something to look for.
+    """
+    # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
+    if math.isfinite(cast.sum(dtype=torch.float32).item()):
+        return
+    if bool((torch.isfinite(exact()) & ~torch.isfinite(cast)).any()):
+        raise CastError(job.source, job.dtype)
+
+
+def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
+    """A whole weight that is stored transposed, encoded, or as a part of a larger tensor, as it is
+    before it is packed.
+
+    Returns:
+        [n] `dtype` on the worker's device, contiguous.
+    """
+    matrix, source = job.matrix, job.source
+    if source.encoding is not None:
+        is_alone = matrix.expert is not None and is_stack_of_matrices(source)
+        weight = read_decoded(worker, matrix_of(source, matrix.expert or 0) if is_alone else source)
+        if matrix.expert is not None and not is_alone:
+            weight = weight[matrix.expert]
+        if matrix.rows is not None:
+            weight = weight[slice(*matrix.rows)]
+    else:
+        [raw] = worker.read([(source.file, *job.source_range)])
+        weight = raw.view(TORCH_DTYPES[source.dtype]).view(-1, source.shape[-1])
+    with worker.timed(Activity.COMPUTE):
+        if matrix.columns is not None:
+            weight = weight[:, slice(*matrix.columns)]
+        if matrix.transpose:
+            weight = weight.t()
+        return weight.to(dtype).contiguous().view(-1)

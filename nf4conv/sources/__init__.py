@@ -1,0 +1,18 @@
+"""Reads checkpoints from wherever they are. Computes no tensor and never imports torch.
+
+source.py            opens a folder, a file or a Hub id: config, headers of every tensor, stamps
+header.py            parses, validates and builds the safetensors header
+reader.py            positional reads
+weight_files.py      finds the weight files of a folder
+own_files.py         refuses links that lead out of the folder that the user named
+auxiliary.py         lists the files that are copied beside the weights
+diffusers_folder.py  opens a diffusers pipeline: its submodels
+original_names.py    gives the tensors of a denoiser the names that its authors gave them
+record.py            reads and makes nf4conv.json
+stored_weights.py    reads the tensors of one packed 4-bit weight and notes their faults
+unfinished.py        recognises a folder in which a run has begun and not ended
+encodings/           weights that another quantization encoded
+adapters/            LoRA adapters, and merging them
+pickles/             torch pickles, of which nothing is executed
+remote/              the Hugging Face Hub
+"""

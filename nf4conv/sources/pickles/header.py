@@ -1,0 +1,220 @@
+"""A torch pickle → the tensors it holds and where their bytes are, without torch and without
+running anything.
+
+Since torch 1.6 a file is an uncompressed zip archive: NAME/data.pkl describes the tensors as views
+of storages, and NAME/data/KEY holds the bytes of each storage. Before, it was a row of pickles — a
+magic number, a version, facts of the writing machine, the description, the keys of the storages —
+and then for each key the number of elements and the bytes (torch/serialization.py: _save,
+_legacy_save).
+"""
+
+import io
+import math
+import mmap
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+from nf4conv.errors import SourceError, named
+from nf4conv.format.encodings import Method
+from nf4conv.sources.header import DTYPE_BITS, Encoding, TensorInfo, check_name
+from nf4conv.sources.pickles.program import PickleError, Storage, StoredTensor, run_pickle
+
+_LARGEST_PICKLE: Final = 2**26
+_LARGEST_READ: Final = (
+    2**26
+)  # bytes that zipfile reads at once: a directory of half a million storages
+_LOCAL_HEADER: Final = 30
+_STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL: Final = 1001
+_STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
+
+
+def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
+    """The tensors of a file that `torch.save` wrote from a state dict, in the order of their bytes.
+
+    Tensors that share memory are each read from there. One whose elements are not in order gets an
+    encoding. A SourceError if the file is unreadable or malformed, or holds more than tensors,
+    dicts and numbers; nothing in it has been executed.
+    """
+    try:
+        with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:
+            state, storages = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
+            tensors = [_describe(path, name, tensor, storages) for name, tensor in _tensors(state)]
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        OverflowError,
+        LookupError,
+    ) as error:
+        # all of them from zipfile, about damaged archives
+        raise SourceError(f"{path}: a damaged zip archive: {error}; download it again") from error
+    except PickleError as error:
+        raise SourceError(
+            f"{path}: {error}; only pickles of tensors are read, convert it to safetensors"
+        ) from error
+    return tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop, tensor.name)))
+
+
+class _BoundedFile(io.BufferedReader):
+    """A file of which nothing absurd is read at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _LARGEST_READ:
+            raise PickleError(f"a zip archive with a directory of {size:,} bytes")
+        return super().read(_LARGEST_READ if size is None or size < 0 else size)
+
+
+def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
+    """The state dict, and where in the file the bytes of each storage are."""
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise PickleError("a zip archive without a data.pkl, so not a file of torch")
+        folder = pickles[0].removesuffix("data.pkl")
+        _check_plain(entries[pickles[0]])
+        state = run_pickle(BytesIO(archive.read(pickles[0])))
+        order = entries.get(f"{folder}byteorder")
+        if order is not None:
+            _check_plain(order)
+        if order is not None and (order.file_size > 8 or archive.read(order) != b"little"):
+            raise PickleError("big-endian data")
+    prefix = f"{folder}data/"
+    return state, {
+        name.removeprefix(prefix): _locate(file, entry)
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+
+
+def _check_plain(entry: zipfile.ZipInfo) -> None:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _STRANGE_FLAGS:
+        raise PickleError(f"{entry.filename} is compressed or encrypted, as torch never does")
+    if entry.filename.endswith(".pkl") and entry.file_size > _LARGEST_PICKLE:
+        raise PickleError(
+            f"{entry.filename} has {entry.file_size:,} bytes, more than a state dict needs"
+        )
+
+
+def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> range:
+    """Where an entry's bytes are; its local header has a name and an extra field of its own
+    lengths.
+    """
+    _check_plain(entry)
+    file.seek(entry.header_offset)
+    header = file.read(_LOCAL_HEADER)
+    if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
+        raise zipfile.BadZipFile(f"{entry.filename} is not where the archive says")
+    start = entry.header_offset + _LOCAL_HEADER + int.from_bytes(header[26:28], "little")
+    start += int.from_bytes(header[28:30], "little")
+    return range(start, start + entry.file_size)
+
+
+def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
+    size = file.seek(0, 2)
+    if size == 0:
+        raise PickleError("an empty file")
+    with mmap.mmap(file.fileno(), min(size, _LARGEST_PICKLE), access=mmap.ACCESS_READ) as mapped:
+        head = cast("IO[bytes]", mapped)  # it reads like a file, and never more than there is
+        if run_pickle(head) != _LEGACY_MAGIC or run_pickle(head) != _LEGACY_PROTOCOL:
+            raise PickleError("neither a zip archive nor a legacy file of torch")
+        machine, state, keys = run_pickle(head), run_pickle(head), run_pickle(head)
+        position = mapped.tell()
+    if not isinstance(machine, dict) or not isinstance(keys, list):
+        raise PickleError("not a legacy file of torch")
+    if not machine.get("little_endian", True):
+        raise PickleError("big-endian data")
+    known = {tensor.storage.key: tensor.storage for _, tensor in _tensors(state)}
+    return state, dict(_legacy_storages(file, keys, known, position))
+
+
+def _legacy_storages(
+    file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
+) -> Iterator[tuple[str, range]]:
+    size = file.seek(0, 2)
+    for key in keys:
+        if not isinstance(key, str) or position > size:
+            raise PickleError(
+                "a storage without a name, or beyond the end of the file; the download may be "
+                "incomplete"
+            )
+        file.seek(position)
+        elements = int.from_bytes(file.read(8), "little")
+        if key not in known or known[key].elements != elements:
+            raise PickleError(f"a storage of {elements:,} elements that no tensor describes")
+        start = position + 8
+        position = start + known[key].nbytes
+        yield key, range(start, position)
+
+
+def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Names and tensors of a state dict, or of the one under "state_dict" of a training checkpoint."""
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict):
+        raise PickleError(f"holds a {type(state).__name__}, not a state dict")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, StoredTensor):
+            raise PickleError(f"{str(name)[:100]}: a {type(value).__name__}, not a tensor")
+        yield name, value
+
+
+def _describe(
+    path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, range]
+) -> TensorInfo:
+    check_name(path, name)
+    if len(tensor.shape) != len(tensor.stride):
+        raise PickleError(
+            f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor"
+        )
+    itemsize = DTYPE_BITS[tensor.dtype] // 8
+    storage = storages.get(tensor.storage.key)
+    if storage is None or storage.stop - storage.start < tensor.storage.nbytes:
+        raise PickleError(f"{name}: the bytes of its storage are missing")
+    length, size = _reach(tensor), path.stat().st_size
+    start = storage.start + tensor.offset * itemsize
+    stop = start + length * itemsize
+    if tensor.offset * itemsize + length * itemsize > tensor.storage.nbytes or stop > size:
+        raise SourceError(
+            f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete"
+        )
+    info = TensorInfo(name, tensor.dtype, tensor.shape, path, start, stop)
+    if _is_contiguous(tensor):
+        return info
+    if math.prod(tensor.shape) * itemsize > size:
+        raise PickleError(
+            f"{name}: {list(tensor.shape)} {tensor.dtype} of {length:,} values, more than the "
+            f"file holds"
+        )
+    if tensor.dtype not in _STRIDED_DTYPES:
+        raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
+    stored = info._replace(shape=(length,))
+    return info._replace(
+        encoding=Encoding(Method.STRIDED, (("values", stored),), tensor.shape + tensor.stride)
+    )
+
+
+def _reach(tensor: StoredTensor) -> int:
+    """Elements of the storage from the tensor's first to its last."""
+    if math.prod(tensor.shape) == 0:
+        return 0
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True)
+    )
+
+
+def _is_contiguous(tensor: StoredTensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return math.prod(tensor.shape) == 0
+        expected *= size
+    return True

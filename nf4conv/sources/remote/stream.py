@@ -1,0 +1,242 @@
+"""Weight files of a repository that are fetched one ahead of their use, checked, and dropped after
+it.
+
+Whoever reads announces in order which file each piece of work needs, waits for it, and says when it
+is done:
+
+    expect(file) ▸ wait_for(file) ▸ read_into(file, …) ▸ done(file)
+
+A file is dropped when the next one has been expected and all its own work is done. At most two are
+on disk, the one being fetched included. What is not there when it is read, such as a scale in
+another file than its weight, is asked for by range.
+"""
+
+import errno
+import hashlib
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from nf4conv.errors import OutputError, SourceError
+from nf4conv.sources.reader import Reader, digest_of
+from nf4conv.sources.remote.hub import (
+    HUB_ERRORS,
+    PATIENCE,
+    RemoteFile,
+    Repository,
+    abort_transfers,
+    one_line,
+    patiently,
+)
+from nf4conv.system.background import Background, outlast
+
+FILES_ON_DISK: Final = 2
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RemoteReader(Reader):
+    """Reads files that are local from where they are, and files that are absent by ranges from the
+    hub.
+
+    It is told the names of those in the repository by the path they would have.
+    """
+
+    def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:
+        super().__init__()
+        self._repository = repository
+        self._absent = absent
+
+    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
+        if path in self._absent and len(buffer):
+            buffer[:] = self._repository.read(self._absent[path], start, start + len(buffer))
+        elif path not in self._absent:
+            super().read_into(path, start, buffer)
+
+
+class ShardStream(RemoteReader):
+    """Fetches absent files in the order of their use; use it as a context manager.
+
+    Args:
+        repository: that holds them.
+        absent: their names there, by the path they would have.
+        order: of all files, absent or not; they are expected in this order.
+        needed: those of the absent ones that are to be fetched; others are read by ranges.
+        folder: where to put them; what an earlier run left there is used. It is removed when all
+            went well.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        absent: Mapping[Path, RemoteFile],
+        *,
+        order: Mapping[Path, int],
+        needed: Collection[Path],
+        folder: Path,
+    ) -> None:
+        super().__init__(repository, absent)
+        self.order = order
+        self._needed = sorted(needed, key=order.__getitem__)
+        self._fetched = frozenset(needed)
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._on_disk: set[Path] = set()
+        self._ready: dict[Path, Path] = {}
+        self._in_work: Counter[Path] = Counter()
+        self._past: set[Path] = set()
+        self._error: Exception | None = None
+        self._stopped = threading.Event()
+        self._fetching = Background(self._fetch_all, "nf4conv-fetch")
+
+    def __enter__(self) -> "ShardStream":
+        _remove_others(self._folder, [self._absent[path] for path in self._needed[:FILES_ON_DISK]])
+        self._fetching.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        outlast([self._fetching], self._stop, PATIENCE)
+        super().__exit__(*failure)
+        if failure[0] is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop(self) -> None:
+        self.interrupt()
+        if self._fetching.is_busy:
+            abort_transfers()
+
+    def expect(self, path: Path | None) -> None:
+        """Announce work that needs a file; files before it in the order get no more. None: neither
+        does any other.
+        """
+        with self._changed:
+            if path is not None:
+                self._in_work[path] += 1
+            for earlier in self._needed:
+                if path is None or self.order[earlier] < self.order[path]:
+                    self._past.add(earlier)
+                    self._drop_if_done(earlier)
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until a file can be read; a SourceError or OutputError if it could not be fetched."""
+        with self._changed:
+            while path in self._fetched and path not in self._ready:
+                if self._error is not None:
+                    raise self._error
+                self._go_on()
+                self._changed.wait()
+
+    def done(self, path: Path) -> None:
+        """Say that a piece of work that was expected is finished."""
+        with self._changed:
+            self._in_work[path] -= 1
+            self._drop_if_done(path)
+
+    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
+        with self._changed:
+            local = self._ready.get(path)
+        if local is None:
+            super().read_into(path, start, buffer)
+        else:
+            Reader.read_into(self, local, start, buffer)
+
+    def interrupt(self) -> None:
+        """Let whoever waits give up."""
+        with self._changed:
+            self._stopped.set()
+            self._changed.notify_all()
+
+    def _drop_if_done(self, path: Path) -> None:
+        if path in self._past and self._in_work[path] == 0 and path in self._ready:
+            local = self._ready.pop(path)
+            self.forget(local)
+            local.unlink(missing_ok=True)
+            self._on_disk.discard(path)
+            self._changed.notify_all()
+
+    def _fetch_all(self) -> None:
+        try:
+            for path in self._needed:
+                with self._changed:
+                    while len(self._on_disk) >= FILES_ON_DISK and not self._stopped.is_set():
+                        self._changed.wait()
+                    if self._stopped.is_set():
+                        return
+                    self._on_disk.add(path)
+                local = self._fetch(self._absent[path])
+                with self._changed:
+                    self._ready[path] = local
+                    self._drop_if_done(path)
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _fetch(self, file: RemoteFile) -> Path:
+        """Get a file that is what the hub says it is; one that is not is fetched again, once."""
+        for again in (False, True):
+            local = self._download(file, again=again)
+            problem = check_content(local, file)
+            if problem is None:
+                return local
+        raise SourceError(
+            f"{self._repository.repo}/{file.name}: {problem}, twice; what the hub delivers is "
+            f"damaged"
+        )
+
+    def _go_on(self) -> None:
+        if self._stopped.is_set():
+            raise SourceError("no longer wanted")
+
+    def _download(self, file: RemoteFile, *, again: bool) -> Path:
+        where = f"{self._repository.repo}/{file.name}"
+        attempt = partial(self._repository.download, file, self._folder, self._go_on, again=again)
+        try:
+            local = patiently(attempt, self._stopped)
+        except HUB_ERRORS as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise OutputError(
+                    f"{self._folder}: no room for {where}, {file.size:,} bytes"
+                ) from error
+            raise SourceError(f"{where}: {one_line(error)}") from error
+        if local is None:
+            raise SourceError(f"{file.name}: no longer wanted")
+        return local
+
+
+def check_content(path: Path, file: RemoteFile) -> str | None:
+    """What is wrong with a downloaded file; None when it is what the hub describes."""
+    size = path.stat().st_size
+    if size != file.size:
+        return f"has {size:,} bytes, not the {file.size:,} that the hub says"
+    if file.sha256 is not None:
+        digest, expected = hashlib.sha256(), file.sha256
+    elif file.blob is not None:
+        digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob
+    else:
+        return None
+    return (
+        None
+        if digest_of(path, digest) == expected
+        else f"its hash is not {expected}, which the hub says"
+    )
+
+
+def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
+    """Delete what an earlier run left that will not be needed first, whole or in parts."""
+    wanted = {folder / file.name for file in files}
+    hashes = {digest for file in files for digest in (file.sha256, file.blob) if digest is not None}
+    for path in folder.rglob("*"):
+        is_part = path.suffix == ".incomplete" and any(digest in path.name for digest in hashes)
+        if (
+            path.is_file()
+            and path not in wanted
+            and not is_part
+            and path.suffix not in (".metadata", ".lock")
+        ):
+            path.unlink()
