@@ -14,7 +14,22 @@ from nf4conv.sources.stored_weights import Finding
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `quantize` or `dequantize` would do: the result of --dry-run."""
+    """Describes what `quantize` or `dequantize` would do: the result of --dry-run.
+
+    Attributes:
+        command: "quantize" or "dequantize".
+        source: the checkpoint that would be read, as a path or a name on the Hub.
+        totals: the sums over all tensors of the plan.
+        kinds: one row for each kind of module and what becomes of its tensors.
+        tensors: one row for each tensor and what becomes of it.
+        config: the content of the output's config.json; for a diffusers pipeline, that of each
+            submodel, by its name. None if the source has no config.json.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes. None for
+            a result in 16 or 32 bits.
+        advice: why the result has many bits per parameter, and what would change that. Empty if it
+            does not.
+        notes: lines that the user should read.
+    """
 
     command: str  # "quantize" or "dequantize"
     source: str  # what would be read
@@ -34,7 +49,30 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run did that wrote a checkpoint."""
+    """Describes a run that wrote a checkpoint: what every such command reports.
+
+    Attributes:
+        out: the output folder.
+        already_complete: True if the result was there before, so that nothing was computed.
+        part: the part that this run made, as "2/3"; all sizes and counts are then those of the
+            part. None for a run that made the whole checkpoint.
+        device: where the run computed: "cpu", or a GPU as "cuda:0".
+        copied: the number of tensors that were kept. Includes the components of weights that stay
+            in 4 bits.
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the size of the output's weight files.
+        seconds: wall clock time of the whole run, without planning.
+        pipeline_seconds: wall clock time from the first read to the last write; a share of
+            `seconds`.
+        seconds_by_activity: seconds spent in "read", "compute" and "write", summed over the
+            workers.
+        host_baseline_bytes: peak resident memory of the process before the first byte is read.
+        host_peak_bytes: peak resident memory of the process at the end.
+        device_peak_bytes: the most memory that was held on the GPU; 0 on a CPU.
+        shards_resumed: the number of finished shards that were kept from an earlier, interrupted
+            run.
+        notes: lines that the user should read.
+    """
 
     command: ClassVar[str]
 
@@ -59,7 +97,13 @@ class RunReport:
 
 @dataclass(frozen=True)
 class DequantizeReport(RunReport):
-    """What a dequantization did."""
+    """Describes what a dequantization did.
+
+    RunReport has the fields that every run reports.
+
+    Attributes:
+        decoded: the number of weights that were decoded.
+    """
 
     command: ClassVar[str] = "dequantize"
 
@@ -68,7 +112,21 @@ class DequantizeReport(RunReport):
 
 @dataclass(frozen=True)
 class QuantizeReport(RunReport):
-    """What a quantization did."""
+    """Describes what a quantization did.
+
+    RunReport has the fields that every run reports.
+
+    Attributes:
+        packed: the number of weights that were packed.
+        parameters: the number of elements of all tensors.
+        bits_per_parameter: bits per parameter of the output's weight files.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes.
+        loading: Python code that loads the result. Empty if nothing says how it is loaded.
+        advice: why the result has many bits per parameter, and what would change that. Empty if it
+            does not.
+        verification: what `--verify` measured. None without it.
+        pushed: the address of the commit on the Hub. None if the result was not pushed.
+    """
 
     command: ClassVar[str] = "quantize"
 
@@ -87,7 +145,16 @@ class QuantizeReport(RunReport):
 
 @dataclass(frozen=True)
 class FinishReport:
-    """What has become of the parts of a checkpoint."""
+    """Describes the checkpoint that `finish` made from its parts.
+
+    Attributes:
+        out: the output folder.
+        already_complete: True if the result was complete before, so that nothing was done.
+        shards: the number of weight files.
+        bytes_after: the size of the weight files.
+        verification: what the parts measured with `--verify`. None without it.
+        seconds: wall clock time of the command.
+    """
 
     command: ClassVar[str] = "finish"
 
@@ -103,7 +170,27 @@ class FinishReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verification found."""
+    """Describes what verification found.
+
+    Attributes:
+        path: the checkpoint that was verified.
+        source: the checkpoint that it was compared with. None if it was compared with nothing.
+        passed: True if no finding is a fault.
+        checks: the checks that ran, by name.
+        findings: everything that is wrong or worth knowing. `is_fault` marks what is wrong.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options and
+            source. None if it has no such file.
+        weights: one row for each packed weight.
+        kinds: the same rows, summed over the weights of one kind of module.
+        sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and
+            "not_packed".
+        parameters: the number of elements of all tensors.
+        bits_per_parameter: bits per parameter of the whole checkpoint.
+        identical: True if every compared byte is the one that quantizing the source gives. None
+            without a source.
+        settings: the options, the device and the versions that the verification used.
+        seconds: wall clock time of the verification.
+    """
 
     command: ClassVar[str] = "verify"
 
@@ -171,7 +258,19 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What a comparison found."""
+    """Describes how two checkpoints differ.
+
+    Attributes:
+        a: the first checkpoint.
+        b: the second checkpoint.
+        passed: True if every tensor is identical, or within the tolerance that was given.
+        notes: lines that the user should read.
+        tensors: one row for each name of a tensor.
+        kinds: the same rows, summed over the tensors of one kind of module.
+        counts: the number of tensors of each status that occurs.
+        settings: the options, the device and the versions that the comparison used.
+        seconds: wall clock time of the comparison.
+    """
 
     command: ClassVar[str] = "compare"
 
@@ -201,7 +300,23 @@ class ComparisonReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How far a model in 4 bits is from its source."""
+    """Describes how far the answers of a model in 4 bits are from those of its source.
+
+    Attributes:
+        out: the model in 4 bits.
+        source: the model that it was made from.
+        passed: True if `kl` is at most --max-kl, or if no --max-kl was given.
+        kind: the kind of model: "causal", "seq2seq", "masked" or "encoder".
+        text: where the tokens come from.
+        tokens: the number of tokens that both models read.
+        device: the device that both models ran on.
+        arithmetic: the arithmetic that both models used.
+        figures: the results by name. An encoder has `cosine` (mean over positions), `cosine_least`
+            (the smallest) and `cosine_pooled` (of the mean state of each window). All other models
+            have the divergence of the predicted next token in nats as `kl` (mean over positions),
+            `kl_median` and `kl_99th` (percentile), the share of positions, from 0 to 1, where both
+            predict the same token as `agreement`, and `perplexity_source` and `perplexity`.
+    """
 
     command: ClassVar[str] = "evaluate"
 
@@ -231,7 +346,23 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint."""
+    """Describes what a checkpoint holds, as its headers tell.
+
+    Attributes:
+        path: the checkpoint, as it was given.
+        files: the names of the weight files.
+        config: what config.json says about a quantization. None if it says nothing.
+        model_type: `model_type` of the config. None if there is none.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options and
+            source. None if it has no such file.
+        notes: a line for each kind of module whose tensors are not all stored alike.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the checkpoint takes.
+        tensors: one row for each tensor. All components of a packed weight share one row.
+        kinds: the same rows, summed over the tensors of one kind of module.
+        totals: the sums over the whole checkpoint.
+        findings: what is wrong with a 4-bit checkpoint, as far as headers, quant states and config
+            tell.
+    """
 
     command: ClassVar[str] = "inspect"
 
@@ -255,7 +386,17 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a bug report should say."""
+    """Describes the machine and its software, for a bug report.
+
+    Attributes:
+        python: the version of Python.
+        platform: the operating system, its release and the processor.
+        packages: the version of each package, by name. None for one that is not installed.
+        cores: the number of CPU cores that this process may use.
+        gpus: name, compute capability and memory of each GPU that torch finds.
+        engine: what computes with --device auto, where, and why.
+        folders: the folders of compiled kernels and of downloads, by what they hold.
+    """
 
     command: ClassVar[str] = "env"
 

@@ -15,7 +15,21 @@ _ACTIONS: Final = {
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What becomes of one weight that is packed or decoded, or one tensor that is kept."""
+    """Describes what becomes of one tensor, which is packed, decoded or kept.
+
+    Attributes:
+        name: the name of the tensor.
+        action: "pack", "decode", "copy", "cast", "stay" (a weight that is in 4 bits already) or
+            "merge" (a weight that an adapter is merged into).
+        reason: why this becomes of it.
+        dtype: the dtype as safetensors spells it: of the source when packing, of the output when
+            decoding.
+        shape: the shape of the tensor.
+        parameters: the number of elements.
+        bytes_before: the size in the source.
+        bytes_after: the size in the output.
+        file: the name of the output file that holds it.
+    """
 
     name: str  # of the tensor
     action: str  # "pack", "decode", "copy" or "cast"
@@ -35,8 +49,17 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """The tensors of one kind in one stack of layers that share a fate; `action` and `reason` as of
-    PlanRow.
+    """Sums up the tensors of one kind in one stack of layers of which the same becomes.
+
+    Attributes:
+        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
+        kind: the path of the module inside a layer, such as "mlp.down_proj".
+        action: what becomes of the tensors, as in PlanRow.
+        reason: why this becomes of them.
+        tensors: the number of tensors.
+        parameters: the number of elements of all of them.
+        bytes_before: their size in the source.
+        bytes_after: their size in the output.
     """
 
     stack: str
@@ -53,7 +76,16 @@ class PlanKind:
 
 @dataclass(frozen=True)
 class DequantizationTotals:
-    """What the rows of a dequantization add up to; bytes_after is exact."""
+    """Sums up the rows of a dequantization.
+
+    Attributes:
+        decoded: the number of weights that are decoded.
+        copied: the number of tensors that are kept.
+        shards: the number of output files.
+        parameters: the number of elements of all tensors.
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the exact size of the output files.
+    """
 
     decoded: int
     copied: int
@@ -65,8 +97,18 @@ class DequantizationTotals:
 
 @dataclass(frozen=True)
 class QuantizationTotals:
-    """What the rows of a quantization add up to; bytes_after is exact but for the digits of the
-    nested offsets.
+    """Sums up the rows of a quantization.
+
+    Attributes:
+        packed: the number of weights that are packed.
+        copied: the number of tensors that are kept.
+        shards: the number of output files.
+        parameters: the number of elements of all tensors.
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the most that the output files take. They can be a few bytes smaller for each
+            weight with double quantization: the digits of its nested offset are not known before.
+        compression: `bytes_before` / `bytes_after`; computed from the other fields.
+        bits_per_parameter: bits per parameter of the output; computed from the other fields.
     """
 
     packed: int
@@ -98,7 +140,38 @@ def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One packed weight, as `verify` sees it."""
+    """Describes one packed weight, as `verify` measured it.
+
+    Attributes:
+        name: the name of the weight.
+        stack: the path of its stack of layers, such as "model.layers". Empty outside of a stack.
+        layer: the number of its layer. None outside of a stack.
+        kind: the path of its module inside a layer, such as "mlp.down_proj".
+        file: the name of the file that holds it.
+        quant_type: "nf4" or "fp4", as its quant state says.
+        blocksize: the number of elements that share an absmax, as its quant state says.
+        dtype: the dtype that it decodes to, as its quant state says.
+        shape: the shape of the weight before it was packed, as its quant state says.
+        nested_offset: the number that is added to the decoded absmax. None without double
+            quantization.
+        double_quant: True if its absmax is quantized.
+        parameters: the number of elements of the weight.
+        bytes: the size of all its components.
+        relative_error: ‖W - Ŵ‖ / ‖W‖. None without a source.
+        tolerance: the largest relative error that passes.
+        snr_db: the relative error as signal to noise ratio, in decibels. None without a source.
+        largest_error: the largest |error| of an element. None without a source.
+        largest_error_of_absmax: the largest |error| of an element / absmax of its block. None
+            without a source.
+        outside: the number of elements whose error exceeds the format's worst case. None without a
+            source.
+        not_nearest: the number of codes for which another code is nearer to the element. None
+            without a source.
+        bytes_differing: the number of bytes, of all components, that differ from those that
+            quantizing the source gives. None without a source.
+        squared_error: the sum of the squared errors. None without a source.
+        squared_weight: the sum of the squared elements of the source. None without a source.
+    """
 
     name: str  # of the weight
     stack: str  # its place, see places.ModulePlace
@@ -134,7 +207,17 @@ class WeightRow:
 
 @dataclass(frozen=True)
 class WeightKind:
-    """The packed weights of one kind in one stack of layers; errors are None without a source."""
+    """Sums up the packed weights of one kind in one stack of layers.
+
+    Attributes:
+        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
+        kind: the path of the module inside a layer, such as "mlp.down_proj".
+        weights: the number of weights.
+        parameters: the number of elements of all of them.
+        bytes: the size of all their components.
+        relative_error: ‖W - Ŵ‖ / ‖W‖ of all of them taken together. None without a source.
+        largest_relative_error: the largest relative error of one of them. None without a source.
+    """
 
     stack: str
     kind: str
@@ -147,7 +230,12 @@ class WeightKind:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check that ran: what it means, and whether it passed."""
+    """Describes a check that ran.
+
+    Attributes:
+        meaning: what the check holds the checkpoint to.
+        passed: True if the check found no fault.
+    """
 
     meaning: str
     passed: bool
@@ -155,7 +243,18 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class VerificationSummary:
-    """What `quantize --verify` has looked at."""
+    """Sums up what `quantize --verify` measured.
+
+    Attributes:
+        packed: the number of weights that are packed.
+        copied: the number of tensors that are kept.
+        largest_relative_error: the largest relative error of a weight.
+        median_relative_error: the median of the weights' relative errors.
+        bytes_differing: the number of bytes that differ from those that quantizing the source
+            gives.
+        weights: one row for each packed weight. Empty in a result that was complete before, because
+            its nf4conv.json keeps only the sums.
+    """
 
     packed: int  # weights that are packed
     copied: int  # tensors that are kept
@@ -203,7 +302,7 @@ class VerificationSummary:
 
 
 class Status(str, Enum):
-    """How the tensors of one name in two checkpoints compare; the worst first."""
+    """Names how the tensors of one name in two checkpoints compare; the worst comes first."""
 
     ONLY_A = "only in A"
     ONLY_B = "only in B"
@@ -218,7 +317,30 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The tensors of one name in two checkpoints."""
+    """Describes how the tensors of one name in two checkpoints compare.
+
+    Attributes:
+        name: the name of both tensors.
+        stack: the path of their stack of layers, such as "model.layers". Empty outside of a stack.
+        layer: the number of their layer. None outside of a stack.
+        kind: the path of their module inside a layer, such as "mlp.down_proj".
+        parameters: the number of elements of the tensor.
+        format_a: how the first checkpoint stores it, in a few words. None where it lacks the
+            tensor.
+        format_b: how the second checkpoint stores it, in a few words. None where it lacks the
+            tensor.
+        shape_a: the shape in the first checkpoint. None where it lacks the tensor.
+        shape_b: the shape in the second checkpoint. None where it lacks the tensor.
+        status: how the two compare.
+        differing: the number of values that are not equal. None where no values were compared.
+        relative_error: ‖A - B‖ / ‖A‖. None where no values were compared.
+        snr_db: the relative error as signal to noise ratio, in decibels. None where no values were
+            compared.
+        largest_difference: the largest |a - b|. None where no values were compared.
+        squared_difference: the sum of (a - b)². None where no values were compared.
+        squared_values: the sum of a². None where no values were compared.
+        passed: True if the tolerance that was given lets the difference pass.
+    """
 
     name: str  # of both
     stack: str  # their place, see places.ModulePlace
@@ -242,7 +364,20 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class ComparedKind:
-    """The compared tensors of one kind in one stack of layers."""
+    """Sums up the compared tensors of one kind in one stack of layers.
+
+    Attributes:
+        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
+        kind: the path of the module inside a layer, such as "mlp.down_proj".
+        tensors: the number of tensors.
+        parameters: the number of elements of all of them.
+        identical: the number of tensors whose bytes are all equal.
+        differing: the number of values that are not equal.
+        relative_error: ‖A - B‖ / ‖A‖ of all of them taken together. None if no values were
+            compared.
+        largest_relative_error: the largest relative error of one of them. None if no values were
+            compared.
+    """
 
     stack: str
     kind: str
@@ -256,8 +391,16 @@ class ComparedKind:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How a packed weight is stored, by its quant state; `tensors` has dtype and shape of each by
-    its suffix.
+    """Describes how a packed weight is stored, as its quant state says.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: the number of elements that share an absmax.
+        double_quant: True if its absmax is quantized.
+        nested_offset: the number that is added to the decoded absmax, as the quant state spells it.
+            None without double quantization.
+        storage: the dtype of the packed codes (bitsandbytes' quant_storage).
+        tensors: dtype and shape of each component, by its suffix; the packed codes have none.
     """
 
     quant_type: str
@@ -270,7 +413,19 @@ class StoredQuantization:
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """One tensor, or one packed weight with all its tensors."""
+    """Describes one tensor, or one packed weight with all its components.
+
+    Attributes:
+        name: the name of the tensor.
+        file: the name of the file that holds it.
+        dtype: the dtype of the tensor. For a packed weight, the dtype that it decodes to.
+        shape: the shape of the tensor. For a packed weight, the shape that it decodes to.
+        parameters: the number of elements.
+        bytes: the size of the tensor, or of all components.
+        bits_per_parameter: bits per element.
+        format: how the tensor is stored, in one word: "nf4/64", or a dtype.
+        quantization: how a packed weight is stored. None for other tensors.
+    """
 
     name: str  # of the tensor
     file: str  # that holds it
@@ -285,7 +440,17 @@ class InspectedRow:
 
 @dataclass(frozen=True)
 class InspectedKind:
-    """The tensors of one kind in one stack of layers."""
+    """Sums up the tensors of one kind in one stack of layers.
+
+    Attributes:
+        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
+        kind: the path of the module inside a layer, such as "mlp.down_proj".
+        tensors: the number of tensors; the components of a packed weight count as one.
+        formats: how they are stored; every format that occurs.
+        parameters: the number of elements of all of them.
+        bytes: the size of all of them.
+        bits_per_parameter: bits per element.
+    """
 
     stack: str
     kind: str
@@ -298,7 +463,15 @@ class InspectedKind:
 
 @dataclass(frozen=True)
 class InspectionTotals:
-    """What a checkpoint holds in all; `packed` weights are in 4 bits."""
+    """Sums up what a checkpoint holds.
+
+    Attributes:
+        tensors: the number of tensors; the components of a packed weight count as one.
+        packed: the number of weights in 4 bits.
+        parameters: the number of elements of all tensors.
+        bytes: the size of all tensors.
+        bits_per_parameter: bits per element.
+    """
 
     tensors: int
     packed: int
