@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser test-ray test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser test-ray test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -22,6 +22,9 @@ demo: $(VENV)/.installed ## quantize the real MiniLM checkpoint, load it with tr
 
 test: $(VENV)/.installed ## everything that needs no GPU; kernels run in Triton's interpreter
 	$(BIN)/python -m pytest -m "not gpu and not browser and not architectures"
+
+test-quick: $(VENV)/.installed ## every command once and the imports between rooms: enough while you work, in under a minute
+	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py
 
 check: $(VENV)/.installed ## lint, format and types
 	$(BIN)/ruff check .

@@ -1,0 +1,293 @@
+"""The quick test: every command once, on a checkpoint of a few kilobytes (`make test-quick`).
+
+It is enough while you work: after a rename, a move or a change of wording, before the tests of the
+part that you change. It is not enough before a change lands: it reads one file of safetensors and
+knows one kind of model. `make test` has the rest.
+
+The weights are those of tests/golden, so what the commands write is held against bytes that
+bitsandbytes made on a GPU. The last test fails if a module of the package was never imported; it
+follows from the others, so run the whole file.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import host_driver
+import pytest
+import torch
+from checkpoints import contents
+from click.testing import CliRunner, Result
+from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
+
+import nf4conv
+from nf4conv.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 1 / 0 is meant in kernels
+
+PACKAGE = Path(nf4conv.__file__).parent
+GOLDEN = Path(__file__).parent / "golden"
+
+# the recorded cases with nested scales, named blocksize-elements, and the shapes that they get here
+SHAPES = {
+    "32-295": (59, 5),
+    "64-801": (89, 9),
+    "128-384": (96, 4),
+    "1024-1535": (307, 5),
+    "4096-5096": (56, 91),
+}
+
+# modules that nothing here needs to import, and why
+NEVER_IMPORTED: dict[str, str] = {}
+
+
+def weight_name(case: str) -> str:
+    """Returns the name in the checkpoint of the weight that a case was recorded for."""
+    layer = list(SHAPES).index(case)
+    return f"model.layers.{layer}.mlp.up_proj.weight"
+
+
+def write_source(folder: Path, dtype: str) -> Path:
+    """Writes a checkpoint of the recorded weights, "bf16" or "f16"."""
+    vectors = load_file(GOLDEN / f"{dtype}.safetensors")
+    tensors = {"model.norm.weight": torch.ones(64, dtype=vectors["64-801/weight"].dtype)}
+    for case, shape in SHAPES.items():
+        tensors[weight_name(case)] = vectors[f"{case}/weight"].view(shape)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "dtype": {"bf16": "bfloat16", "f16": "float16"}[dtype],
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(*arguments: object, exit_code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def run_json(*arguments: object, exit_code: int = 0) -> dict:
+    return json.loads(run(*arguments, "--json", exit_code=exit_code).stdout)
+
+
+def assert_recorded(folder: Path, dtype: str, case: str, quant_type: str) -> None:
+    """Holds one packed weight of a checkpoint against the bytes of bitsandbytes."""
+    vectors = load_file(GOLDEN / f"{dtype}.safetensors")
+    written = load_file(folder / "model.safetensors")
+    name = weight_name(case)
+    for suffix, component in {
+        "": "packed",
+        ".absmax": "codes",
+        ".nested_absmax": "nested_absmax",
+    }.items():
+        expected = vectors[f"{case}/{quant_type}/{component}"]
+        assert torch.equal(written[name + suffix].view(-1), expected.view(-1)), name + suffix
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("quick") / "source", "bf16")
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    """The checkpoint that most tests read."""
+    out = source.with_name("packed")
+    run("quantize", source, out, "--device", "cpu", "--checksum")
+    return out
+
+
+def test_inspect(source: Path, packed: Path):
+    before = run_json("inspect", source)["totals"]
+    after = run_json("inspect", packed)["totals"]
+    assert (before["packed"], after["packed"]) == (0, 5)
+    assert before["bytes"] == 2 * sum(rows * columns for rows, columns in SHAPES.values()) + 128
+    assert "mlp.up_proj" in run("inspect", packed).stdout
+
+
+@pytest.mark.parametrize(("blocksize", "quant_type"), [(64, "nf4"), (1024, "fp4")])
+def test_quantize(source: Path, tmp_path: Path, blocksize: int, quant_type: str):
+    report = run_json(
+        *("quantize", source, tmp_path / "out", "--device", "cpu"),
+        *("--blocksize", blocksize, "--quant-type", quant_type),
+    )
+    assert report["packed"] == 5
+    case = next(case for case in SHAPES if case.startswith(f"{blocksize}-"))
+    assert_recorded(tmp_path / "out", "bf16", case, quant_type)
+
+
+def test_non_finite(source: Path, tmp_path: Path):
+    shutil.copytree(source, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights[weight_name("64-801")][3, 4] = float("nan")
+    save_file(weights, tmp_path / "source/model.safetensors")
+    asked = ("quantize", tmp_path / "source", tmp_path / "out", "--device", "cpu")
+    refused = run(*asked, exit_code=2)
+    assert f"{weight_name('64-801')}: 1 of 801 values are NaN" in refused.stderr
+    assert run_json(*asked, "--non-finite", "keep", "--overwrite")["packed"] == 4
+    kept = load_file(tmp_path / "out/model.safetensors")[weight_name("64-801")]
+    expected = weights[weight_name("64-801")]
+    assert torch.equal(kept.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_dry_run(source: Path, tmp_path: Path):
+    plan = run_json("quantize", source, tmp_path / "out", "--dry-run")
+    assert [row["action"] for row in plan["tensors"]].count("pack") == 5
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify(source: Path, packed: Path, tmp_path: Path):
+    # every 97th value is an outlier, so the error is larger than that of a real weight
+    asked = ("--exact", "--tolerance", 0.3, "--device", "cpu")
+    assert run_json("verify", packed, "--source", source, *asked)["passed"]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(packed, damaged)
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7e")
+    report = run_json("verify", damaged, "--device", "cpu", exit_code=1)
+    assert not report["checks"]["checksums"]["passed"]
+
+
+def test_compare(source: Path, packed: Path, tmp_path: Path):
+    run("compare", packed, packed, "--device", "cpu")
+    run("quantize", source, tmp_path / "fp4", "--device", "cpu", "--quant-type", "fp4")
+    run("compare", packed, tmp_path / "fp4", "--device", "cpu", exit_code=1)
+    run("compare", source, packed, "--device", "cpu", exit_code=1)
+
+
+def test_dequantize(packed: Path, tmp_path: Path):
+    run("dequantize", packed, tmp_path / "out", "--device", "cpu")
+    decoded = load_file(tmp_path / "out/model.safetensors")[weight_name("64-801")]
+    expected = load_file(GOLDEN / "bf16.safetensors")["64-801/nf4/dequantized"]
+    assert torch.equal(decoded.view(-1), expected)
+
+
+def test_finish(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    sizes = ("--max-shard-size", "2KB", "--checksum", "--device", "cpu")
+    run("quantize", source, tmp_path / "single", *sizes)
+    run("quantize", source, out, *sizes, "--part", "2/2")
+    run("finish", out, exit_code=2)
+    run("quantize", source, out, *sizes, "--part", "1/2")
+    run("finish", out)
+    assert contents(out) == contents(tmp_path / "single")
+
+
+def test_hub(source: Path, packed: Path, tmp_path: Path, hub: Hub):
+    """Reads from the Hub, with the files kept and without, and pushes to it."""
+    hub.repos["org/source"] = Repo()
+    hub.repos["org/source"].commit(contents(source))
+    run("quantize", "org/source", tmp_path / "kept", "--device", "cpu", "--cache-dir", tmp_path)
+    run(
+        *("quantize", "org/source", tmp_path / "out", "--device", "cpu", "--stream"),
+        *("--push-to-hub", "me/out", "--token", "hf_writer"),
+    )
+    assert load_file(tmp_path / "out/model.safetensors").keys() == (
+        load_file(packed / "model.safetensors").keys()
+    )
+    for name, raw in contents(tmp_path / "out").items():
+        assert hub.repos["me/out"].files[name] == raw
+    shard = (packed / "model.safetensors").read_bytes()
+    assert (tmp_path / "kept/model.safetensors").read_bytes() == shard
+    assert (tmp_path / "out/model.safetensors").read_bytes() == shard
+
+
+def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The engine without torch and its kernels, on a GPU that host_driver plays."""
+    if not torch.cuda.is_available():
+        host_driver.install(monkeypatch)
+    source = write_source(tmp_path / "source", "f16")
+    run("quantize", source, tmp_path / "out", "--device", "cuda")
+    assert_recorded(tmp_path / "out", "f16", "64-801", "nf4")
+    asked = ("--exact", "--tolerance", 0.3, "--device", "cuda")
+    run("verify", tmp_path / "out", "--source", source, *asked)
+    run("dequantize", tmp_path / "out", tmp_path / "again", "--device", "cuda")
+    decoded = load_file(tmp_path / "again/model.safetensors")[weight_name("64-801")]
+    expected = load_file(GOLDEN / "f16.safetensors")["64-801/nf4/dequantized"]
+    assert torch.equal(decoded.view(-1), expected)
+    run("compare", source, tmp_path / "again", "--device", "cuda", exit_code=1)
+
+
+def test_linear():
+    packed, state = nf4conv.quantize_4bit(torch.eye(64) * 2)
+    out = nf4conv.linear_4bit(torch.ones(1, 64), packed, state)
+    assert torch.equal(out, torch.full((1, 64), 2.0))
+
+
+def test_evaluate(tmp_path: Path):
+    """A model of transformers, planned with transformers and asked about 64 tokens."""
+    transformers = pytest.importorskip("transformers")
+    import numpy as np
+
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    np.save(tmp_path / "ids.npy", np.arange(64, dtype=np.int32) * 37 % 300)
+    run(
+        *("quantize", tmp_path / "source", tmp_path / "out", "--device", "cpu"),
+        *("--plan-with", "transformers"),
+    )
+    run("dequantize", tmp_path / "out", tmp_path / "decoded", "--device", "cpu")
+    report = run_json(
+        *("evaluate", tmp_path / "out", "--source", tmp_path / "decoded"),
+        *("--text", tmp_path / "ids.npy", "--device", "cpu"),
+    )
+    assert report["figures"]["agreement"] == 1
+    assert abs(report["figures"]["kl"]) < 1e-6
+
+
+def test_evaluate_says_what_it_needs(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused = run("evaluate", packed, "--source", packed, exit_code=2)
+    assert "nf4conv[evaluate]" in refused.stderr
+
+
+def test_env():
+    assert run_json("env")["nf4conv"] == nf4conv.__version__
+
+
+def test_completion():
+    assert "_NF4CONV_COMPLETE=bash_complete" in run("completion", "bash").stdout
+
+
+def test_python_m(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Calls the program's entrance, which ends its process with os._exit."""
+    from nf4conv.__main__ import run as enter
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["nf4conv", "--version"])
+    with pytest.raises(SystemExit) as left:
+        enter()
+    assert left.value.code == 0
+    assert capfd.readouterr().out.strip() == nf4conv.__version__
+
+
+def test_every_module_was_imported():
+    never = set()
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        if name not in sys.modules and path != PACKAGE / "__main__.py":  # run by test_python_m
+            never.add(name)
+    assert never == NEVER_IMPORTED.keys()
