@@ -8,17 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nf4conv.codec.kernels import mean
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.mean import long_mean, resident_blocks, short_means
-from nf4conv.codec.kernels.nested import NUM_WARPS
-from nf4conv.codec.kernels.pack import (
-    compress_batch_kernel,
-    packing,
-    packing_table,
-    quantize_batch_kernel,
-)
-from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE
+from nf4conv.codec.kernels.packing import mean
+from nf4conv.codec.kernels.packing.batch import compress_batch_kernel, quantize_batch_kernel
+from nf4conv.codec.kernels.packing.mean import long_mean, resident_blocks, short_means
+from nf4conv.codec.kernels.packing.nested import NUM_WARPS
+from nf4conv.codec.kernels.packing.pack import packing, packing_table
+from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE
 from nf4conv.codec.kernels.tables import middle_table
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks
 

@@ -1,4 +1,4 @@
-"""Runs the PTX of kernels/product.py without a GPU: numpy executes each instruction for all threads
+"""Runs the PTX of kernels/product/ without a GPU: numpy executes each instruction for all threads
 of a program.
 
 Registers hold raw bits in uint64. Barriers do nothing then, and what would be a race is not seen.
@@ -18,7 +18,8 @@ from products import assert_close_to_exact, packed_weight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4conv.codec.kernels import matmul, product, tables
+from nf4conv.codec.kernels import tables
+from nf4conv.codec.kernels.product import kernel, launches
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray
@@ -392,7 +393,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
-def compiled(shape: matmul.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
+def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
     """The PTX of product_kernel."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
@@ -402,7 +403,7 @@ def compiled(shape: matmul.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
         ("m", "n", "k", "steps", "share", "split_shift", "block_shift"), "i32"
     )
     signature |= {"norm": "fp32", "C": "constexpr"}
-    source = ASTSource(fn=product.product_kernel, signature=signature, constexprs={"C": shape})
+    source = ASTSource(fn=kernel.product_kernel, signature=signature, constexprs={"C": shape})
     options = {
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
@@ -420,8 +421,8 @@ def multiply(
     """
     decoding, device = decoding_of(state), torch.device("cpu")
     (m, k), n = x.shape, state.shape[0]
-    shape = replace(next(one for one in matmul.SHAPES if m <= one.rows), nested=state.nested)
-    sizes, shift, grid = matmul.plan(shape, m, n, k, programs)
+    shape = replace(next(one for one in launches.SHAPES if m <= one.rows), nested=state.nested)
+    sizes, shift, grid = launches.plan(shape, m, n, k, programs)
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = (
         x if shape.wide else x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()

@@ -15,7 +15,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from nf4conv.codec.kernels import ahead, mean
+from nf4conv.codec.kernels import ahead
+from nf4conv.codec.kernels.packing import mean
 from nf4conv.run.without_torch import bundle, driver, worker
 from nf4conv.run.without_torch.bundle import Kernels, Purpose
 

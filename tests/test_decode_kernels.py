@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4conv.codec.decode import decode
-from nf4conv.codec.kernels import fp4, scaled
+from nf4conv.codec.kernels.decoding import fp4, scaled
 from nf4conv.format.encodings import Method
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,9 @@ from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.kernels import launch, mean, pack
+from nf4conv.codec.kernels import launch
+from nf4conv.codec.kernels.decoding import dequantize
+from nf4conv.codec.kernels.packing import mean, nested, pack
 from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, code_table
 from nf4conv.format.codebook import BLOCKSIZES
 
@@ -208,7 +210,7 @@ def encode_and_decode(
     nested_absmax = torch.zeros(-(-absmax.numel() // 256), device=CUDA)
     finite = absmax.nan_to_num(0, 0, 0).clamp(0, 1)
     offset = finite.mean()
-    kernels.nested._launch(
+    nested._launch(
         nested_absmax.numel(),
         (finite, offset, codes, nested_absmax, tables.middle_table(CUDA), finite.numel()),
         (ptx,),
@@ -216,16 +218,18 @@ def encode_and_decode(
         4,
     )
     outs = []
-    for nested in (False, True):
+    for is_nested in (False, True):
         out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
         scales = (
-            (codes, code_table("dynamic", CUDA), nested_absmax, offset) if nested else (absmax,) * 4
+            (codes, code_table("dynamic", CUDA), nested_absmax, offset)
+            if is_nested
+            else (absmax,) * 4
         )
-        kernels.dequantize._launch(
+        dequantize._launch(
             -(-n // tile),
             (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
             (blocksize, tile, how, False, ptx),
-            (weight.dtype, not nested),
+            (weight.dtype, not is_nested),
             1,
         )
         outs.append(out)

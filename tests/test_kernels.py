@@ -11,7 +11,8 @@ from batched import launch_mean, quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.kernels import mean, pack, tables
+from nf4conv.codec.kernels import tables
+from nf4conv.codec.kernels.packing import finite, mean, nested
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
@@ -134,7 +135,7 @@ def test_ties_between_nested_codes_go_to_the_even_code() -> None:
     nested_absmax = torch.zeros(2, device=DEVICE)
     padded = torch.zeros(512, device=DEVICE)
     padded[:255], padded[255] = middles, 1.0
-    kernels.nested._launch(
+    nested._launch(
         1,
         (
             padded,
@@ -146,7 +147,7 @@ def test_ties_between_nested_codes_go_to_the_even_code() -> None:
         ),
         (DEVICE.type == "cuda",),
         None,
-        kernels.nested.NUM_WARPS,
+        nested.NUM_WARPS,
     )
     expected = [index if index % 2 == 0 else index + 1 for index in range(255)]
     assert codes[:255].tolist() == expected
@@ -194,12 +195,12 @@ def test_batch_equals_one_by_one(quant_type: str, dtype: str) -> None:
             torch.zeros(1, device=DEVICE),
         )
         offset = cuda_mean(absmax)
-        kernels.nested._launch(
+        nested._launch(
             1,
             (absmax, offset, codes, nested_absmax, tables.middle_table(DEVICE), absmax.numel()),
             (DEVICE.type == "cuda",),
             None,
-            kernels.nested.NUM_WARPS,
+            nested.NUM_WARPS,
         )
         for part, expected in zip(
             found, (packed, absmax, codes, nested_absmax, offset), strict=True
@@ -214,9 +215,9 @@ def test_the_search_for_non_finite_values_sees_every_word(dtype: str, words: int
 
     def found() -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        mask, halves = pack.exponent_mask(values.dtype), values.itemsize == 2
-        grid = (-(-words // pack.FINITE_TILE.value),)
-        pack.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves)
+        mask, halves = finite.exponent_mask(values.dtype), values.itemsize == 2
+        grid = (-(-words // finite.TILE.value),)
+        finite.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves)
         return bool(flag)
 
     assert not found()

@@ -8,7 +8,7 @@ from products import assert_close_to_exact, packed_weight
 
 import nf4conv
 from nf4conv.codec import linear
-from nf4conv.codec.kernels import matmul
+from nf4conv.codec.kernels.product import launches
 
 pytestmark = pytest.mark.gpu
 
@@ -140,7 +140,7 @@ def test_error_is_at_most_that_of_bitsandbytes(dtype: torch.dtype) -> None:
 
 def test_fused_kernels_are_what_runs() -> None:
     packed, state = packed_weight(256, 512, device="cuda")
-    for m in (1, matmul.SHAPES[-1].rows):
+    for m in (1, launches.SHAPES[-1].rows):
         nf4conv.linear_4bit(torch.randn(m, 512, device="cuda").half(), packed, state)
     nf4conv.linear_4bit(torch.randn(1, 512, device="cuda"), packed, state)
     runs = linear._weights[id(state)].runs

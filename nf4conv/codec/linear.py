@@ -1,7 +1,7 @@
 """x · Wᵀ with a packed weight: which way is taken for how many rows, and what torch must know to
 compile and train.
 
-16-bit x of up to 64 rows  one fused kernel (kernels/product.py): decodes in registers
+16-bit x of up to 64 rows  one fused kernel (kernels/product/): decodes in registers
 anything else on a GPU     decode, then the library's product, as bitsandbytes does
 no kernels here            the weight as float32, a float32 product, one rounding: the definition
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nf4conv.codec.ops import backend, check_decodable, dequantize_op, has_kernels
+from nf4conv.codec.ops import check_decodable, dequantize_op, has_kernels
 from nf4conv.codec.quant_state import DTYPE_NAMES, NestedState, QuantState, code_table, decoding_of
 from nf4conv.errors import CodecError
 
@@ -139,15 +139,16 @@ class _Weight:
             or not n
         ):
             return False
-        matmul = backend(self.device).matmul
+        from nf4conv.codec.kernels.product import launches  # importing Triton takes a second
+
         fits = (
-            0 < x.numel() <= matmul.SHAPES[-1].rows * k
-            and n * k < matmul.MOST_ELEMENTS
+            0 < x.numel() <= launches.SHAPES[-1].rows * k
+            and n * k < launches.MOST_ELEMENTS
             and not self.shifted
         )
-        if not fits or torch.cuda.get_device_capability(self.device)[0] != matmul.CAPABILITY:
+        if not fits or torch.cuda.get_device_capability(self.device)[0] != launches.CAPABILITY:
             return False
-        return matmul.prepare_product(x, n, self.packed, self.decoding)
+        return launches.prepare_product(x, n, self.packed, self.decoding)
 
     def _multiply_decoded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Decode, then torch's product; in float32 where there are no kernels, which is the

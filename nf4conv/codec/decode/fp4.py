@@ -68,7 +68,7 @@ def decode_fp4(
     out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
     values, scale, flat = (part.flatten(0, -2) for part in (values, scale, out))
     if has_kernels(values.device):
-        from nf4conv.codec.kernels import fp4  # importing Triton takes a second
+        from nf4conv.codec.kernels.decoding import fp4  # importing Triton takes a second
 
         fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, flat)
         return out

@@ -55,7 +55,7 @@ def decode_scaled(
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     decode = _decode_matrix
     if has_kernels(values.device):
-        from nf4conv.codec.kernels import scaled  # importing Triton takes a second
+        from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
 
         decode = scaled.decode_scaled
     spread = scale if block else scale.expand((*values.shape[:-2], *scale.shape[-2:]))

@@ -15,19 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from nf4conv.codec.kernels import (
-    cast,
-    dequantize,
-    difference,
-    error,
-    fp4,
-    mean,
-    nested,
-    pack,
-    scaled,
-)
-from nf4conv.codec.kernels.quantize import ELEMENTWISE, SLOTWISE, configuration
-from nf4conv.codec.kernels.scaled import kind_of, stored
+from nf4conv.codec.kernels import difference, error
+from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, scaled
+from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
+from nf4conv.codec.kernels.packing import batch, finite, mean, nested, pack
+from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
 from nf4conv.codec.quant_state import code_table
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
@@ -85,22 +77,22 @@ def encoder(
         tile,
         quant_type == "fp4",
     )
-    values = (words, words, 1, pack.exponent_mask(dtype), dtype.itemsize == 2)
+    values = (words, words, 1, finite.exponent_mask(dtype), dtype.itemsize == 2)
     absmax = (integers, floats, floats, 1, device.type == "cuda")
     kernels = {
         **{
             f"quantize_{kind}": Variant(
-                pack.quantize_batch_kernel,
+                batch.quantize_batch_kernel,
                 (*quantize, access, device.type == "cuda", searches),
                 num_warps,
             )
             for kind, access in _ACCESSES
         },
-        "compress": Variant(pack.compress_batch_kernel, absmax, nested.NUM_WARPS),
+        "compress": Variant(batch.compress_batch_kernel, absmax, nested.NUM_WARPS),
         "mean": Variant(mean.mean_kernel, (integers, floats, 1), mean.NUM_WARPS),
         "mean_part": Variant(mean.partial_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
         "mean_total": Variant(mean.total_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
-        "finite": Variant(pack.non_finite_kernel, values, pack.FINITE_NUM_WARPS),
+        "finite": Variant(finite.non_finite_kernel, values, finite.NUM_WARPS),
     }
     codes = pack.packing_table(quant_type, device, searches)
     tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
@@ -108,7 +100,7 @@ def encoder(
         "tile": tile,
         "nested_tile": NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "finite_tile": pack.FINITE_TILE.value,
+        "finite_tile": finite.TILE.value,
         "resident_blocks": mean.resident_blocks(device),
     }
     return Codec(kernels, tables, numbers)

@@ -11,9 +11,15 @@ import triton.language as tl
 
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
 from nf4conv.codec.kernels.arithmetic import lookup, multiply
-from nf4conv.codec.kernels.dequantize import load_absmax, load_packed
+from nf4conv.codec.kernels.decoding.dequantize import load_absmax
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.quantize import access, configuration, halves, load_words
+from nf4conv.codec.kernels.slots import (
+    access,
+    configuration,
+    halves,
+    load_packed,
+    load_words,
+)
 from nf4conv.codec.kernels.tables import bound_table, value_table
 from nf4conv.codec.quant_state import Decoding
 

@@ -72,7 +72,7 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """What kernels/search.py reads, one part behind the other.
+    """What packing/search.py reads, one part behind the other.
 
     [448] bucket_table; [32] value_table; [16 factors, 2, 8] float16, distances of the levels below
     0 and above it; [32] the bits of the factors with their signs, of which FP4 has 16; [candidates,

@@ -190,7 +190,8 @@ def _compile(
     device = torch.device("cuda", gpu.ordinal)
     if not torch.cuda.is_available() or ops.backend(device) is reference:
         return None
-    from nf4conv.codec.kernels import ahead, mean  # importing torch takes seconds
+    from nf4conv.codec.kernels import ahead  # importing torch takes seconds
+    from nf4conv.codec.kernels.packing import mean  # importing torch takes seconds
 
     with torch.cuda.device(device):
         codecs = {purpose: make_codec(device, purpose) for purpose in purposes}

@@ -13,14 +13,14 @@ which no weight is, so two blocks must not meet in one sum:
     tile   8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one block of a row.
 
 Tensors have one element for each thread of a program, so an asm statement is the code of one
-thread. A lane (g, t) holds *slots*, rows of W that are 8 / ranges apart. C is a matmul.Shape.
+thread. A lane (g, t) holds *slots*, rows of W that are 8 / ranges apart. C is a launches.Shape.
 tests/emulator.py runs what this compiles to.
 """
 
 import triton
 import triton.language as tl
 
-import nf4conv.codec.kernels.product_assembly as text
+import nf4conv.codec.kernels.product.assembly as text
 from nf4conv.codec.kernels.arithmetic import multiply
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
@@ -38,7 +38,7 @@ def product_kernel(
 
     Otherwise units program_id, program_id + programs, … of `share`: unit u is part u % splits of k
     and tile u // splits of rows, splits = 1 << split_shift. A wide unit is known by its first row.
-    A block has 64 << block_shift elements. x_ptr: [m, k], from matmul.order_kernel unless C.wide.
+    A block has 64 << block_shift elements. x_ptr: [m, k], from launches.order_kernel unless C.wide.
     packed_ptr: [n, k / 2] uint8. absmax_ptr … offset_ptr: Decoding.pointers(). pair_ptr:
     tables.pair_table. out_ptr: [splits, m, n], written.
     """

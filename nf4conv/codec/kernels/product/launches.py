@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product import launch_product
+from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Decoding
 

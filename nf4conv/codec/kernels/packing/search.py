@@ -20,7 +20,7 @@ import triton.language as tl
 from nf4conv.codec import search
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
-from nf4conv.codec.kernels.quantize import plain_code
+from nf4conv.codec.kernels.packing.quantize import plain_code
 
 CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}  # as of quantize.py
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nf4conv.codec.kernels.decoding.scaled import kind_of, signed, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.scaled import kind_of, signed, stored, to_float
 
 TILE_ROWS = tl.constexpr(4)
 TILE_PAIRS = tl.constexpr(256)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
-from nf4conv.codec.kernels.quantize import split_words
+from nf4conv.codec.kernels.slots import split_words
 from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
 
 NUM_WARPS = 4

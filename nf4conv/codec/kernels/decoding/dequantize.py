@@ -15,7 +15,7 @@ import triton.language as tl
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.quantize import access, configuration
+from nf4conv.codec.kernels.slots import access, configuration, load_packed
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Decoding
 
@@ -76,7 +76,7 @@ def dequantize_kernel(
         out_ptr: [n] float32, float16 or bfloat16, written.
 
     Constexprs:
-        ACCESS: FULL, SLOTWISE or ELEMENTWISE of quantize.py.
+        ACCESS: FULL, SLOTWISE or ELEMENTWISE of slots.py.
         STREAM: whether the output is too large to be found in L2 by who reads it.
         PTX: whether inline assembly may be used.
     """
@@ -123,30 +123,6 @@ def dequantize_kernel(
 
 
 _launch = Launcher(dequantize_kernel)
-
-
-@triton.jit
-def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
-    """[SLOTS] int32: the packed codes of each slot in its low 32 (or 16) bits."""
-    slot = tl.arange(0, SLOTS)
-    if ACCESS == 2:
-        byte = tl.arange(0, SLOT // 2)[None, :]
-        index = slot[:, None] * (SLOT // 2) + byte
-        values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
-        return tl.sum(values << (byte * 8), axis=1)
-    else:
-        word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
-        # not true: it makes Triton give each thread one word at a time, so that the output comes
-        # out as 16 bytes a thread with neighbouring threads side by side, and needs no exchange
-        # through shared memory
-        single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
-        word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
-        if ACCESS == 1:
-            return tl.load(
-                word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first"
-            ).to(tl.int32)
-        else:
-            return tl.load(word_ptr, eviction_policy="evict_first").to(tl.int32)
 
 
 @triton.jit

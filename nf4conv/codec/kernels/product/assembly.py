@@ -1,4 +1,4 @@
-"""PTX of product.py: the table of decoded pairs, and what a warp does with a stage of codes.
+"""PTX of kernel.py: the table of decoded pairs, and what a warp does with a stage of codes.
 
 A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`: it
 holds rows g and g + 8 of the left operand, column g of the right one, columns 2 t and 2 t + 1 of
@@ -150,7 +150,7 @@ def wide_assembly(dtype: tl.dtype) -> str:
 
 @triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """A part of a stage, matmul.Shape's `copied` blocks, with tiles of x in shared memory: `wgmma`.
+    """A part of a stage, launches.Shape's `copied` blocks, with tiles of x in shared memory: `wgmma`.
 
     A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the
     order that the tensor cores expect. The products of one row tile and block are under way while

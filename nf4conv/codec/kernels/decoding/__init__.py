@@ -1,0 +1,7 @@
+"""What is stored → floats.
+
+dequantize.py  decodes packed codes with absmax, plain or nested
+scaled.py      decodes 8-bit values with scales
+fp4.py         decodes MXFP4 and NVFP4
+cast.py        casts values to another dtype
+"""

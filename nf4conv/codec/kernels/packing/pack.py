@@ -1,0 +1,99 @@
+"""Weight → packed codes and scales: the launch for one weight; batch.py has that for many."""
+
+from functools import partial
+
+import torch
+import triton.language as tl
+
+from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.packing.quantize import CONFIGURATIONS as PACKING
+from nf4conv.codec.kernels.packing.quantize import quantize_tile
+from nf4conv.codec.kernels.packing.search import CONFIGURATIONS as SEARCHING
+from nf4conv.codec.kernels.packing.search import search_tile
+from nf4conv.codec.kernels.slots import access, configuration
+from nf4conv.codec.kernels.tables import bucket_table, search_table
+
+
+def encode_blocks(
+    searches: bool,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Encode blocks of a weight; arguments as `reference.quantize_blocks`, or with a search
+    `search_blocks`.
+    """
+    n = weight.numel()
+    if n == 0:
+        return
+    tile, num_warps = packing(weight.dtype, blocksize, searches)
+    constants = (
+        blocksize,
+        tile,
+        quant_type == "fp4",
+        access(weight, packed, n, tile),
+        weight.is_cuda,
+        searches,
+    )
+    arguments = (weight, packed, scales, packing_table(quant_type, weight.device, searches), n)
+    _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
+
+
+quantize_blocks, search_blocks = (partial(encode_blocks, searches) for searches in (False, True))
+
+
+def packing(dtype: torch.dtype, blocksize: int, searches: bool) -> tuple[int, int]:
+    """Elements and warps of a program that encodes."""
+    return configuration(dtype, blocksize, SEARCHING if searches else PACKING)
+
+
+def packing_table(quant_type: str, device: torch.device, searches: bool) -> torch.Tensor:
+    """What kernels that encode read."""
+    return search_table(quant_type, device) if searches else bucket_table(quant_type, device)
+
+
+@kernel
+def quantize_kernel(
+    weight_ptr,
+    packed_ptr,
+    scales_ptr,
+    table_ptr,
+    n: tl.int64,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    ACCESS: tl.constexpr,
+    PTX: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """Encode a tile of TILE elements.
+
+    Pointers to tensors:
+        weight_ptr: [n] float32, float16 or bfloat16.
+        packed_ptr: [ceil(n / 2)] uint8, written.
+        scales_ptr: [ceil(n / BLOCKSIZE)] float32, written: absmax, or what is found with SEARCH.
+        table_ptr: int32, tables.bucket_table, or search_table with SEARCH.
+
+    Constexprs:
+        ACCESS: FULL, SLOTWISE or ELEMENTWISE.
+        PTX: whether inline assembly may be used.
+        SEARCH: whether scales are searched, by search_tile.
+    """
+    first = tl.program_id(0).to(tl.int64) * TILE
+    count = tl.minimum(n - first, TILE).to(tl.int32)
+    tile = (
+        weight_ptr + first,
+        packed_ptr + first // 2,
+        scales_ptr + first // BLOCKSIZE,
+        table_ptr,
+        count,
+    )
+    if SEARCH:
+        search_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+    else:
+        quantize_tile(tile, BLOCKSIZE, TILE, IS_FP4, ACCESS, PTX)
+
+
+_launch = Launcher(quantize_kernel)

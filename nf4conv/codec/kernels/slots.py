@@ -1,0 +1,114 @@
+"""How kernels read weights and packed codes: 16 bytes of weight, a *slot*, at a time.
+
+A slot is what one thread loads at once: 8 half-precision elements, whose codes are one packed
+32-bit word, or 4 float32 elements, whose codes are 16 bits. A program takes a *tile*: SLOTS slots,
+which are whole blocks.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+FULL = 0  # every program has all its elements and pointers are aligned: no masks
+SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks by slot
+ELEMENTWISE = 2  # any size, any alignment
+
+
+def configuration(
+    dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]
+) -> tuple[int, int]:
+    """Elements and warps of a program that takes whole blocks; `configurations` are those of a
+    kernel.
+    """
+    slot = 16 // dtype.itemsize
+    slots, num_warps = configurations[dtype.itemsize]
+    return max(slots, blocksize // slot) * slot, num_warps
+
+
+def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
+    """How a kernel may touch a weight and its packed form: FULL, SLOTWISE or ELEMENTWISE."""
+    slot = 16 // weight.element_size()
+    if n % slot or weight.data_ptr() % 16 or packed.data_ptr() % 4:
+        return ELEMENTWISE
+    return SLOTWISE if n % tile else FULL
+
+
+@triton.jit
+def load_words(
+    weight_ptr,
+    count,
+    DTYPE: tl.constexpr,
+    SLOT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACCESS: tl.constexpr,
+):
+    """[SLOTS, 4] int32: the weight's bits, zeros behind its end."""
+    slot = tl.arange(0, SLOTS)[:, None]
+    word = slot * 4 + tl.arange(0, 4)[None, :]
+    word_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
+    if ACCESS == 0:
+        return tl.load(tl.multiple_of(word_ptr, 16) + word, eviction_policy="evict_first")
+    elif ACCESS == 1:
+        mask = slot * SLOT < count
+        return tl.load(
+            tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first"
+        )
+    elif DTYPE == tl.float32:
+        return tl.load(word_ptr + word, mask=word < count, other=0)
+    else:
+        half_ptr = weight_ptr.to(tl.pointer_type(tl.int16)) + word * 2
+        low = tl.load(half_ptr, mask=word * 2 < count, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(half_ptr + 1, mask=word * 2 + 1 < count, other=0).to(tl.int32)
+        return low | (high << 16)
+
+
+@triton.jit
+def split_words(words):
+    """The four columns of [SLOTS, 4]."""
+    w02, w13 = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+    w0, w2 = tl.split(w02)
+    w1, w3 = tl.split(w13)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights
+    [SLOTS, 2].
+    """
+    if DTYPE == tl.float32:
+        return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (words.shape[0], 2, 2)))
+    elif DTYPE == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(
+            tl.float32, bitcast=True
+        )
+    else:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
+    """[SLOTS] int32: the packed codes of each slot in its low 32 (or 16) bits."""
+    slot = tl.arange(0, SLOTS)
+    if ACCESS == 2:
+        byte = tl.arange(0, SLOT // 2)[None, :]
+        index = slot[:, None] * (SLOT // 2) + byte
+        values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
+        return tl.sum(values << (byte * 8), axis=1)
+    else:
+        word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
+        # not true: it makes Triton give each thread one word at a time, so that the output comes
+        # out as 16 bytes a thread with neighbouring threads side by side, and needs no exchange
+        # through shared memory
+        single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
+        word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
+        if ACCESS == 1:
+            return tl.load(
+                word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first"
+            ).to(tl.int32)
+        else:
+            return tl.load(word_ptr, eviction_policy="evict_first").to(tl.int32)
