@@ -142,7 +142,8 @@ def rows_for(dtype: str, quant_type: str, rounds: int) -> list[Row]:
 def format_row(row: Row) -> str:
     speeds = f"{row.nf4conv:7.0f} | {row.bitsandbytes:7.0f} | {row.copy:6.0f}"
     ratio = f"{row.ratio:5.2f} ({row.slowest_ratio:.2f} … {row.fastest_ratio:.2f})"
-    return f"| {row.threads} | {row.operation:17} | {row.dtype:4} | {row.quant_type} | {speeds} | {ratio} |"
+    case = f"{row.threads} | {row.operation:17} | {row.dtype:4} | {row.quant_type}"
+    return f"| {case} | {speeds} | {ratio} |"
 
 
 def cpu_model() -> str:

@@ -33,8 +33,8 @@ Call = Callable[[], object]
 L2_BYTES = 60 << 20
 ROUNDS = 9
 SHAPES = (
-    (1024, 1024), (4096, 4096), (4096, 11008), (5120, 13824), (6656, 17920), (8192, 8192), (8192, 22016), (8192, 28672),
-    (16384, 53248),
+    (1024, 1024), (4096, 4096), (4096, 11008), (5120, 13824), (6656, 17920), (8192, 8192),
+    (8192, 22016), (8192, 28672), (16384, 53248),
 )  # fmt: skip
 UNSLOTH_CONFIGURATIONS = (
     (1024, 2, True, True, 2),
@@ -183,7 +183,8 @@ def quantize_rows(
         "bitsandbytes": loop(theirs, 4),
         "copy": loop(copy_call(moved), 20),
     }
-    name = f"quantize {quant_type} from {str(dtype)[6:]}, {'whole nested call' if double_quant else 'packed + absmax'}"
+    call = "whole nested call" if double_quant else "packed + absmax"
+    name = f"quantize {quant_type} from {str(dtype)[6:]}, {call}"
     rows = [
         row(name, shape, provider, value, moved) for provider, value in take_turns(timed).items()
     ]

@@ -1,8 +1,9 @@
-"""What users do today to get a plain checkpoint back from a 4-bit one, in two ways.
+"""Decodes a 4-bit checkpoint in the two ways that users have today.
 
-transformers    load the 4-bit model, dequantize it, save its tensors (its own save_pretrained cannot: transformers 5
-                raises NotImplementedError for a dequantized model)
-bitsandbytes    a script over the safetensors files: dequantize_4bit of each weight, one output file for each input
+transformers    loads the 4-bit model, dequantizes it and saves its tensors one by one, because
+                save_pretrained of transformers 5 raises NotImplementedError for such a model
+bitsandbytes    runs a script over the safetensors files: dequantize_4bit of each weight, one
+                output file for each input file
 
 Usage: python -m benchmarks.peer_dequantize transformers|bitsandbytes SOURCE OUT DEVICE
 """

@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class Llama:
-    """The shape of a Llama-like model; the default is Llama 3.1 8B's: 8.03 B parameters, 16.06 GB."""
+    """The shape of a Llama-like model.
+
+    The default is that of Llama 3.1 8B: 8.03 B parameters, 16.06 GB.
+    """
 
     hidden: int = 4096
     layers: int = 32

@@ -27,8 +27,8 @@ GLOBAL = 1 << 40
 """Tensors begin at multiples of this."""
 
 INTEGER = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.minimum, "max": np.maximum,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.minimum,
+    "max": np.maximum, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
 COMPARE = {
     "lt": np.less,

@@ -8,8 +8,11 @@ repeats one. Cases run some hundred at a time in child processes, with a limit f
 each case, for time. NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass
 for one. What counts as a failure:
 
-    a traceback, or an error of more than one line      an exit code but 0, 1, 2        memory, or time, above the limit
-    a folder that looks finished after a failure        a result that our own verify does not pass
+    a traceback, or an error of more than one line
+    an exit code other than 0, 1 and 2
+    memory or time above the limit
+    a folder that looks finished after a failure
+    a result that our own verify does not pass
 """
 
 import argparse

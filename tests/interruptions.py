@@ -1,8 +1,11 @@
 """Kills a run before and after every operation that changes its folder, and repeats the command
 each time.
 
-    python tests/interruptions.py SCENARIO FOLDER [POINTS]      prints a JSON line for each kill point, or for so many
-    python tests/interruptions.py --at-once FOLDER              and for each number of parts that run at once
+    python tests/interruptions.py SCENARIO FOLDER [POINTS]
+    python tests/interruptions.py --at-once FOLDER
+
+The first prints a JSON line for each kill point, or for POINTS of them. The second prints one for
+each number of parts that run at once.
 
 A program, so that forks start from a warm interpreter. A kill point is an open for writing, write,
 fsync, truncation, rename, removal or new folder; of some there is a second kill in the run that

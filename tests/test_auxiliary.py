@@ -19,11 +19,11 @@ def found(folder: Path, *names: str) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
-        "merges.txt", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-        "chat_template.jinja", "modeling_own.py", "LICENSE", "USE_POLICY.md", "modules.json",
-        "additional_chat_templates/tool_use.jinja", "vision/encoder/layers.py", "tekken.json", "spiece.model",
-        "spk_dict.pt",
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+        "vocab.txt", "merges.txt", "generation_config.json", "preprocessor_config.json",
+        "processor_config.json", "chat_template.jinja", "modeling_own.py", "LICENSE",
+        "USE_POLICY.md", "modules.json", "additional_chat_templates/tool_use.jinja",
+        "vision/encoder/layers.py", "tekken.json", "spiece.model", "spk_dict.pt",
     ],
 )  # fmt: skip
 def test_comes_along(tmp_path, name):
@@ -33,10 +33,12 @@ def test_comes_along(tmp_path, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "config.json", "README.md", "SHA256SUMS", "params.json", ".gitattributes", ".cache/huggingface/x.py",
-        "model.safetensors.index.json", "pytorch_model.bin.index.json", "__pycache__/modeling.py", "notes/thoughts.md",
-        "original/tokenizer.model", "original/code.py", "onnx/export.py", "metal/model.py", "assets/logo.png",
-        *sorted(QUANTIZATION_LEFTOVERS), *(f"weights{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)),
+        "config.json", "README.md", "SHA256SUMS", "params.json", ".gitattributes",
+        ".cache/huggingface/x.py", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+        "__pycache__/modeling.py", "notes/thoughts.md", "original/tokenizer.model",
+        "original/code.py", "onnx/export.py", "metal/model.py", "assets/logo.png",
+        *sorted(QUANTIZATION_LEFTOVERS),
+        *(f"weights{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)),
     ],
 )  # fmt: skip
 def test_stays_behind(tmp_path, name):

@@ -21,15 +21,19 @@ from nf4conv.codec.kernels.decoding import dequantize
 from nf4conv.codec.kernels.packing import batch, mean, nested, pack, quantize
 
 P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
-STATE = dict(absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32")
+STATE = dict(
+    absmax_ptr="*u8", nested_code_ptr="*fp32", nested_absmax_ptr="*fp32", offset_ptr="*fp32"
+)
 OPEN = dict(BLOCKSIZE=64, PTX=True)
 
 def build(kernel, types, constants, warps):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, {})
+    values = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(kernel, signature, values, {})
+    target = GPUTarget("cuda", 90, 32)
     built = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False}
+        source, target=target, options={"num_warps": warps, "enable_fp_fusion": False}
     )
     return {"ptx": built.asm["ptx"], "shared": built.metadata.shared}
 
@@ -37,7 +41,9 @@ found = {}
 for name, pointer in P.items():
     size = 4 if name == "fp32" else 2
     slots, warps = quantize.CONFIGURATIONS[size]
-    types = dict(weight_ptr=pointer, packed_ptr="*u8", scales_ptr="*fp32", table_ptr="*i32", n="i64")
+    types = dict(
+        weight_ptr=pointer, packed_ptr="*u8", scales_ptr="*fp32", table_ptr="*i32", n="i64"
+    )
     constants = dict(TILE=slots * 16 // size, IS_FP4=name == "fp16", ACCESS=0, SEARCH=False) | OPEN
     found["quantize-" + name] = build(pack.quantize_kernel, types, constants, warps)
     slots, warps = dequantize.CONFIGURATIONS[size]
@@ -54,8 +60,8 @@ found["search"] = build(batch.quantize_batch_kernel, types, constants, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
 found["nested"] = build(batch.compress_batch_kernel, types, dict(PTX=True), nested.NUM_WARPS)
 types = dict(
-    weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32", peaks_ptr="*fp32", squares_ptr="*fp64",
-    outside_ptr="*i64", n="i64", programs="i64",
+    weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32",
+    peaks_ptr="*fp32", squares_ptr="*fp64", outside_ptr="*i64", n="i64", programs="i64",
 ) | STATE
 found["error"] = build(error.error_kernel, types, dict(TILE=2048, ACCESS=0) | OPEN, 4)
 json.dump(found, sys.stdout)

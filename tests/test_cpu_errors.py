@@ -73,7 +73,7 @@ def test_wrong_codes_are_counted(quant_type: str, double_quant: bool):
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_values_at_the_edge_of_the_bound(double_quant: bool):
-    """Weights that are moved away from their codes until they leave the bound, one after the other."""
+    """Moves weights away from their codes until they leave the bound, one after the other."""
     weight = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
     packed, state = quantize_4bit(weight, double_quant=double_quant)
     counts = [compare(weight * (1 + step / 100), packed, state, "nf4", 64) for step in range(8)]

@@ -45,7 +45,7 @@ def random_scales(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + 1e-4
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def test_every_fp8_value_by_its_definition():
@@ -193,7 +193,7 @@ def test_int8_rows_by_hand():
     assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
 
 
-# --- against the references ------------------------------------------------------------------------------------------
+# --- against the references -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=["e4m3", "e5m2"])
@@ -306,7 +306,7 @@ def test_4bit_is_dequantize_4bit(double_quant: bool):
     )
 
 
-# --- shapes and refusals ---------------------------------------------------------------------------------------------
+# --- shapes and refusals --------------------------------------------------------------------------
 
 
 @given(

@@ -386,9 +386,14 @@ def tiny_llama(folder: Path, dtype: torch.dtype) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 

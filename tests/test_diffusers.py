@@ -154,8 +154,11 @@ def test_searched_scales_of_every_component(pipeline, tmp_path):
 
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
     execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
-    configs = {name: json.loads((tmp_path / "out" / name / "config.json").read_bytes()) for name in INDEX if name in (
-        "transformer", "text_encoder")}  # fmt: skip
+    configs = {
+        name: json.loads((tmp_path / "out" / name / "config.json").read_bytes())
+        for name in INDEX
+        if name in ("transformer", "text_encoder")
+    }
     quantization = {name: config.pop("quantization_config") for name, config in configs.items()}
     assert (
         configs["transformer"] == FLUX

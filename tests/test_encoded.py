@@ -1,4 +1,4 @@
-"""Quantized sources: the output is, byte for byte, that of the same checkpoint decoded beforehand."""
+"""Quantized sources: the output has the bytes that the decoded checkpoint would give."""
 
 import json
 from collections.abc import Callable
@@ -425,7 +425,7 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
     assert int(torch.isnan(kept[f"{UP}.weight"]).sum()) == 1
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_names_like_those_of_scales_are_nothing_in_a_plain_checkpoint(tmp_path: 
     assert "model.layers.0.self_attn.k_scale" in quantized(write(tmp_path / "source", PLAIN | own))
 
 
-# --- pickles ---------------------------------------------------------------------------------------------------------
+# --- pickles --------------------------------------------------------------------------------------
 
 
 def test_a_pickle_gives_what_safetensors_give(tmp_path: Path):

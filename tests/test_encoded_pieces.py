@@ -17,30 +17,80 @@ from nf4conv.sources.reader import Reader
 
 F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
 CASES = {
-    "one scale for all": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}, ()),
-    "a scale for each row": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300,))}, ()),
-    "a column of scales": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (300, 1))}, ()),
-    "a scale for each column": (Method.SCALED, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, (1, 64))}, ()),
-    "blocks, the last ones partial": (
-        Method.SCALED, (300, 72), {"values": (F8, (300, 72)), "scale": (F32, (10, 2))}, (32, 64),
+    "one scale for all": (
+        Method.SCALED,
+        (300, 64),
+        {"values": (F8, (300, 64)), "scale": (F32, ())},
+        (),
     ),
-    "rows of one block": (Method.SCALED, (20, 640), {"values": (F8, (20, 640)), "scale": (F32, (1, 10))}, (32, 64)),
+    "a scale for each row": (
+        Method.SCALED,
+        (300, 64),
+        {"values": (F8, (300, 64)), "scale": (F32, (300,))},
+        (),
+    ),
+    "a column of scales": (
+        Method.SCALED,
+        (300, 64),
+        {"values": (F8, (300, 64)), "scale": (F32, (300, 1))},
+        (),
+    ),
+    "a scale for each column": (
+        Method.SCALED,
+        (300, 64),
+        {"values": (F8, (300, 64)), "scale": (F32, (1, 64))},
+        (),
+    ),
+    "blocks, the last ones partial": (
+        Method.SCALED,
+        (300, 72),
+        {"values": (F8, (300, 72)), "scale": (F32, (10, 2))},
+        (32, 64),
+    ),
+    "rows of one block": (
+        Method.SCALED,
+        (20, 640),
+        {"values": (F8, (20, 640)), "scale": (F32, (1, 10))},
+        (32, 64),
+    ),
     "a stack in blocks": (
-        Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))}, (32, 32),
+        Method.SCALED,
+        (3, 100, 64),
+        {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))},
+        (32, 32),
     ),
     "a stack with a scale for each column": (
-        Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))}, (),
+        Method.SCALED,
+        (3, 100, 64),
+        {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))},
+        (),
     ),
-    "a stack with one scale": (Method.SCALED, (3, 100, 64), {"values": (F8, (3, 100, 64)), "scale": (F32, ())}, ()),
-    "8-bit rows": (Method.INT8_ROWS, (300, 64), {"values": (I8, (300, 64)), "scale": (F32, (300,))}, ()),
+    "a stack with one scale": (
+        Method.SCALED,
+        (3, 100, 64),
+        {"values": (F8, (3, 100, 64)), "scale": (F32, ())},
+        (),
+    ),
+    "8-bit rows": (
+        Method.INT8_ROWS,
+        (300, 64),
+        {"values": (I8, (300, 64)), "scale": (F32, (300,))},
+        (),
+    ),
     "FP4 with a divisor": (
-        Method.FP4, (300, 64), {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))}, (),
+        Method.FP4,
+        (300, 64),
+        {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))},
+        (),
     ),
     "experts of gpt-oss": (
-        Method.FP4_TRANSPOSED, (3, 64, 90), {"values": (U8, (3, 90, 32)), "scale": (U8, (3, 90, 2))}, (),
+        Method.FP4_TRANSPOSED,
+        (3, 64, 90),
+        {"values": (U8, (3, 90, 32)), "scale": (U8, (3, 90, 2))},
+        (),
     ),
     "a vector": (Method.SCALED, (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
-}  # fmt: skip
+}
 
 
 def write_encoded(folder: Path, case: str) -> TensorInfo:

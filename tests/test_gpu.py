@@ -394,9 +394,15 @@ def test_takes_our_state_and_bitsandbytes_state_alike() -> None:
     weight = random_weight(96 * 100, torch.float16).to(CUDA).view(96, 100)
     packed, theirs = functional.quantize_4bit(weight, quant_type="fp4", compress_statistics=True)
     ours = QuantState(
-        theirs.absmax, theirs.shape, theirs.dtype, theirs.blocksize, theirs.quant_type, theirs.code, theirs.offset,
+        theirs.absmax,
+        theirs.shape,
+        theirs.dtype,
+        theirs.blocksize,
+        theirs.quant_type,
+        theirs.code,
+        theirs.offset,
         NestedState(theirs.state2.absmax, theirs.state2.code),
-    )  # fmt: skip
+    )
     out = torch.empty(96, 100, dtype=torch.float32, device=CUDA)
     assert ops.dequantize_4bit(packed, theirs, out=out) is out
     assert_same_bits(ops.dequantize_4bit(packed, ours, dtype=torch.float32), out)

@@ -16,7 +16,10 @@ from nf4conv.sources.header import DTYPE_BITS, build_header, parse_header, read_
 
 def test_literal_bytes():
     header = build_header([("weight", "F32", (2, 3), 0, 24)])
-    text = b'{"__metadata__":{"format":"pt"},"weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    text = (
+        b'{"__metadata__":{"format":"pt"},'
+        b'"weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    )
     assert header == (len(text) + 3).to_bytes(8, "little") + text + b"   "
     assert len(header) % 8 == 0
 
@@ -159,7 +162,7 @@ def test_malformed(table, message):
 
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_bytes_of_two_tensors_are_refused(start):
-    """One byte is enough, and where a tensor is inside another the file's size may still be right."""
+    """One byte is enough. If a tensor lies inside another, the file's size may still be right."""
     table = {
         "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         "b": {"dtype": "U8", "shape": [5 - start], "data_offsets": [start, 5]},
@@ -170,7 +173,10 @@ def test_bytes_of_two_tensors_are_refused(start):
 
 
 def test_a_name_given_twice_is_found_out():
-    raw = b'{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}'
+    raw = (
+        b'{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},'
+        b'"w":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}'
+    )
     with pytest.raises(SourceError, match="w: 2 unused bytes before it"):
         parse_header(raw, Path("file"), 8 + len(raw) + 4)
 

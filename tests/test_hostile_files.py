@@ -31,7 +31,7 @@ EIGHT_BIT = {
 }
 FP8 = {UP: torch.ones(64, 64).to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(1, 1)}
 
-# --- tracebacks of a campaign, each a kind ----------------------------------------------------------------------------
+# --- tracebacks of a campaign, each a kind --------------------------------------------------------
 
 WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "a huge offset": (with_state(nested_offset=2**200), "too large for float32"),
@@ -122,9 +122,10 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": ["llama"]}, {"model_type": {"a": 1}}, {"architectures": {"a": 1}}, {"architectures": [["x"]]},
-        {"num_hidden_layers": 10**9}, {"num_hidden_layers": "many"}, {"vocab_size": -1}, {"vocab_size": 10**30},
-        {"_class_name": ["x"]}, {"hidden_size": None}, {"text_config": [1]}, {"dtype": ["bfloat16"]},
+        {"model_type": ["llama"]}, {"model_type": {"a": 1}}, {"architectures": {"a": 1}},
+        {"architectures": [["x"]]}, {"num_hidden_layers": 10**9}, {"num_hidden_layers": "many"},
+        {"vocab_size": -1}, {"vocab_size": 10**30}, {"_class_name": ["x"]}, {"hidden_size": None},
+        {"text_config": [1]}, {"dtype": ["bfloat16"]},
     ],
     ids=str,
 )  # fmt: skip
@@ -270,7 +271,7 @@ def test_an_error_that_is_not_ours_is_one_line_that_says_so(
     )
 
 
-# --- values too large for their scales --------------------------------------------------------------------------------
+# --- values too large for their scales ------------------------------------------------------------
 
 
 def test_scales_whose_mean_is_infinite_are_refused_or_kept(tmp_path: Path):

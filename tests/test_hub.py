@@ -289,7 +289,7 @@ def test_a_body_that_is_cut_off_is_fetched_again(
     assert hub.count("GET /cdn/.*00001-of") == 2
 
 
-# --- what is in a repository -----------------------------------------------------------------------------------------
+# --- what is in a repository ----------------------------------------------------------------------
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -424,6 +424,10 @@ def test_an_index_that_names_files_outside(hub: Hub, files: dict[str, bytes], wh
 
 def test_importing_and_planning_locally_does_without_huggingface_hub(tmp_path: Path):
     source = write_source(tmp_path / "source")
-    code = "import sys, nf4conv; nf4conv.plan_quantization(sys.argv[1]); assert 'huggingface_hub' not in sys.modules"
+    code = (
+        "import sys, nf4conv\n"
+        "nf4conv.plan_quantization(sys.argv[1])\n"
+        "assert 'huggingface_hub' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code, str(source)], check=True)
     plan_quantization(source)

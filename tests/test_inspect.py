@@ -97,11 +97,15 @@ def test_a_single_file_and_a_pickle(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        None, {"shape": [float("inf")]}, {"shape": [10**4000, 10**4000]}, {"shape": [-64, 64]}, {"shape": 64},
+        None,
+        {"shape": [float("inf")]},
+        {"shape": [10**4000, 10**4000]},
+        {"shape": [-64, 64]},
+        {"shape": 64},
         {"blocksize": float("inf")},
     ],
     ids=["no JSON", "infinite", "impossible", "negative", "no list", "infinite blocksize"],
-)  # fmt: skip
+)
 def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[str, Any] | None):
     stored = pack(UP, torch.randn(64, 64).bfloat16())
     blob = f"{UP}.quant_state.bitsandbytes__nf4"

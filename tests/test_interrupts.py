@@ -148,7 +148,11 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
 
 def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
     """As for `command &` in a script."""
-    ignoring = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    ignoring = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
     source = write_source(tmp_path / "source")
     inner = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: used only if this user has written them whole, and nobody else could."""
+"""Compiled kernels on disk: used only if this user wrote them whole and nobody else could."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How much memory and how many files a hostile source can take, and where results may be written."""
+"""Limits: the memory and open files that a hostile source can take, and where results may go."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from nf4conv.report.as_json import write_json
 from nf4conv.report.results import Environment
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def measured(*arguments: object) -> tuple[int, str, float]:
@@ -108,7 +108,7 @@ def test_descriptions_of_gigabytes_are_not_read(tmp_path: Path, name: str):
         assert "3,221,225,472 bytes; expected at most" in errors
 
 
-# --- results for the user ---------------------------------------------------------------------------------------------
+# --- results for the user -------------------------------------------------------------------------
 
 
 FOUND = Environment("3.14", "a machine", {}, 1, (), "none: a test", {})
@@ -170,7 +170,7 @@ def test_a_link_that_waits_for_the_temporary_file_is_not_followed(
     ]
 
 
-# --- file descriptors -------------------------------------------------------------------------------------------------
+# --- file descriptors -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["quantize", "verify", "compare"])

@@ -56,7 +56,7 @@ def test_a_weight_of_more_than_two_to_the_31(m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 4, 16, 64])
 def test_what_came_just_before_is_seen(m: int) -> None:
-    """Kernels begin before their predecessors end: neither x nor the weight may be read too early."""
+    """A kernel begins before its predecessor ends. It must not read x or the weight too early."""
     weights = [packed_weight(4096, 4096, device="cuda") for _ in range(2)]
     for _, state in weights:
         state.offset.fill_(0.0)

@@ -15,7 +15,7 @@ from hostile import command, packed, refused, strict_and_in_no_time  # noqa: F40
 
 from nf4conv.commands.quantize import plan_quantization
 
-# --- links and special files ------------------------------------------------------------------------------------------
+# --- links and special files ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_links_within_a_pipeline_are_followed_and_others_are_not(tmp_path: Path,
     assert "Note: text_encoder: tokenizer.json: a link that leads out" in done.stderr
 
 
-# --- front matter -----------------------------------------------------------------------------------------------------
+# --- front matter ---------------------------------------------------------------------------------
 
 BOMB = "---\n" + "a0: &a0 {x: 1}\n" + "".join(
     f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -188,7 +188,7 @@ def test_a_card_that_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest
     assert note.endswith("Permission denied")
 
 
-# --- cards ------------------------------------------------------------------------------------------------------------
+# --- cards ----------------------------------------------------------------------------------------
 
 
 def test_names_of_submodels_are_text_in_a_card(tmp_path: Path):

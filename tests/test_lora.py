@@ -423,31 +423,58 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
         ({}, {"kasa_config": {"beta": 1}}, "KaSA"),
         ({}, {"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({}, {"init_lora_weights": "loftq"}, "changed the base's weights"),
-        ({}, {"rank_pattern": {"(": 3}}, "rank_pattern: not a JSON object with regular expressions"),
+        (
+            {},
+            {"rank_pattern": {"(": 3}},
+            "rank_pattern: not a JSON object with regular expressions",
+        ),
         ({}, {"alpha_pattern": ["q"]}, "alpha_pattern: not a JSON object"),
         ({}, {"r": 8}, "rank 8 of its config"),
         ({}, {"r": "4"}, "'4' is no rank"),
         ({}, {"lora_alpha": None}, "None is no lora_alpha"),
         ({f"{Q}.lora_diag": torch.ones(4)}, {}, "lora_diag: not a tensor of LoRA"),
         ({f"{Q}.lora_A.default.weight": torch.ones(4)}, {}, "not a tensor of LoRA"),
-        ({f"layers.7.lora_{name}.weight": torch.ones(4, 4) for name in "AB"}, {}, r"layers\.7: .* "
-                                                                                  r"has nothing"),
-        ({"score.weight": torch.ones(2, 64)}, {}, "score.weight: .* has nothing that the adapter "
-                                                  "could change there"),
-        ({"lm_head.weight": torch.ones(98, 64)}, {}, r"\[98, 64\] does not go with lm_head.weight "
-                                                     r"\[96, 64\].*resized"),
-        ({f"{Q}.lora_B.weight": torch.ones(96, 4)}, {}, r"lora_B.weight \[96, 4\] does not go "
-                                                        r"with .*\[64, 64\]"),
-        ({f"{Q}.lora_magnitude_vector": torch.ones(5)}, {}, r"lora_magnitude_vector \[5\] does "
-                                                            r"not go"),
-        ({"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, {}, "one of lora_A and "
-                                                                              "lora_B, but not "
-                                                                              "both"),
-        ({"model.layers.0.mlp.down_proj.lora_B.bias": torch.ones(64)} | {
-            "model.layers.0.mlp.down_proj.lora_A.weight": torch.ones(4, 160),
-            "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(64, 4)}, {}, "down_proj.bias: .* has nothing"),
+        (
+            {f"layers.7.lora_{name}.weight": torch.ones(4, 4) for name in "AB"},
+            {},
+            r"layers\.7: .* has nothing",
+        ),
+        (
+            {"score.weight": torch.ones(2, 64)},
+            {},
+            "score.weight: .* has nothing that the adapter could change there",
+        ),
+        (
+            {"lm_head.weight": torch.ones(98, 64)},
+            {},
+            r"\[98, 64\] does not go with lm_head.weight \[96, 64\].*resized",
+        ),
+        (
+            {f"{Q}.lora_B.weight": torch.ones(96, 4)},
+            {},
+            r"lora_B.weight \[96, 4\] does not go with .*\[64, 64\]",
+        ),
+        (
+            {f"{Q}.lora_magnitude_vector": torch.ones(5)},
+            {},
+            r"lora_magnitude_vector \[5\] does not go",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)},
+            {},
+            "one of lora_A and lora_B, but not both",
+        ),
+        (
+            {"model.layers.0.mlp.down_proj.lora_B.bias": torch.ones(64)}
+            | {
+                "model.layers.0.mlp.down_proj.lora_A.weight": torch.ones(4, 160),
+                "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(64, 4),
+            },
+            {},
+            "down_proj.bias: .* has nothing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path, tensors, config, message):
     adapter = write_adapter(tmp_path / "adapter", FACTORS | tensors, **config)
     with pytest.raises(SourceError, match=message) as error:

@@ -149,9 +149,10 @@ def test_an_unfinished_result_is_recognised(source: Path, tmp_path: Path, comman
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b'{"options": 1}', b"[" * 10**5, b'{"options": {}, "source": {}}'],
+    "content",
+    [b"", b"[]", b"{", b'{"options": 1}', b"[" * 10**5, b'{"options": {}, "source": {}}'],
     ids=["empty", "list", "cut", "wrong", "deep", "bare"],
-)  # fmt: skip
+)
 def test_a_record_of_somebody_else_s_making_stops_nothing(
     source: Path, tmp_path: Path, content: bytes
 ):

@@ -173,7 +173,7 @@ def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path)
     assert all(result["killed"] for result in results)
 
 
-# --- from the Hub ----------------------------------------------------------------------------------------------------
+# --- from the Hub ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_another_commit_is_another_plan(
         part(REPO, tmp_path / "out", "2/3", where=where)
 
 
-# --- what does not fit together --------------------------------------------------------------------------------------
+# --- what does not fit together -------------------------------------------------------------------
 
 
 def other_weights(source: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_folder_of_parts_is_no_model_yet(source: Path, tmp_path: Path, command
     assert "run the parts that are missing, and then `nf4conv finish`" in done.stderr
 
 
-# --- finish ----------------------------------------------------------------------------------------------------------
+# --- finish ---------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_or_damaged_is_named_and_made_again(source: Path, tmp_path: Path):
@@ -491,7 +491,7 @@ def test_no_file_system_needs_to_know_locks_or_links(
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------
 
 COUNTING = """
 import sys
@@ -500,7 +500,10 @@ from pathlib import Path
 from nf4conv import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
 source, folder = sys.argv[1:]
 options = QuantizeOptions(max_shard_size=40_000)
-NAMES = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
+NAMES = (
+    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir",
+    "os.truncate",
+)
 calls, opened = Counter(), Counter()
 def count(event, arguments):
     if event in NAMES and str(arguments[0]).startswith((source, folder)):
@@ -512,9 +515,11 @@ for parts in (2, 4, 8):
     for number in (1, parts):
         opened.clear()
         plan = plan_quantization(source, options)
-        assert {times for name, times in opened.items() if name.endswith(".safetensors")} == {1}, opened
+        shards = {times for name, times in opened.items() if name.endswith(".safetensors")}
+        assert shards == {1}, opened
         out = Path(folder, f"{number} of {parts}")
-        execute_quantization(plan, out, RunOptions(device="cpu", workers=1, part=f"{number}/{parts}"))
+        run = RunOptions(device="cpu", workers=1, part=f"{number}/{parts}")
+        execute_quantization(plan, out, run)
         print(calls.total(), len(list(out.glob("*.safetensors"))))
         calls.clear()
 """
@@ -542,7 +547,7 @@ def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_the
         )
 
 
-# --- auto ------------------------------------------------------------------------------------------------------------
+# --- auto -----------------------------------------------------------------------------------------
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARRAY_TASK_COUNT": "4"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "0", "NF4CONV_PARTS": "8"}

@@ -25,10 +25,11 @@ from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.pickles.header import read_pickle_header
 
 TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "F8_E8M0": torch.float8_e8m0fnu,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 
@@ -147,7 +148,7 @@ def test_the_state_dict_of_a_training_checkpoint(tmp_path: Path, is_zip: bool):
     assert [tensor.name for tensor in read_pickle_header(path)] == ["a"]
 
 
-# --- what is more than tensors ---------------------------------------------------------------------------------------
+# --- what is more than tensors --------------------------------------------------------------------
 
 
 class Executes:
@@ -215,7 +216,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, state: object, reason:
         read_pickle_header(save(tmp_path / "x.bin", state, is_zip))
 
 
-# --- malformed -------------------------------------------------------------------------------------------------------
+# --- malformed ------------------------------------------------------------------------------------
 
 
 def rezip(
@@ -384,7 +385,7 @@ def test_a_plain_pickle_is_no_file_of_torch(tmp_path: Path):
         read_pickle_header(path)
 
 
-# --- small programs that want much ------------------------------------------------------------------------------------
+# --- small programs that want much ----------------------------------------------------------------
 
 
 @pytest.fixture

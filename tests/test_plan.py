@@ -98,8 +98,11 @@ def test_kept_tensors_take_the_checkpoint_s_dtype_unless_they_are_float32_by_des
     plan = make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
     dtypes = {job.name: job.dtype for job in plan.jobs if isinstance(job, CopyJob)}
     assert dtypes == {
-        "module.2.weight": "BF16", "module.3.weight": "I64", "module.4.weight": "U8", "module.6.weight": "F32",
-    }  # fmt: skip
+        "module.2.weight": "BF16",
+        "module.3.weight": "I64",
+        "module.4.weight": "U8",
+        "module.6.weight": "F32",
+    }
 
 
 def test_two_outputs_of_one_name_are_refused():

@@ -107,7 +107,7 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_the_rest(
     assert set(shards) == {path.name for path in out.glob("*.safetensors")}
 
 
-# --- what is refused before anything is computed ---------------------------------------------------------------------
+# --- what is refused before anything is computed --------------------------------------------------
 
 
 def test_without_a_token(hub: Hub, source: Path, tmp_path: Path):
@@ -140,7 +140,7 @@ def test_a_public_repository_without_public(hub: Hub, source: Path, tmp_path: Pa
     push(source, tmp_path / "out", public=True)
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,10 @@ def test_when_the_hub_refuses_the_checkpoint_is_complete_all_the_same(
     hub.faults = [
         Fault(step, times=99, status=403, headers={"X-Error-Message": "Storage quota exceeded"})
     ]
-    complaint = rf"^--push-to-hub {REPO}: .*quota exceeded.*; the checkpoint itself is complete, .*: hf upload {REPO} {out} \.$"
+    complaint = (
+        rf"^--push-to-hub {REPO}: .*quota exceeded.*; the checkpoint itself is complete, "
+        rf".*: hf upload {REPO} {out} \.$"
+    )
     with pytest.raises(Nf4convError, match=complaint):
         push(source, out)
     assert (out / "config.json").exists()

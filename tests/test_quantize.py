@@ -17,9 +17,10 @@ from nf4conv.options import QuantizeOptions, RunOptions
 CPU = RunOptions(device="cpu")
 
 KEYS = [
-    "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
-    "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
-    "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit", "quant_method",
+    "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit",
+    "load_in_8bit", "quant_method",
 ]  # fmt: skip
 
 
@@ -114,8 +115,8 @@ def test_config_and_auxiliary_files(tmp_path):
         (source / name).write_text('{"must not": "come along"}')
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert sorted(contents(tmp_path / "out")) == [
-        "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json", "model.safetensors",
-        "modeling_own.py", "nf4conv.json", "tokenizer.json", "tokenizer.model",
+        "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json",
+        "model.safetensors", "modeling_own.py", "nf4conv.json", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
     ours, _, theirs = (tmp_path / "out/README.md").read_text().rpartition("\n---\n")
     assert "must not" not in ours
@@ -133,7 +134,7 @@ def test_config_and_auxiliary_files(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("configured", ["bfloat16", None])
 def test_dtype(tmp_path, dtype, configured):
-    """Weights are cast before they are packed, other tensors for good, and the config says to what."""
+    """Weights are cast before they are packed, other tensors for good. The config says to what."""
     source = write_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"dtype": configured}
     (source / "config.json").write_text(

@@ -11,14 +11,14 @@ from nf4conv.codec.reduction import cuda_mean
 
 
 def wide_values(count: int) -> np.ndarray:
-    """Numbers of either sign over 24 binades, so that hardly any two orders of adding them agree."""
+    """Returns numbers of either sign over 24 binades: hardly any two orders give the same sum."""
     generator = np.random.default_rng(count)
     signed = generator.random(count, dtype=np.float32) - np.float32(0.5)
     return np.ldexp(signed, generator.integers(-12, 12, count, dtype=np.int32))
 
 
 def lane_by_lane(values: np.ndarray) -> np.float32:
-    """The sum of 128 … 130 560 elements, one CUDA thread after the other, as Reduce.cuh has them."""
+    """Adds 128 … 130 560 elements one CUDA thread after the other, in the order of Reduce.cuh."""
     count = len(values)
     threads = min(512, 2 ** int(np.log2(count // 4)))
     lanes = []
@@ -46,7 +46,7 @@ def test_one_thread_block_adds_lane_by_lane(count):
 
 
 def block_sum(values: np.ndarray, block: int, blocks: int) -> np.float32:
-    """What thread block `block` of `blocks`, 512 threads each, adds of more than 130 560 elements."""
+    """Adds what one of several thread blocks, 512 threads each, takes of over 130 560 elements."""
     lanes = np.zeros(512, dtype=np.float32)
     vectors = values[: len(values) // 4 * 4].reshape(-1, 4)
     tail = values[len(vectors) * 4 :]

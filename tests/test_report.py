@@ -152,7 +152,7 @@ def test_the_json_holds_everything(reports: dict[str, VerifyReport], tmp_path: P
     assert stored["passed"] is False
 
 
-# --- in a browser ----------------------------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
 
 
 def chromium(*arguments: str) -> str:
@@ -219,7 +219,9 @@ def drawn(report: VerifyReport, folder: Path, script: str) -> Any:
 def test_the_answer_comes_first_and_what_passed_is_folded(
     reports: dict[str, VerifyReport], tmp_path: Path
 ):
-    answer = "return [document.getElementById('answer').textContent, document.querySelectorAll('details[open]').length]"
+    answer = """
+      const folded = document.querySelectorAll('details[open]');
+      return [document.getElementById('answer').textContent, folded.length];"""
     assert drawn(reports["passed"], tmp_path, answer) == [f"Yes. {reports['passed'].verdict}", 0]
     text, _ = drawn(reports["failed"], tmp_path, answer)
     assert text == f"No. {reports['failed'].verdict}"
@@ -233,7 +235,9 @@ def test_the_answer_comes_first_and_what_passed_is_folded(
 
 @pytest.mark.browser
 def test_the_table_is_sorted_and_searched(reports: dict[str, VerifyReport], tmp_path: Path):
-    rows = "const rows = () => [...document.querySelectorAll('.tall tbody th')].map((e) => e.textContent);"
+    rows = """
+      const heads = () => [...document.querySelectorAll('.tall tbody th')];
+      const rows = () => heads().map((e) => e.textContent);"""
     worst = sorted(reports["passed"].weights, key=lambda row: -row.relative_error)
     assert drawn(reports["passed"], tmp_path, f"{rows} return rows()[0]") == worst[0].name
     click = "document.querySelector('.tall th button').click();"
@@ -254,7 +258,8 @@ def test_every_cell_of_the_map_stands_out_from_the_page(
     script = """
       const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
       const light = (color) => {
-        const parts = color.match(/[\\d.]+/g).map((v) => linear(color.startsWith('color') ? +v : v / 255));
+        const scale = color.startsWith('color') ? 1 : 255;
+        const parts = color.match(/[\\d.]+/g).map((v) => linear(v / scale));
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
       };
       const ratio = (a, b) => {
@@ -288,9 +293,11 @@ def test_a_broken_weight_does_not_flatten_the_colours_of_the_others(
     report = dataclasses.replace(reports["failed"], weights=(broken, *rows[1:]))
     script = """
       const cells = [...document.querySelectorAll('.cells li')];
-      const at = cells.filter((e) => e.className !== 'beyond').map((e) => parseFloat(e.style.getPropertyValue('--at')));
-      const tile = [...document.querySelectorAll('.tiles div')].find((e) => e.textContent.includes('largest'));
-      return [cells.length - at.length, Math.min(...at), Math.max(...at), tile.firstChild.textContent];"""
+      const within = cells.filter((e) => e.className !== 'beyond');
+      const at = within.map((e) => parseFloat(e.style.getPropertyValue('--at')));
+      const tiles = [...document.querySelectorAll('.tiles div')];
+      const largest = tiles.find((e) => e.textContent.includes('largest')).firstChild.textContent;
+      return [cells.length - at.length, Math.min(...at), Math.max(...at), largest];"""
     assert drawn(report, tmp_path, script) == [1, 0, 100, "inf"]
 
 
@@ -303,7 +310,8 @@ def test_it_asks_only_what_was_answered(reports: dict[str, VerifyReport], tmp_pa
 
 @pytest.mark.browser
 def test_tables_have_captions_and_scopes(reports: dict[str, VerifyReport], tmp_path: Path):
-    script = """return [...document.querySelectorAll('table')].map((t) => [t.caption?.textContent.length > 0,
+    script = """return [...document.querySelectorAll('table')].map((t) => [
+      t.caption?.textContent.length > 0,
       [...t.querySelectorAll('thead th')].every((e) => e.scope === 'col'),
       [...t.querySelectorAll('tbody tr')].every((e) => e.cells[0].scope === 'row')])"""
     tables = drawn(reports["failed"], tmp_path, script)

@@ -160,7 +160,7 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
 
 
 def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
-    """The real command in a process whose writes are slow, so that it can be caught in the middle."""
+    """Runs the real command in a process whose writes are slow, so that it can be caught midway."""
     program = (
         "import os, time\n"
         "pwrite = os.pwrite\n"

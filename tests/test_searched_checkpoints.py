@@ -294,9 +294,17 @@ def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
     """On the CPU, in float32: the same tokens as from the decoded weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, dtype="float32", bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     LlamaForCausalLM(config).float().save_pretrained(tmp_path / "source")
     options = dataclasses.replace(SEARCH, compute_dtype="float32")
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)

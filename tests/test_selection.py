@@ -78,8 +78,12 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("transformer.wpe.weight", (64, 64), {}, "an embedding"),
         ("embeddings.token_type_embeddings.weight", (2, 64), {}, "an embedding"),
         ("shared.weight", (64, 64), {}, "an embedding"),
-        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 8), {}, "an "
-                                                                                              "embedding"),
+        (
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            (32, 8),
+            {},
+            "an embedding",
+        ),
         ("model.layers.0.embed_tokens_per_layer.weight", (64, 64), {}, "an embedding"),
         ("odd_name.weight", (1000, 64), {"vocab_size": 1000}, "an output head"),
         ("gpt_neox.embed_out.weight", (1000, 64), {}, "an output head"),
@@ -88,8 +92,12 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("model.layers.0.block_sparse_moe.gate.weight", (8, 64), {}, "a router"),
         ("model.layers.0.mlp.shared_expert_gate.weight", (1, 64), {}, "a router"),
         ("model.layers.0.mixer.conv1d.weight", (64, 1, 4), {}, "a convolution or another tensor"),
-        ("model.layers.0.self_attn.in_proj_weight", (192, 64), {}, "a bare parameter, not a "
-                                                                   "module's weight"),
+        (
+            "model.layers.0.self_attn.in_proj_weight",
+            (192, 64),
+            {},
+            "a bare parameter, not a module's weight",
+        ),
         ("odd_projection.weight", (64, 64), {}, "unsure: outside the layers and without a bias"),
         ("model.layers.0.self_attn.beta.weight", (16, 64), {}, "fewer than 32 rows"),
         ("model.layers.2.mlp.up_proj.weight", (64, 64), LLAMA_CONFIG, EXTRA_LAYER),
@@ -98,7 +106,7 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("transformer.h.0.mlp.dense_h_to_4h.weight", (64, 64), {"model_type": "falcon"}, FALCON),
         ("vision_tower.layers.0.fc1.weight", (64, 64), {"text_config": {}}, TOWER),
     ],
-)  # fmt: skip
+)
 def test_what_is_kept_and_why(name, shape, config, reason):
     selection = select([tensor(name, shape)], config, QuantizeOptions())
     assert selection.decisions[name].reason == reason

@@ -41,14 +41,22 @@ UNET = {
     "output_blocks.3.1.transformer_blocks.0.ff.net.0.proj": (512, 64),
 }
 TELLING = {
-    "flux": {"img_in": (64, 64), "txt_in": (64, 128), "vector_in.in_layer": (64, 48), "final_layer.linear": (64, 64)},
+    "flux": {
+        "img_in": (64, 64),
+        "txt_in": (64, 128),
+        "vector_in.in_layer": (64, 48),
+        "final_layer.linear": (64, 64),
+    },
     "unet": {
-        "input_blocks.0.0": (64, 4, 3, 3), "label_emb.0.0": (256, 128), "time_embed.0": (256, 64),
+        "input_blocks.0.0": (64, 4, 3, 3),
+        "label_emb.0.0": (256, 128),
+        "time_embed.0": (256, 64),
         "out.2": (4, 64, 3, 3),
-        "input_blocks.4.1.proj_in": (64, 64), "input_blocks.4.1.transformer_blocks.0.attn2.to_k": (64, 128),
+        "input_blocks.4.1.proj_in": (64, 64),
+        "input_blocks.4.1.transformer_blocks.0.attn2.to_k": (64, 128),
         "output_blocks.3.1.transformer_blocks.0.attn2.to_k": (64, 128),
     },
-}  # fmt: skip
+}
 OTHERS = {
     "first_stage_model.decoder.conv_in": (64, 4, 3, 3),
     "first_stage_model.decoder.mid.attn_1.q": (64, 64),
@@ -121,19 +129,28 @@ def test_image_tools_find_what_they_look_for(tmp_path, kind, double_quant):
 
 COMPONENTS = {
     "FluxTransformer2DModel": {
-        **{f"transformer_blocks.3.attn.to_{part}.{leaf}": shape for part in "qkv"
-           for leaf, shape in (("weight", (64, 64)), ("bias", (64,)))},
-        "transformer_blocks.3.attn.norm_q.weight": (64,), "transformer_blocks.3.ff.net.2.weight": (64, 256),
-        "norm_out.linear.weight": (128, 64), "norm_out.linear.bias": (128,), "x_embedder.weight": (64, 64),
+        **{
+            f"transformer_blocks.3.attn.to_{part}.{leaf}": shape
+            for part in "qkv"
+            for leaf, shape in (("weight", (64, 64)), ("bias", (64,)))
+        },
+        "transformer_blocks.3.attn.norm_q.weight": (64,),
+        "transformer_blocks.3.ff.net.2.weight": (64, 256),
+        "norm_out.linear.weight": (128, 64),
+        "norm_out.linear.bias": (128,),
+        "x_embedder.weight": (64, 64),
     },
     "UNet2DConditionModel": {
-        "conv_in.weight": (64, 4, 3, 3), "down_blocks.1.attentions.1.transformer_blocks.0.attn1.to_k.weight": (64, 64),
-        "up_blocks.1.resnets.2.conv_shortcut.weight": (64, 128, 1, 1), "up_blocks.1.upsamplers.0.conv.bias": (64,),
+        "conv_in.weight": (64, 4, 3, 3),
+        "down_blocks.1.attentions.1.transformer_blocks.0.attn1.to_k.weight": (64, 64),
+        "up_blocks.1.resnets.2.conv_shortcut.weight": (64, 128, 1, 1),
+        "up_blocks.1.upsamplers.0.conv.bias": (64,),
         "up_blocks.1.attentions.2.transformer_blocks.0.attn1.to_k.weight": (64, 64),
-        "down_blocks.0.downsamplers.0.conv.bias": (64,), "mid_block.attentions.0.norm.weight": (64,),
+        "down_blocks.0.downsamplers.0.conv.bias": (64,),
+        "mid_block.attentions.0.norm.weight": (64,),
         "mid_block.resnets.1.norm1.weight": (64,),
     },
-}  # fmt: skip
+}
 RENAMED = {
     "input_blocks.0.0.weight", "input_blocks.3.0.op.bias",
     "input_blocks.5.1.transformer_blocks.0.attn1.to_k.weight",

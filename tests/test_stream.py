@@ -248,7 +248,7 @@ def test_parts_of_a_weight_in_another_shard(hub: Hub, where: SourceOptions, tmp_
     assert stream(tmp_path / "out", where) == converted_locally(tmp_path, files)
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 SECOND = r"GET /cdn/.*00002-of"
 

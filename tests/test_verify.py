@@ -326,22 +326,48 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "shard extended": (raw(lambda content: content + b"\0" * 8), "files", FIRST),
     "shard emptied": (raw(lambda _: b""), "files", FIRST),
     "shard missing": (delete(FIRST), "files", FIRST),
-    "header bit flipped": (raw(lambda old: old[:9] + bytes([old[9] ^ 0x80]) + old[10:]), "files", FIRST),
+    "header bit flipped": (
+        raw(lambda old: old[:9] + bytes([old[9] ^ 0x80]) + old[10:]),
+        "files",
+        FIRST,
+    ),
     "header length wrong": (raw(lambda content: b"\xff" + content[1:]), "files", FIRST),
     "offsets overlap": (first_offsets_wrong, "files", FIRST),
     "dtype wrong in the header": (header(b'"BF16"', b'"BF61"'), "files", FIRST),
     "stray safetensors": (add_stray, "files", "adapter_model.safetensors"),
     "codes too few": (change(UP, lambda tensor: tensor[:-1]), "layout", UP),
-    "absmax too short": (change(f"{UP}.absmax", lambda tensor: tensor[:-1]), "layout", f"{UP}.absmax"),
-    "nested_absmax too long": (
-        change(f"{UP}.nested_absmax", lambda tensor: torch.cat([tensor, tensor])), "layout", f"{UP}.nested_absmax",
+    "absmax too short": (
+        change(f"{UP}.absmax", lambda tensor: tensor[:-1]),
+        "layout",
+        f"{UP}.absmax",
     ),
-    "absmax as integers": (change(f"{UP}.absmax", lambda tensor: tensor.int()), "layout", f"{UP}.absmax"),
+    "nested_absmax too long": (
+        change(f"{UP}.nested_absmax", lambda tensor: torch.cat([tensor, tensor])),
+        "layout",
+        f"{UP}.nested_absmax",
+    ),
+    "absmax as integers": (
+        change(f"{UP}.absmax", lambda tensor: tensor.int()),
+        "layout",
+        f"{UP}.absmax",
+    ),
     "code map of FP4": (change(f"{UP}.quant_map", fp4_map), "code maps", f"{UP}.quant_map"),
     "code map: a bit": (change(f"{UP}.quant_map", flipped(6, 6)), "code maps", f"{UP}.quant_map"),
-    "code map in low precision": (change(f"{UP}.quant_map", low_precision), "code maps", f"{UP}.quant_map"),
-    "code map: NaN": (change(f"{UP}.quant_map", filled(3, math.nan)), "code maps", f"{UP}.quant_map"),
-    "nested map: a bit": (change(f"{UP}.nested_quant_map", flipped(402, 6)), "code maps", f"{UP}.nested_quant_map"),
+    "code map in low precision": (
+        change(f"{UP}.quant_map", low_precision),
+        "code maps",
+        f"{UP}.quant_map",
+    ),
+    "code map: NaN": (
+        change(f"{UP}.quant_map", filled(3, math.nan)),
+        "code maps",
+        f"{UP}.quant_map",
+    ),
+    "nested map: a bit": (
+        change(f"{UP}.nested_quant_map", flipped(402, 6)),
+        "code maps",
+        f"{UP}.nested_quant_map",
+    ),
     "nested_absmax: NaN": (change(f"{UP}.nested_absmax", filled(0, math.nan)), "scales", UP),
     "nested_absmax: infinite": (change(f"{UP}.nested_absmax", filled(0, math.inf)), "scales", UP),
     "quant state: not JSON": (change(BLOB, flipped(0, 3)), "quant state", BLOB),
@@ -359,40 +385,96 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "quant state: negative offset": (blob(nested_offset=-0.5), "quant state", BLOB),
     "another data type among them": (fp4_weight, "uniform", Q),
     "another nesting among them": (not_nested_weight, "uniform", Q),
-    "index: wrong file": (index(lambda table: table["weight_map"].update({UP: SECOND})), "index", UP),
-    "index: lacks a tensor": (index(lambda table: table["weight_map"].pop(UP)), "index", UP),
-    "index: a tensor too many": (index(lambda table: table["weight_map"].update({"ghost": FIRST})), "index", "ghost"),
-    "index: a list for a file": (index(lambda table: table["weight_map"].update({UP: [FIRST]})), "index", UP),
-    "index: names nothing": (
-        index(lambda table: table.update(weight_map={})), "index", "model.safetensors.index.json",
+    "index: wrong file": (
+        index(lambda table: table["weight_map"].update({UP: SECOND})),
+        "index",
+        UP,
     ),
-    "index: not JSON": (write_text("model.safetensors.index.json", "{"), "index", "model.safetensors.index.json"),
-    "index: no metadata": (index(lambda table: table.pop("metadata")), "index", "model.safetensors.index.json"),
+    "index: lacks a tensor": (index(lambda table: table["weight_map"].pop(UP)), "index", UP),
+    "index: a tensor too many": (
+        index(lambda table: table["weight_map"].update({"ghost": FIRST})),
+        "index",
+        "ghost",
+    ),
+    "index: a list for a file": (
+        index(lambda table: table["weight_map"].update({UP: [FIRST]})),
+        "index",
+        UP,
+    ),
+    "index: names nothing": (
+        index(lambda table: table.update(weight_map={})),
+        "index",
+        "model.safetensors.index.json",
+    ),
+    "index: not JSON": (
+        write_text("model.safetensors.index.json", "{"),
+        "index",
+        "model.safetensors.index.json",
+    ),
+    "index: no metadata": (
+        index(lambda table: table.pop("metadata")),
+        "index",
+        "model.safetensors.index.json",
+    ),
     "config: not JSON": (write_text("config.json", "{"), "config", "config.json"),
-    "config: no quantization": (config(lambda content: content.pop("quantization_config")), "config", "config.json"),
+    "config: no quantization": (
+        config(lambda content: content.pop("quantization_config")),
+        "config",
+        "config.json",
+    ),
     "config: data type": (quantization(bnb_4bit_quant_type="fp4"), "config", "config.json"),
     "config: nesting": (quantization(bnb_4bit_use_double_quant=False), "config", "config.json"),
     "config: storage": (quantization(bnb_4bit_quant_storage="bfloat16"), "config", "config.json"),
     "config: not 4-bit": (quantization(load_in_4bit=False), "config", "config.json"),
-    "config: a number for a flag": (quantization(bnb_4bit_use_double_quant=1), "config", "config.json"),
-    "config: null for a flag": (quantization(llm_int8_has_fp16_weight=None), "config", "config.json"),
+    "config: a number for a flag": (
+        quantization(bnb_4bit_use_double_quant=1),
+        "config",
+        "config.json",
+    ),
+    "config: null for a flag": (
+        quantization(llm_int8_has_fp16_weight=None),
+        "config",
+        "config.json",
+    ),
     "config: compute dtype": (quantization(bnb_4bit_compute_dtype="bf16"), "config", "config.json"),
-    "config: compute dtype in a list": (quantization(bnb_4bit_compute_dtype=["bfloat16"]), "config", "config.json"),
+    "config: compute dtype in a list": (
+        quantization(bnb_4bit_compute_dtype=["bfloat16"]),
+        "config",
+        "config.json",
+    ),
     "config: 8-bit": (quantization(load_in_8bit=True, load_in_4bit=False), "config", "config.json"),
     "config: other method": (quantization(quant_method="gptq"), "config", "config.json"),
     "config: integer threshold": (quantization(llm_int8_threshold=6), "config", "config.json"),
-    "config: another quantization": (write_text("quantize_config.json", "{}"), "config", "quantize_config.json"),
+    "config: another quantization": (
+        write_text("quantize_config.json", "{}"),
+        "config",
+        "quantize_config.json",
+    ),
     "skip list: names a packed module": (with_skip("model.layers.1.mlp.up_proj"), "skip list", UP),
     "skip list: lacks a kept module": (unpack, "skip list", Q),
     "skip list: lacks the tied head": (without_skip("lm_head"), "skip list", EMBED),
-    "skip list: not a list": (quantization(llm_int8_skip_modules="lm_head"), "skip list", "config.json"),
+    "skip list: not a list": (
+        quantization(llm_int8_skip_modules="lm_head"),
+        "skip list",
+        "config.json",
+    ),
     "skip list: not an expression": (with_skip("(lm_head"), "skip list", "config.json"),
     "manifest: another file": (
-        write_text("SHA256SUMS", f"{'0' * 64}  config.json\n"), "checksums", "config.json",
+        write_text("SHA256SUMS", f"{'0' * 64}  config.json\n"),
+        "checksums",
+        "config.json",
     ),
-    "manifest: file missing": (write_text("SHA256SUMS", f"{'0' * 64}  gone.json\n"), "checksums", "gone.json"),
-    "manifest: outside": (write_text("SHA256SUMS", f"{'0' * 64}  ../x\n"), "checksums", "SHA256SUMS"),
-}  # fmt: skip
+    "manifest: file missing": (
+        write_text("SHA256SUMS", f"{'0' * 64}  gone.json\n"),
+        "checksums",
+        "gone.json",
+    ),
+    "manifest: outside": (
+        write_text("SHA256SUMS", f"{'0' * 64}  ../x\n"),
+        "checksums",
+        "SHA256SUMS",
+    ),
+}
 
 DAMAGE_SEEN_BY_THE_SOURCE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "codes: a bit": (change(UP, flipped(1000, 2)), "codes", UP),
@@ -514,8 +596,19 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
         config(lambda content: content["quantization_config"].pop("_load_in_4bit")),
         config(lambda content: content["quantization_config"].update(more=1)),
     ],
-    ids=["map 0", "map 100", "map 255", "codes 0", "codes 15", "spaces", "shape", "threshold", "key less", "key more"],
-)  # fmt: skip
+    ids=[
+        "map 0",
+        "map 100",
+        "map 255",
+        "codes 0",
+        "codes 15",
+        "spaces",
+        "shape",
+        "threshold",
+        "key less",
+        "key more",
+    ],
+)
 def test_exact_is_every_byte_of_what_describes_a_weight(
     damaged: Path, source: Path, damage: Callable[[Path], None]
 ):
@@ -527,7 +620,7 @@ def test_exact_is_every_byte_of_what_describes_a_weight(
     assert "exact" not in {finding.check for finding in without.findings}
 
 
-# --- what is right ---------------------------------------------------------------------------------------------------
+# --- what is right --------------------------------------------------------------------------------
 
 
 def passes(report: VerifyReport) -> None:
@@ -649,7 +742,7 @@ def test_a_dtype_of_config_that_is_not_stored_is_a_note(good: Path, tmp_path: Pa
 
 
 def test_a_head_that_is_not_tied_need_not_be_named(good: Path, tmp_path: Path):
-    """A model without a head, or one whose embedding is another tensor, has nothing to leave alone."""
+    """A model without a head, or with a separate embedding, has nothing to leave alone."""
     for change in ({"architectures": ["LlamaModel"]}, {"tie_word_embeddings": False}):
         folder = Path(shutil.copytree(good, tmp_path / next(iter(change))))
         without_skip("lm_head")(folder)
@@ -681,9 +774,13 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_qu
 
     torch.manual_seed(0)
     tiny = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=256,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(tiny).bfloat16().save_pretrained(tmp_path / "source")
     chosen = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
@@ -698,7 +795,7 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_qu
     assert not [finding for finding in found if finding["is_fault"]]
 
 
-# --- tolerance -------------------------------------------------------------------------------------------------------
+# --- tolerance ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0)])
@@ -768,7 +865,7 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
     assert measured < RELATIVE_ERRORS["absmax", quant_type][blocksize][2]
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,10 @@ def test_a_run_from_beginning_to_end(tmp_path):
         }
         space.complete({"config.json": b"{}"})
     assert contents(out) == {
-        "model.safetensors": (out / "model.safetensors").read_bytes(), "code/own.py": b"1", "config.json": b"{}",
-    }  # fmt: skip
+        "model.safetensors": (out / "model.safetensors").read_bytes(),
+        "code/own.py": b"1",
+        "config.json": b"{}",
+    }
     assert not (out / WORK_FOLDER).exists()
     [tensor] = read_header(out / "model.safetensors")
     assert (tensor.name, tensor.shape) == ("w", (4,))

@@ -1,4 +1,4 @@
-"""A shard has its final name only when it is complete, checked and synced; until then nothing has."""
+"""A shard gets its final name when it is complete, checked and synced, and not before."""
 
 import os
 import random

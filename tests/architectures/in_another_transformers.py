@@ -1,9 +1,13 @@
-"""Run by a Python with a transformers of its own: make tiny checkpoints, or load our outputs and
-hold them to its own.
+"""Makes tiny checkpoints with another release of transformers, or loads our outputs with it and
+compares them with what that release packs itself.
+
+A Python that has that release runs this file:
 
     python in_another_transformers.py save FOLDER ARCHITECTURE ...
     python in_another_transformers.py load FOLDER
-    python in_another_transformers.py resemble FOLDER       where it packs less by itself: only compare with the source
+    python in_another_transformers.py resemble FOLDER
+
+`resemble` compares only with the source. It is for models of which that release packs less.
 
 FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it.
 Both print a JSON object: architecture → "ok", "unknown to it", "cannot read the source either", or

@@ -73,7 +73,10 @@ class Plan:
 
 
 def classes() -> list[Any]:
-    """Every denoiser and controlnet of diffusers; several controlnets in one are saved one by one."""
+    """Returns every denoiser and controlnet of diffusers.
+
+    Classes that hold several controlnets are left out: their members are saved one by one.
+    """
     import diffusers
 
     modules = [

@@ -4,10 +4,11 @@ files beside it.
 Needs a GPU, bitsandbytes and the folder tests on the path:
     PYTHONPATH=.:tests python tests/golden/record.py tests/golden
 
-    {bf16,f16,f32}.safetensors    case/weight, and for nf4 and fp4: case/nf4/packed, /absmax, /codes, /nested_absmax,
-                                  /offset, and /dequantized from the nested state; cases are named
-                                  blocksize-elements or special-blocksize (no nested parts:
-                                  infinities make them NaN) or ties-quant_type or short_kind
+    {bf16,f16,f32}.safetensors    case/weight, and for nf4 and fp4: case/nf4/packed, /absmax,
+                                  /codes, /nested_absmax, /offset, and /dequantized from the
+                                  nested state; cases are named blocksize-elements or
+                                  special-blocksize (no nested parts: infinities make them NaN)
+                                  or ties-quant_type or short_kind
     means.json                    bits of torch.mean on the GPU for spread_values(count)
 """
 
@@ -23,8 +24,9 @@ from weights import DTYPES, random_weight, short_weight, special_weight, spread_
 
 SIZES = ((32, 295), (64, 801), (128, 384), (1024, 1024 + 511), (4096, 4096 + 1000))
 MEAN_COUNTS = (
-    1, 2, 3, 5, 31, 33, 64, 100, 127, 128, 129, 130, 131, 255, 1000, 2047, 2048, 2049, 4099, 65_536, 100_000, 130_557,
-    130_560, 130_561, 131_072, 131_075, 200_000, 1_000_000, 1_000_003, 4_000_000, 4_325_377, 5_000_000, 20_000_001,
+    1, 2, 3, 5, 31, 33, 64, 100, 127, 128, 129, 130, 131, 255, 1000, 2047, 2048, 2049, 4099, 65_536,
+    100_000, 130_557, 130_560, 130_561, 131_072, 131_075, 200_000, 1_000_000, 1_000_003, 4_000_000,
+    4_325_377, 5_000_000, 20_000_001,
 )  # fmt: skip
 
 
