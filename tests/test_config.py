@@ -14,7 +14,7 @@ from nf4conv.models.config import (
     quantized_config,
     without_quantization,
 )
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 FORMAT = Format("nf4", 64, True, "bfloat16")
 SETTINGS = {"compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}

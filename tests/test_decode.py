@@ -17,9 +17,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nf4conv import dequantize_4bit, quantize_4bit
-from nf4conv.codec.decode import decode
+from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.packed import decode_packed
+from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.errors import CodecError
-from nf4conv.format.encodings import Method
 
 BF16 = torch.bfloat16
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -60,14 +61,14 @@ def test_every_fp8_value_by_its_definition():
 
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     expected = torch.tensor([e4m3(byte) for byte in range(256)]).view(16, 16)
-    same_bits(decode(Method.SCALED, {"values": values}, (), torch.float32), expected)
+    same_bits(decode_scaled(values, None, None, torch.float32), expected)
 
 
 def test_blocks_by_hand_with_partial_ones_at_both_edges():
     values = torch.ones(3, 5).to(torch.float8_e4m3fn)
     scale = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
     expected = torch.tensor([[2, 2, 3, 3, 5], [2, 2, 3, 3, 5], [7, 7, 11, 11, 13]], dtype=BF16)
-    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (2, 2), BF16), expected)
+    same_bits(decode_scaled(values, scale, (2, 2), BF16), expected)
 
 
 def test_the_block_comes_from_the_config_not_from_the_grid():
@@ -75,12 +76,7 @@ def test_the_block_comes_from_the_config_not_from_the_grid():
     kv_a_proj_with_mqa).
     """
     values = torch.ones(576, 128).to(torch.float8_e4m3fn)
-    decoded = decode(
-        Method.SCALED,
-        {"values": values, "scale": torch.arange(1.0, 6.0).view(5, 1)},
-        (128, 128),
-        BF16,
-    )
+    decoded = decode_scaled(values, torch.arange(1.0, 6.0).view(5, 1), (128, 128), BF16)
     assert (
         decoded[:, 0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 128 + [4.0] * 128 + [5.0] * 64
     )
@@ -90,13 +86,13 @@ def test_the_block_comes_from_the_config_not_from_the_grid():
 def test_e8m0_scales_are_powers_of_two(stored_as: torch.dtype):
     values = torch.full((1, 128), 1.5).to(torch.float8_e4m3fn)
     scale = torch.tensor([[0, 126, 127, 130]], dtype=torch.uint8).view(stored_as)
-    decoded = decode(Method.SCALED, {"values": values, "scale": scale}, (1, 32), torch.float32)
+    decoded = decode_scaled(values, scale, (1, 32), torch.float32)
     assert decoded[0, ::32].tolist() == [1.5 * 2**-127, 0.75, 1.5, 12.0]
 
 
 def test_an_e8m0_scale_of_255_is_nan():
     scale = torch.tensor([[255]], dtype=torch.uint8)
-    decoded = decode(Method.FP4, {"values": random_bytes(1, 16), "scale": scale}, (), BF16)
+    decoded = decode_fp4(random_bytes(1, 16), scale, BF16)
     assert bool(torch.isnan(decoded).all())
 
 
@@ -109,15 +105,13 @@ def test_scales_of_a_tensor_of_rows_and_of_columns():
         (torch.tensor([[2.0], [3.0]]), [[2, 2, 2], [3, 3, 3]]),
         (torch.tensor([[2.0, 3.0, 5.0]]), [[2, 3, 5], [2, 3, 5]]),
     ):
-        assert (
-            decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16).tolist() == expected
-        )
+        assert decode_scaled(values, scale, None, BF16).tolist() == expected
 
 
 def test_stacked_matrices_have_grids_of_their_own():
     values = torch.ones(2, 2, 4).to(torch.float8_e5m2)
     scale = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
-    decoded = decode(Method.SCALED, {"values": values, "scale": scale}, (2, 2), BF16)
+    decoded = decode_scaled(values, scale, (2, 2), BF16)
     assert decoded.tolist() == [[[1, 1, 2, 2]] * 2, [[3, 3, 4, 4]] * 2]
 
 
@@ -139,7 +133,7 @@ def test_one_scale_broadcasts_over_any_number_of_dimensions(
 ):
     values, scale = torch.ones(shape).to(torch.float8_e5m2), random_scales(*scales)
     expected = (values.float() * scale).to(BF16)
-    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16), expected)
+    same_bits(decode_scaled(values, scale, None, BF16), expected)
 
 
 def test_every_fp4_pair_low_nibble_first():
@@ -149,7 +143,7 @@ def test_every_fp4_pair_low_nibble_first():
         16, 32
     )
     scale = torch.full((16, 1), 127, dtype=torch.uint8)
-    same_bits(decode(Method.FP4, {"values": values, "scale": scale}, (), torch.float32), expected)
+    same_bits(decode_fp4(values, scale, torch.float32), expected)
 
 
 def test_the_two_conventions_of_nvfp4_are_each_others_inverse():
@@ -157,12 +151,8 @@ def test_the_two_conventions_of_nvfp4_are_each_others_inverse():
         torch.tensor([[0x72] + [0] * 7], dtype=torch.uint8),
         torch.tensor([[3.0]]).to(torch.float8_e4m3fn),
     )
-    divided = decode(
-        Method.FP4, {"values": values, "scale": scale, "divisor": torch.tensor([4.0])}, (), BF16
-    )
-    multiplied = decode(
-        Method.FP4, {"values": values, "scale": scale, "multiplier": torch.tensor(0.25)}, (), BF16
-    )
+    divided = decode_fp4(values, scale, BF16, divisor=torch.tensor([4.0]))
+    multiplied = decode_fp4(values, scale, BF16, multiplier=torch.tensor(0.25))
     assert divided[0, :2].tolist() == [0.75, 4.5]
     same_bits(multiplied, divided)
 
@@ -171,9 +161,7 @@ def test_gpt_oss_experts_come_out_transposed():
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 1, 0, 15] = 0x21, 0xF0
     scales = torch.tensor([[[127], [128]]], dtype=torch.uint8)
-    decoded = decode(
-        Method.FP4_TRANSPOSED, {"values": blocks.flatten(2), "scale": scales}, (), BF16
-    )
+    decoded = decode_fp4(blocks.flatten(2), scales, BF16, is_transposed=True)
     assert decoded.shape == (1, 32, 2)
     assert decoded[0, :2, 0].tolist() == [0.5, 1.0]
     assert decoded[0, 31, 1].item() == -12.0
@@ -182,14 +170,12 @@ def test_gpt_oss_experts_come_out_transposed():
 @pytest.mark.parametrize(("experts", "rows"), [(0, 4), (2, 0)])
 def test_stacks_without_elements(experts: int, rows: int):
     parts = {"values": random_bytes(experts, rows, 32), "scale": random_bytes(experts, rows, 2)}
-    assert decode(Method.FP4_TRANSPOSED, parts, (), BF16).shape == (experts, 64, rows)
+    assert decode_fp4(**parts, dtype=BF16, is_transposed=True).shape == (experts, 64, rows)
 
 
 def test_int8_rows_by_hand():
     values = torch.tensor([[127, -127, 0], [1, 64, -128]], dtype=torch.int8)
-    decoded = decode(
-        Method.INT8_ROWS, {"values": values, "scale": torch.tensor([2.0, 127.0])}, (), BF16
-    )
+    decoded = decode_int8_rows(values, torch.tensor([2.0, 127.0]), BF16)
     assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
 
 
@@ -205,21 +191,21 @@ def test_fp8_blocks_are_those_of_transformers(dtype: torch.dtype, scales: torch.
     exponents = (random_bytes(3, 2, seed=2) >> 3) + 110
     scale = exponents.view(scales) if scales.itemsize == 1 else random_scales(3, 2).to(scales)
     expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
-    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, (128, 128), BF16), expected)
+    same_bits(decode_scaled(values, scale, (128, 128), BF16), expected)
 
 
 def test_fp4_experts_of_deepseek_are_those_of_transformers():
     values, scale = random_bytes(64, 128).view(torch.int8), (random_bytes(64, 8, seed=3) >> 3) + 110
     scale = scale.view(torch.float8_e8m0fnu)
     expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
-    same_bits(decode(Method.FP4, {"values": values, "scale": scale}, (), BF16), expected)
+    same_bits(decode_fp4(values, scale, BF16), expected)
 
 
 def test_gpt_oss_experts_are_those_of_transformers():
     blocks, scales = random_bytes(3, 48, 5, 16), (random_bytes(3, 48, 5, seed=4) >> 2) + 96
     expected = convert_moe_packed_tensors(blocks, scales)
     parts = {"values": blocks.flatten(2), "scale": scales}
-    same_bits(decode(Method.FP4_TRANSPOSED, parts, (), BF16), expected)
+    same_bits(decode_fp4(**parts, dtype=BF16, is_transposed=True), expected)
 
 
 def scheme(**weights: object) -> QuantizationScheme:
@@ -229,8 +215,8 @@ def scheme(**weights: object) -> QuantizationScheme:
 @pytest.mark.parametrize(
     ("strategy", "shape", "block", "extra"),
     [
-        ("tensor", (1,), (), {}),
-        ("channel", (96, 1), (), {}),
+        ("tensor", (1,), None, {}),
+        ("channel", (96, 1), None, {}),
         ("block", (3, 2), (32, 64), {"block_structure": [32, 64]}),
         ("group", (96, 4), (1, 32), {"group_size": 32}),
     ],
@@ -240,7 +226,7 @@ def scheme(**weights: object) -> QuantizationScheme:
 def test_fp8_is_that_of_compressed_tensors(
     strategy: str,
     shape: tuple[int, ...],
-    block: tuple[int, ...],
+    block: tuple[int, int] | None,
     extra: dict[str, object],
     scale_dtype: torch.dtype,
 ):
@@ -251,7 +237,7 @@ def test_fp8_is_that_of_compressed_tensors(
     state = {"weight": values, "weight_scale": scale}
     kind = scheme(num_bits=8, type="float", strategy=strategy, **extra)
     expected = NaiveQuantizationCompressor.decompress(state, kind)["weight"].to(BF16)
-    same_bits(decode(Method.SCALED, {"values": values, "scale": scale}, block, BF16), expected)
+    same_bits(decode_scaled(values, scale, block, BF16), expected)
 
 
 def test_int8_is_that_of_compressed_tensors():
@@ -261,7 +247,7 @@ def test_int8_is_that_of_compressed_tensors():
         state, scheme(num_bits=8, type="int", strategy="channel")
     )
     same_bits(
-        decode(Method.SCALED, {"values": values, "scale": scale}, (), BF16),
+        decode_scaled(values, scale, None, BF16),
         expected["weight"].to(BF16),
     )
 
@@ -276,7 +262,7 @@ def test_nvfp4_is_that_of_compressed_tensors():
     kind = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
     expected = NVFP4PackedCompressor.decompress(dict(state), kind)["weight"]
     parts = {"values": values, "scale": scale, "divisor": state["weight_global_scale"]}
-    same_bits(decode(Method.FP4, parts, (), BF16), expected)
+    same_bits(decode_fp4(**parts, dtype=BF16), expected)
 
 
 def test_mxfp4_is_that_of_compressed_tensors():
@@ -285,14 +271,14 @@ def test_mxfp4_is_that_of_compressed_tensors():
     expected = MXFP4PackedCompressor.decompress(
         {"weight_packed": values, "weight_scale": scale}, kind
     )["weight"]
-    same_bits(decode(Method.FP4, {"values": values, "scale": scale}, (), BF16), expected.to(BF16))
+    same_bits(decode_fp4(values, scale, BF16), expected.to(BF16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32], ids=["f16", "bf16", "f32"])
 def test_int8_rows_are_those_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(64, 96).view(torch.int8), random_scales(64) * 30
     expected = bnb.int8_vectorwise_dequant(values, scale).to(dtype)
-    same_bits(decode(Method.INT8_ROWS, {"values": values, "scale": scale}, (), dtype), expected)
+    same_bits(decode_int8_rows(values, scale, dtype), expected)
 
 
 @pytest.mark.parametrize("double_quant", [False, True], ids=["plain", "nested"])
@@ -301,9 +287,7 @@ def test_4bit_is_dequantize_4bit(double_quant: bool):
         torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant
     )
     parts = {"values": packed, **state.components()}
-    same_bits(
-        decode(Method.BITSANDBYTES_4BIT, parts, (), torch.float16), dequantize_4bit(packed, state)
-    )
+    same_bits(decode_packed(parts, torch.float16), dequantize_4bit(packed, state))
 
 
 # --- shapes and refusals --------------------------------------------------------------------------
@@ -322,9 +306,7 @@ def test_every_value_gets_the_scale_of_its_block(
     values = torch.ones(rows, columns, dtype=torch.int8)
     grid = -(-rows // height), -(-columns // width)
     scale = random_scales(*grid, seed=seed)
-    decoded = decode(
-        Method.SCALED, {"values": values, "scale": scale}, (height, width), torch.float32
-    )
+    decoded = decode_scaled(values, scale, (height, width), torch.float32)
     for row in range(rows):
         for column in range(columns):
             assert decoded[row, column] == scale[row // height, column // width]
@@ -333,57 +315,48 @@ def test_every_value_gets_the_scale_of_its_block(
 def test_many_chunks_are_one_tensor():
     """More values than are decoded at a time, with a last chunk that is cut."""
     values, scale = random_bytes(1037, 640).view(torch.int8), random_scales(1037, 1)
-    decoded = decode(Method.SCALED, {"values": values, "scale": scale}, (), torch.float32)
+    decoded = decode_scaled(values, scale, None, torch.float32)
     same_bits(decoded, values.to(torch.float32) * scale)
     pairs, exponents = random_bytes(1037, 320), (random_bytes(1037, 20) >> 3) + 110
-    whole = decode(Method.FP4, {"values": pairs, "scale": exponents}, (), BF16)
+    whole = decode_fp4(pairs, exponents, BF16)
     same_bits(
         whole[1000:],
-        decode(Method.FP4, {"values": pairs[1000:], "scale": exponents[1000:]}, (), BF16),
+        decode_fp4(pairs[1000:], exponents[1000:], BF16),
     )
 
 
 @pytest.mark.parametrize(
-    ("method", "parts", "block"),
-    [
-        (
-            Method.SCALED,
-            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3, 2)},
-            (2, 2),
-        ),
-        (
-            Method.SCALED,
-            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)},
-            (),
-        ),
-        (
-            Method.SCALED,
-            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(2, 2)},
-            (),
-        ),
-        (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(4, 4)}, ()),
-        (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(3, 1)}, ()),
-        (
-            Method.FP4_TRANSPOSED,
-            {"values": random_bytes(2, 4, 4), "scale": random_bytes(2, 4, 1)},
-            (),
-        ),
-        (
-            Method.FP4_TRANSPOSED,
-            {"values": random_bytes(2, 4, 16), "scale": random_bytes(4, 2, 1)},
-            (),
-        ),
-        (Method.FP4, {"values": random_bytes(4, 16), "scale": random_bytes(1)}, ()),
-        (
-            Method.INT8_ROWS,
-            {"values": random_bytes(4, 4).view(torch.int8), "scale": torch.ones(3)},
-            (),
-        ),
-    ],
-    ids=["grid", "rows", "no-block", "group-of-8", "fp4-rows", "mxfp4", "stack", "vector", "int8"],
+    ("scale", "block"),
+    [(torch.ones(3, 2), (2, 2)), (torch.ones(3), None), (torch.ones(2, 2), None)],
+    ids=["grid", "rows", "no-block"],
 )
-def test_scales_that_do_not_fit_are_refused(
-    method: str, parts: dict[str, torch.Tensor], block: tuple[int, ...]
+def test_scales_that_do_not_fit_8_bit_values_are_refused(
+    scale: torch.Tensor, block: tuple[int, int] | None
+):
+    values = random_bytes(4, 4).view(torch.int8)
+    with pytest.raises(CodecError, match="scales"):
+        decode_scaled(values, scale, block, BF16)
+
+
+def test_row_scales_that_do_not_fit_are_refused():
+    values = random_bytes(4, 4).view(torch.int8)
+    with pytest.raises(CodecError, match="scales"):
+        decode_int8_rows(values, torch.ones(3), BF16)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "is_transposed"),
+    [
+        ((4, 16), (4, 4), False),
+        ((4, 16), (3, 1), False),
+        ((2, 4, 4), (2, 4, 1), True),
+        ((2, 4, 16), (4, 2, 1), True),
+        ((4, 16), (1,), False),
+    ],
+    ids=["group-of-8", "fp4-rows", "mxfp4", "stack", "vector"],
+)
+def test_scales_that_do_not_fit_4_bit_values_are_refused(
+    values: tuple[int, ...], scale: tuple[int, ...], is_transposed: bool
 ):
     with pytest.raises(CodecError, match="scales"):
-        decode(method, parts, block, BF16)
+        decode_fp4(random_bytes(*values), random_bytes(*scale), BF16, is_transposed=is_transposed)

@@ -3,13 +3,14 @@ every scale.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from nf4conv.codec.decode import decode
+from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.kernels.decoding import fp4, scaled
-from nf4conv.format.encodings import Method
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates where the GPU rounds to nearest
@@ -69,9 +70,7 @@ def test_scaled_values_in_every_layout(layout: str, values_dtype: torch.dtype, d
     )
     out = torch.empty(shape, dtype=dtype, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), block, out)
-    expected = decode(
-        Method.SCALED, {"values": values, "scale": scale}, () if block == (1, 1) else block, dtype
-    )
+    expected = decode_scaled(values, scale, None if block == (1, 1) else block, dtype)
     same_bits(out, expected)
 
 
@@ -84,7 +83,7 @@ def test_every_value_with_every_kind_of_scale(values_dtype: torch.dtype, scale_d
         scale = torch.arange(256, dtype=torch.uint8).view(scale_dtype).view(256, 1)
     out = torch.empty(values.shape, dtype=torch.float32, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), (1, 1), out)
-    same_bits(out, decode(Method.SCALED, {"values": values, "scale": scale}, (), torch.float32))
+    same_bits(out, decode_scaled(values, scale, None, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,7 +91,7 @@ def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(33, 80).view(torch.int8), random_scale(torch.float32, 33)
     out = torch.empty(values.shape, dtype=dtype, device=DEVICE)
     scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE).view(-1, 1), (1, 1), out, by_127=True)
-    same_bits(out, decode(Method.INT8_ROWS, {"values": values, "scale": scale}, (), dtype))
+    same_bits(out, decode_int8_rows(values, scale, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -124,7 +123,7 @@ def test_fp4(
         on_device.get("multiplier"),
         out,
     )
-    same_bits(out, decode(Method.FP4, parts, (), dtype))
+    same_bits(out, decode_fp4(**parts, dtype=dtype))
 
 
 @pytest.mark.gpu
@@ -146,10 +145,13 @@ def test_decode_gives_the_same_on_both_devices(method: str):
         },
         "fp4 transposed": {"values": random_bytes(3, 50, 32), "scale": random_bytes(3, 50, 2)},
     }[method]
-    block = (32, 32) if method == "scaled" else ()
-    name = Method("scaled" if method == "stack" else method)
-    expected = decode(name, parts, block, torch.bfloat16)
-    same_bits(
-        decode(name, {role: part.cuda() for role, part in parts.items()}, block, torch.bfloat16),
-        expected,
-    )
+    decode = {
+        "scaled": partial(decode_scaled, block=(32, 32)),
+        "stack": partial(decode_scaled, block=None),
+        "int8 rows": decode_int8_rows,
+        "fp4": decode_fp4,
+        "fp4 transposed": partial(decode_fp4, is_transposed=True),
+    }[method]
+    expected = decode(**parts, dtype=torch.bfloat16)
+    on_device = {role: part.cuda() for role, part in parts.items()}
+    same_bits(decode(**on_device, dtype=torch.bfloat16), expected)

@@ -1,6 +1,7 @@
 """Encoded tensors taken apart: the pieces, decoded one by one, are the whole."""
 
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,95 +9,85 @@ import pytest
 import torch
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.format.encodings import Method
 from nf4conv.run.with_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.with_torch.worker import TorchEngine
 from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
-from nf4conv.sources.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import (
+    DTYPE_BITS,
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Fp4,
+    Scaled,
+    TensorInfo,
+)
 
 F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
 CASES = {
-    "one scale for all": (
-        Method.SCALED,
-        (300, 64),
-        {"values": (F8, (300, 64)), "scale": (F32, ())},
-        (),
-    ),
+    "one scale for all": (Scaled, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}),
     "a scale for each row": (
-        Method.SCALED,
+        Scaled,
         (300, 64),
         {"values": (F8, (300, 64)), "scale": (F32, (300,))},
-        (),
     ),
     "a column of scales": (
-        Method.SCALED,
+        Scaled,
         (300, 64),
         {"values": (F8, (300, 64)), "scale": (F32, (300, 1))},
-        (),
     ),
     "a scale for each column": (
-        Method.SCALED,
+        Scaled,
         (300, 64),
         {"values": (F8, (300, 64)), "scale": (F32, (1, 64))},
-        (),
     ),
     "blocks, the last ones partial": (
-        Method.SCALED,
+        partial(Scaled, block=(32, 64)),
         (300, 72),
         {"values": (F8, (300, 72)), "scale": (F32, (10, 2))},
-        (32, 64),
     ),
     "rows of one block": (
-        Method.SCALED,
+        partial(Scaled, block=(32, 64)),
         (20, 640),
         {"values": (F8, (20, 640)), "scale": (F32, (1, 10))},
-        (32, 64),
     ),
     "a stack in blocks": (
-        Method.SCALED,
+        partial(Scaled, block=(32, 32)),
         (3, 100, 64),
         {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 4, 2))},
-        (32, 32),
     ),
     "a stack with a scale for each column": (
-        Method.SCALED,
+        Scaled,
         (3, 100, 64),
         {"values": (F8, (3, 100, 64)), "scale": (F32, (3, 1, 64))},
-        (),
     ),
     "a stack with one scale": (
-        Method.SCALED,
+        Scaled,
         (3, 100, 64),
         {"values": (F8, (3, 100, 64)), "scale": (F32, ())},
-        (),
     ),
     "8-bit rows": (
-        Method.INT8_ROWS,
+        Bitsandbytes8bit,
         (300, 64),
         {"values": (I8, (300, 64)), "scale": (F32, (300,))},
-        (),
     ),
     "FP4 with a divisor": (
-        Method.FP4,
+        Fp4,
         (300, 64),
         {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))},
-        (),
     ),
     "experts of gpt-oss": (
-        Method.FP4_TRANSPOSED,
+        partial(Fp4, is_transposed=True),
         (3, 64, 90),
         {"values": (U8, (3, 90, 32)), "scale": (U8, (3, 90, 2))},
-        (),
     ),
-    "a vector": (Method.SCALED, (300,), {"values": (F8, (300,)), "scale": (F32, ())}, ()),
+    "a vector": (Scaled, (300,), {"values": (F8, (300,)), "scale": (F32, ())}),
 }
 
 
 def write_encoded(folder: Path, case: str) -> TensorInfo:
     """A tensor whose parts lie one after the other in a file."""
-    method, shape, layout, block = CASES[case]
-    file, content, parts = folder / "parts", bytearray(), []
+    encoding, shape, layout = CASES[case]
+    file, content, parts = folder / "parts", bytearray(), {}
     generator = torch.Generator().manual_seed(0)
     for role, (dtype, part_shape) in layout.items():
         tensor = torch.rand(part_shape, generator=generator) + 1
@@ -104,14 +95,11 @@ def write_encoded(folder: Path, case: str) -> TensorInfo:
             tensor = torch.randint(0, 120, part_shape, dtype=torch.uint8, generator=generator)
         raw = tensor.numpy().tobytes()
         assert len(raw) == math.prod(part_shape) * DTYPE_BITS[dtype] // 8
-        parts.append(
-            (role, TensorInfo(role, dtype, part_shape, file, len(content), len(content) + len(raw)))
-        )
+        start = len(content)
         content += raw
+        parts[role] = TensorInfo(role, dtype, part_shape, file, start, len(content))
     file.write_bytes(content)
-    return TensorInfo(
-        "w", "BF16", shape, file, 0, len(content), Encoding(method, tuple(parts), block)
-    )
+    return TensorInfo("w", "BF16", shape, file, 0, len(content), encoding(**parts))
 
 
 @pytest.mark.parametrize("unit", [1, 32, 512])
@@ -150,18 +138,27 @@ def test_packed_weights_in_pieces(
 ):
     weight = torch.randn(1, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed, state = quantize_4bit(weight, blocksize=blocksize, double_quant=double_quant)
-    content, parts = bytearray(), []
+    file, content, parts = tmp_path / "parts", bytearray(), {}
     for role, part in {"values": packed, **state.components()}.items():
         raw = part.numpy().tobytes()
         dtype = {torch.uint8: U8, torch.float32: F32}[part.dtype]
-        parts.append(
-            (role, TensorInfo(role, dtype, tuple(part.shape), tmp_path / "parts", len(content), 0))
-        )
+        start = len(content)
         content += raw
-        parts[-1] = (role, parts[-1][1]._replace(stop=len(content)))
-    (tmp_path / "parts").write_bytes(content)
-    encoding = Encoding(Method.BITSANDBYTES_4BIT, tuple(parts), (blocksize,))
-    tensor = TensorInfo("w", "BF16", (1, elements), tmp_path / "parts", 0, len(content), encoding)
+        parts[role] = TensorInfo(role, dtype, tuple(part.shape), file, start, len(content))
+    file.write_bytes(content)
+    encoding = Bitsandbytes4bit(
+        values=parts["values"],
+        absmax=parts["absmax"],
+        quant_map=parts["quant_map"],
+        nested_absmax=parts.get("nested_absmax"),
+        nested_quant_map=parts.get("nested_quant_map"),
+        quant_state=parts["quant_state.bitsandbytes__nf4"],
+        quant_type="nf4",
+        blocksize=blocksize,
+        dtype="BF16",
+        nested_offset=0.0 if state.offset is None else float(state.offset),
+    )
+    tensor = TensorInfo("w", "BF16", (1, elements), file, 0, len(content), encoding)
     pieces = packed_pieces(tensor, 20_000, unit)
     assert len(pieces) > 1 or elements <= 32768
     assert all(piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces)

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.tensors import TensorInfo
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -42,11 +42,8 @@ def save(path: Path, state: Any, is_zip: bool = True, **options: Any) -> Path:
 def load(tensor: TensorInfo) -> torch.Tensor:
     """The tensor that a TensorInfo describes."""
     if tensor.encoding is not None:
-        [(_, stored)] = tensor.encoding.parts
-        rank = len(tensor.shape)
-        return torch.as_strided(
-            load(stored), tensor.encoding.block[:rank], tensor.encoding.block[rank:]
-        )
+        stored = load(tensor.encoding.values)
+        return torch.as_strided(stored, tensor.shape, tensor.encoding.strides)
     raw = tensor.file.read_bytes()[tensor.start : tensor.stop]
     return torch.tensor(list(raw), dtype=torch.uint8).view(TORCH[tensor.dtype]).view(tensor.shape)
 
@@ -114,7 +111,7 @@ def test_tensors_whose_elements_are_not_in_order(tmp_path: Path, is_zip: bool):
     state = {"transposed": whole.t(), "columns": whole[:, 1:3], "expanded": whole[:1].expand(3, 4)}
     found = check_against_torch(save(tmp_path / "x.bin", state, is_zip))
     assert [tensor.encoding is not None for tensor in found.values()] == [True, True, True]
-    assert found["columns"].encoding.parts[0][1].shape == (5 * 4 + 2,)
+    assert found["columns"].encoding.values.shape == (5 * 4 + 2,)
 
 
 @FORMATS

@@ -14,7 +14,8 @@ from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.jobs import CopyJob, PackJob, make_plan, plan_fingerprint
-from nf4conv.sources.header import DTYPE_BITS, TensorInfo, build_header, parse_header
+from nf4conv.sources.header import build_header, parse_header
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)

@@ -9,7 +9,7 @@ from nf4conv.choose.selection import Keep, Pack, demote, select
 from nf4conv.choose.skip_list import transformers_5, vllm
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 def tensors(**shapes: tuple[int, ...]) -> list[TensorInfo]:

@@ -14,7 +14,7 @@ from nf4conv.choose.skeleton import read_skeleton, select_with_transformers
 from nf4conv.cli import main
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 pytestmark = pytest.mark.oracle
 

@@ -24,9 +24,9 @@ from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, TIED_HEADS, ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.source import read_json
 from nf4conv.sources.stored_weights import Structure
+from nf4conv.sources.tensors import TensorInfo
 
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
 """Reasons for which a module that loaders do hold in an `nn.Linear` is kept."""

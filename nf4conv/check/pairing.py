@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.choose.selection import PackedMatrix, split_experts
-from nf4conv.format.encodings import Method
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
-from nf4conv.sources.header import DTYPE_BITS, Encoding, TensorInfo
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
+from nf4conv.sources.tensors import DTYPE_BITS, Strided, TensorInfo
 
 _BUFFERS: Final = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
@@ -124,7 +123,7 @@ def _experts(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
         length = (inputs - 1) * columns + outputs
         start = tensor.start + ((matrix.expert or 0) * tensor.shape[1] * columns + first) * size
         stored = tensor._replace(shape=(length,), start=start, stop=start + length * size)
-        encoding = Encoding(Method.STRIDED, (("values", stored),), (outputs, inputs, 1, columns))
+        encoding = Strided(stored, strides=(1, columns))
         found.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=encoding))
     return tuple(found)
 

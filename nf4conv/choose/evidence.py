@@ -14,7 +14,7 @@ from typing import Any, Final
 from nf4conv.models.config import levels
 from nf4conv.models.families import READ, Family, families_of, is_transposed
 from nf4conv.models.module_names import is_embedding, is_multimodal, module_of
-from nf4conv.sources.header import TensorInfo, is_in_4_bits
+from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
 FEWEST_ROWS: Final = (
     32  # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss

@@ -17,8 +17,8 @@ from nf4conv.errors import PlanError
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
-from nf4conv.sources.header import TensorInfo, is_in_4_bits
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
 NOTES: Final = {
     Why.EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; "

@@ -20,7 +20,7 @@ from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

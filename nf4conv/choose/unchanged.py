@@ -17,8 +17,8 @@ from typing import NamedTuple
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
+from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
 
 
 class Stored(NamedTuple):
@@ -33,16 +33,15 @@ class Stored(NamedTuple):
 def stored_format(tensor: TensorInfo) -> Format | None:
     """How a weight of a 4-bit source is packed; None for any other tensor."""
     encoding = tensor.encoding
-    if encoding is None or not encoding.method.is_bitsandbytes_4bit:
+    if not isinstance(encoding, Bitsandbytes4bit):
         return None
-    parts = dict(encoding.parts)
-    state = next(role for role in parts if role.startswith(QUANT_STATE_PREFIX))
-    dtype, storage = (
+    return Format(
+        encoding.quant_type,
+        encoding.blocksize,
+        encoding.double_quant,
         layout.DTYPE_NAMES[tensor.dtype],
-        layout.STORAGE_DTYPES.get(parts["values"].dtype, "uint8"),
+        layout.STORAGE_DTYPES.get(encoding.values.dtype, "uint8"),
     )
-    quant_type, is_nested = state.removeprefix(QUANT_STATE_PREFIX), "nested_absmax" in parts
-    return Format(quant_type, encoding.block[0], is_nested, dtype, storage)
 
 
 def common_format(tensors: Iterable[TensorInfo]) -> Format | None:

@@ -22,7 +22,7 @@ from nf4conv.choose.selection import is_wanted, unmatched
 from nf4conv.commands.diffusers import for_submodel, is_included
 from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
@@ -40,8 +40,8 @@ from nf4conv.run.engines import compare_values, host_engine
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.same_bytes import byte_tasks
 from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.source import Source, open_source
+from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
 
 TensorPairs = Mapping[str, tuple[TensorInfo | None, TensorInfo | None]]
 
@@ -207,7 +207,7 @@ def _decoded_as(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
     """A packed weight decodes to the dtype of what it is compared with: by way of its own, it would
     round twice.
     """
-    is_packed = tensor.encoding is not None and tensor.encoding.method.is_bitsandbytes_4bit
+    is_packed = isinstance(tensor.encoding, Bitsandbytes4bit)
     is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
     return tensor._replace(dtype=other.dtype) if is_packed and is_plain_float else tensor
 
@@ -216,7 +216,7 @@ def _is_stored_alike(a: TensorInfo, b: TensorInfo) -> bool:
     """Whether equal bytes are all that is needed for equal tensors."""
     if a.dtype != b.dtype or a.encoding is None or b.encoding is None:
         return a.dtype == b.dtype and a.encoding is b.encoding
-    return a.encoding[::2] == b.encoding[::2] and _layout(a) == _layout(b)
+    return a.encoding.decodes_like(b.encoding) and _layout(a) == _layout(b)
 
 
 def _layout(tensor: TensorInfo) -> list[tuple[object, ...]]:
@@ -259,20 +259,12 @@ def _status(a: TensorInfo | None, b: TensorInfo | None, result: TensorDifference
 
 def _format(tensor: TensorInfo) -> str:
     """How a tensor is stored, in a few words."""
-    if tensor.encoding is None:
+    encoding = tensor.encoding
+    if encoding is None:
         return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    roles = [role for role, _ in tensor.encoding.parts]
-    tag = next(
-        (
-            role.removeprefix(QUANT_STATE_PREFIX)
-            for role in roles
-            if role.startswith(QUANT_STATE_PREFIX)
-        ),
-        None,
-    )
-    if tag is None:
-        return tensor.encoding.method.value
-    return format_name(tag, "nested_absmax" in roles, tensor.encoding.block[0])
+    if isinstance(encoding, Bitsandbytes4bit):
+        return format_name(encoding.quant_type, encoding.double_quant, encoding.blocksize)
+    return encoding.name
 
 
 def _passes(row: ComparedRow, tolerance: float | None) -> bool:

@@ -40,8 +40,8 @@ from nf4conv.report.rows import DequantizationTotals, PlanRow, VerificationSumma
 from nf4conv.run.engines import writing_engine
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers_folder import open_diffusers
-from nf4conv.sources.header import is_in_4_bits
 from nf4conv.sources.source import Source, open_source, open_stored
+from nf4conv.sources.tensors import is_in_4_bits
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"

@@ -35,10 +35,11 @@ from nf4conv.report.rows import (
 )
 from nf4conv.sources.diffusers_folder import open_diffusers
 from nf4conv.sources.encodings.encoded import quantization_of
-from nf4conv.sources.header import LARGEST_SIZE, TensorInfo
+from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, open_stored, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
+from nf4conv.sources.tensors import TensorInfo
 
 
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:

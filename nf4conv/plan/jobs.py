@@ -29,7 +29,8 @@ from nf4conv.choose.selection import Keep, Pack, PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, components
-from nf4conv.sources.header import DTYPE_BITS, LENGTH_BYTES, METADATA_KEY, TensorInfo
+from nf4conv.sources.header import LENGTH_BYTES, METADATA_KEY
+from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, TensorInfo
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 
@@ -153,8 +154,12 @@ class CopyJob:
         """
         tags, encoding = [self.source.dtype, self.dtype], self.source.encoding
         if encoding is not None:
-            is_held = self.dtype == encoding.dtype if encoding.dtype else self.dtype != "F16"
-            tags = tags if is_held and self.dtype == self.source.dtype else ["F32", *tags]
+            if isinstance(encoding, Bitsandbytes4bit):
+                holds_all = self.dtype == encoding.dtype
+            else:
+                holds_all = self.dtype != "F16"
+            if not holds_all or self.dtype != self.source.dtype:
+                tags.insert(0, "F32")
         return tuple(tag for tag, _ in groupby(tags))
 
     @property

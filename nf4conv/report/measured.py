@@ -15,8 +15,8 @@ from nf4conv.options import VerifyOptions
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.rows import WeightKind, WeightRow, decibels, relative_error
 from nf4conv.report.tolerance import RELATIVE_ERRORS
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
 
 M = TypeVar("M")
 

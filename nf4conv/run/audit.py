@@ -23,8 +23,8 @@ from nf4conv.run.shards import ShardProgress
 from nf4conv.run.without_torch.proof import prove_kept, prove_written
 from nf4conv.run.without_torch.worker import CudaWorker
 from nf4conv.sources.encodings.pieces import Piece
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from nf4conv.run.with_torch.worker import TorchWorker

@@ -29,8 +29,8 @@ from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
 from nf4conv.output.writer import ShardWriter
 from nf4conv.report.tolerance import check_tolerance
-from nf4conv.sources.header import FileRange
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import FileRange
 from nf4conv.system.background import Background, outlast
 
 

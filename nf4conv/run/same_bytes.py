@@ -16,8 +16,8 @@ from typing import Final
 from nf4conv.output.writer import ShardWriter
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.loop import Task, Worker
-from nf4conv.sources.header import FileRange, TensorInfo
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import FileRange, TensorInfo
 
 _CHUNK: Final = 2**22  # bytes that are read and compared at a time
 _compare_memory: Final = ctypes.CDLL(None).memcmp  # which lets go of the interpreter lock

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nf4conv.errors import SourceError
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.encodings import Method
 from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
 from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.jobs import CopyJob, PackJob, Shard, component_name
@@ -31,7 +30,7 @@ from nf4conv.sources.encodings.pieces import (
     plain_pieces,
     rows_of,
 )
-from nf4conv.sources.header import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo, packed_in_order
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while
     from nf4conv.sources.remote.stream import ShardStream
@@ -218,8 +217,9 @@ def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:
     """A tensor in pieces of at most so many elements, if it can be cut so."""
     if source.encoding is None:
         return plain_pieces(source, most // 64 * 64)
-    is_packed = source.encoding.method is Method.BITSANDBYTES_4BIT
-    return packed_pieces(source, most) if is_packed else encoded_pieces(source, most)
+    if packed_in_order(source) is not None:
+        return packed_pieces(source, most)
+    return encoded_pieces(source, most)
 
 
 def json_blobs(
@@ -352,11 +352,8 @@ def matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     matrix, source = job.matrix, job.source
     if source.encoding is None or matrix.transpose or matrix.columns is not None:
         return []
-    if (
-        source.encoding.method is Method.BITSANDBYTES_4BIT
-        and matrix.expert is None
-        and matrix.rows is None
-    ):
+    is_whole = matrix.expert is None and matrix.rows is None
+    if is_whole and packed_in_order(source) is not None:
         return packed_pieces(source, most, unit)
     if matrix.expert is not None:
         if not is_stack_of_matrices(source):

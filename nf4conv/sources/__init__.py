@@ -1,6 +1,7 @@
 """Reads checkpoints from wherever they are. Computes no tensor and never imports torch.
 
 source.py            opens a folder, a file or a Hub id: config, headers of every tensor, stamps
+tensors.py           describes tensors: where their bytes are, how they are encoded
 header.py            parses, validates and builds the safetensors header
 reader.py            positional reads
 weight_files.py      finds the weight files of a folder

@@ -11,18 +11,13 @@ JSON may be padded with spaces (https://github.com/huggingface/safetensors#forma
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.format.encodings import Method
-
-DTYPE_BITS: Final[Mapping[str, int]] = json.loads(
-    Path(__file__).with_name("dtype_bits.json").read_bytes()
-)
-"""Bits of one element, by dtype tag: all that safetensors 0.8 knows."""
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 LENGTH_BYTES: Final = 8
 LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
@@ -40,97 +35,6 @@ _MOST_DOTS: Final = 64
 bear.
 """
 LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
-
-
-FileRange = tuple[Path, int, int]  # (file, start, stop) in bytes
-
-
-class TensorInfo(NamedTuple):
-    """One tensor of a file, as its header tells it."""
-
-    name: str  # key in the state dict
-    dtype: str  # safetensors' dtype tag: "BF16", "F16", "F32", "F8_E4M3", "U8", …
-    shape: tuple[int, ...]  # sizes, outermost first
-    file: Path  # the file that holds it
-    start: int  # where its bytes begin in that file, from the file's first byte
-    stop: int  # where they end
-    # how it is stored, if not simply as these bytes in this dtype and shape; they are then the
-    # largest part of what it is decoded from
-    encoding: "Encoding | None" = None
-
-    @property
-    def file_range(self) -> FileRange:
-        """Where its bytes are; of an encoded tensor, those of its largest part."""
-        return self.file, self.start, self.stop
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the source, of all parts."""
-        return self.stop - self.start if self.encoding is None else self.encoding.nbytes
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def unmerged(self) -> "TensorInfo":
-        """The tensor that adapters are merged into; itself if none is."""
-        encoding = self.encoding
-        return (
-            self
-            if encoding is None or encoding.method is not Method.MERGED
-            else encoding.parts[0][1]
-        )
-
-
-def is_in_4_bits(tensor: TensorInfo) -> bool:
-    """Whether bitsandbytes packed a tensor, or what adapters are merged into."""
-    encoding = tensor.unmerged.encoding
-    return encoding is not None and encoding.method.is_bitsandbytes_4bit
-
-
-class Encoding(NamedTuple):
-    """How a tensor is decoded from others, see codec/decode."""
-
-    method: Method  # of decoding
-    parts: tuple[tuple[str, TensorInfo], ...]  # (role, tensor) of each that it is decoded from
-    # values that share a scale, [rows, columns]; empty where shapes tell. For STRIDED: shape and
-    # strides. For MERGED: how many rows of the whole tensor are before these
-    block: tuple[int, ...] = ()
-    deltas: "tuple[Delta, ...]" = ()  # what MERGED adds to its only part, in this order
-    dtype: str = ""  # tag of the values before they were encoded; empty where nothing tells
-    offset: float | None = (
-        None  # of bitsandbytes' 4 bits nested_offset, or 0; None where a quant state says more
-    )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for _, part in self.parts)
-
-
-class Delta(NamedTuple):
-    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a
-    magnitude.
-    """
-
-    # [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in
-    # their place; without `down` a vector to be added
-    up: TensorInfo
-    down: TensorInfo | None = None  # [rank, in], of several experts [experts · rank, in]
-    scale: float = 1.0  # of the product
-    is_transposed: bool = False  # whether the tensor is [in, out]
-    rows: tuple[int, int] | None = (
-        None  # which rows of the product concern the tensor; None for all
-    )
-    experts: int = 0  # whose factors stand together; 0 if they are those of a single matrix
-    expert: int | None = None  # which of them the tensor is; None for a stack of all
-    magnitude: TensorInfo | None = None  # [out], of DoRA: the norms that the rows then get
-    indices: tuple[int, ...] = ()  # rows of the tensor that are replaced
-
-    @property
-    def needs_all_rows(self) -> bool:
-        """Whether a row of the result depends on other rows of the tensor."""
-        return self.magnitude is not None and self.is_transposed
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:

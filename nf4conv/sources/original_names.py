@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from nf4conv.errors import PlanError
-from nf4conv.format.encodings import Method
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.encodings.pieces import can_cut_rows, rows_of
-from nf4conv.sources.header import Encoding, TensorInfo
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import Joined, TensorInfo
 
 _BUNDLED: Final = "model.diffusion_model."
 """Before the names of a denoiser that is in one file with text encoders and a VAE; UNets were only
@@ -175,8 +174,5 @@ def _joined(name: str, places: int, parts: Sequence[tuple[int, TensorInfo]]) -> 
     if is_swapped:
         tensors = [rows_of(first, half, 2 * half), rows_of(first, 0, half)]
     shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
-    roles = ("values", *map(str, range(1, len(tensors))))  # every encoding has values
-    encoding = Encoding(Method.JOINED, tuple(zip(roles, tensors, strict=True)))
-    return max(tensors, key=lambda tensor: tensor.nbytes)._replace(
-        name=name, shape=shape, encoding=encoding
-    )
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+    return largest._replace(name=name, shape=shape, encoding=Joined(tuple(tensors)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
 _LARGEST_READ: Final = 2**22

@@ -23,13 +23,13 @@ from nf4conv.sources.header import (
     LENGTH_BYTES,
     LONGEST_HEADER,
     MOST_TENSORS,
-    TensorInfo,
     header_stop,
     parse_header,
 )
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.pickles.header import read_pickle_header
 from nf4conv.sources.reader import each, read_bytes
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_files import (
     ADAPTER_CONFIG,

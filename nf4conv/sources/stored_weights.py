@@ -15,8 +15,9 @@ from typing import Any, Final
 from nf4conv.format import layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, block_count
-from nf4conv.sources.header import LARGEST_SIZE, TensorInfo
+from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.reader import read_bytes
+from nf4conv.sources.tensors import TensorInfo
 
 CLOSE: Final = 2**-8
 """Relative: how far a code map that was made in bfloat16 may be from the standard one, which

@@ -17,7 +17,7 @@ import torch
 
 from nf4conv.choose.selection import Keep, Pack, Selection, select
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ControlNetUnionModel": {

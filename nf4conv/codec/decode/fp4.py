@@ -42,16 +42,29 @@ E2M1: Final = (
 def decode_fp4(
     values: torch.Tensor,
     scale: torch.Tensor,
-    divisor: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    divisor: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    is_transposed: bool = False,
 ) -> torch.Tensor:
-    """Decode matrices to [..., rows, columns] `dtype`; a CodecError if the scales do not fit the
-    values.
+    """Decode a matrix, or a stack of matrices.
 
-    The values are [..., rows, columns / 2] uint8 or int8, two each, the scales [..., rows, groups]:
-    E8M0 as float8_e8m0fnu or uint8, or float8_e4m3fn, divided by the divisor, multiplied with the
-    multiplier: float32 or None.
+    Args:
+        values: [..., rows, columns / 2] uint8 or int8: two values each, the first one in the low
+            nibble.
+        scale: [..., rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn.
+        dtype: of the result.
+        divisor: one float32 that all scales are divided by.
+        multiplier: one float32 that all scales are multiplied with.
+        is_transposed: True to return the matrices transposed: gpt-oss stores its experts as
+            [out, in] and loads them as [in, out].
+
+    Returns:
+        [..., rows, columns] `dtype`, or [..., columns, rows] if transposed; contiguous.
+
+    Raises:
+        CodecError: the scales do not fit the values.
     """
     rows, pairs, groups = values.shape[:-1], values.shape[-1], scale.shape[-1:].numel()
     if (
@@ -71,7 +84,7 @@ def decode_fp4(
         from nf4conv.codec.kernels.decoding import fp4  # importing Triton takes a second
 
         fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, flat)
-        return out
+        return out.mT.contiguous() if is_transposed else out
     scale = scale_values(scale)
     if divisor is not None:
         scale = scale / divisor.reshape(()).to(torch.float32)
@@ -80,7 +93,7 @@ def decode_fp4(
     for part in chunks(values, 2 * pairs):
         decoded = pair_values(values[part]).view(-1, groups, 2 * pairs // groups)
         flat[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)
-    return out
+    return out.mT.contiguous() if is_transposed else out
 
 
 def pair_values(values: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ launches.
 def decode_scaled(
     values: torch.Tensor,
     scale: torch.Tensor | None,
-    block: tuple[int, ...],
+    block: tuple[int, int] | None,
     dtype: torch.dtype,
     by_127: bool = False,
 ) -> torch.Tensor:
@@ -41,14 +41,14 @@ def decode_scaled(
                 blocks may be partial.
             Without: one value, or [rows], or a shape that broadcasts against the values'. None: all
                 ones.
-        block: (rows, columns) that share a scale, or empty.
+        block: (rows, columns) that share a scale; None where the shape of the scales tells.
         dtype: of the result.
         by_127: whether a product is then multiplied by 1 / 127, rounded once more.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
-    if not block or scale.numel() == 1:
-        block = ()
+    if block is None or scale.numel() == 1:
+        block = None
         scale = _broadcastable(values, scale)
     else:
         _check_grid(values, scale, block)
@@ -58,10 +58,9 @@ def decode_scaled(
         from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
 
         decode = scaled.decode_scaled
-    spread = scale if block else scale.expand((*values.shape[:-2], *scale.shape[-2:]))
+    spread = scale if block is not None else scale.expand((*values.shape[:-2], *scale.shape[-2:]))
     for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
-        shared = (block[0], block[1]) if block else (1, 1)
-        decode(matrix.contiguous(), scales.contiguous(), shared, decoded, by_127=by_127)
+        decode(matrix.contiguous(), scales.contiguous(), block or (1, 1), decoded, by_127=by_127)
     return out
 
 
@@ -75,7 +74,7 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
-    return decode_scaled(values, scale.view(-1, 1), (), dtype, by_127=True)
+    return decode_scaled(values, scale.view(-1, 1), None, dtype, by_127=True)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
@@ -108,7 +107,7 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]) -> None:
+def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
     height, width = block
     *stacked, rows, columns = values.shape
     expected = (*stacked, -(-rows // height), -(-columns // width))

@@ -36,10 +36,10 @@ from nf4conv.run.engines import writing_engine
 from nf4conv.run.shards import CastError, NonFiniteError
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.encodings.encoded import quantization_of
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.original_names import with_original_names, within_blocks
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, open_stored, read_together
+from nf4conv.sources.tensors import TensorInfo
 
 
 @dataclass(frozen=True)

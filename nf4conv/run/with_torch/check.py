@@ -40,8 +40,8 @@ from nf4conv.run.with_torch.pack import part_of
 from nf4conv.run.with_torch.reading import TORCH_DTYPES, packed_piece, read_matrix, read_values
 from nf4conv.run.with_torch.worker import TorchWorker
 from nf4conv.sources.encodings.pieces import Piece, cut_elements, cut_parts, packed_spans
-from nf4conv.sources.header import DTYPE_BITS, FileRange, TensorInfo
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import DTYPE_BITS, FileRange, TensorInfo
 
 _TIE: Final = 2.0**-18
 """Relative to absmax: how much nearer another code may be, for the rounding of the reciprocal and

@@ -11,7 +11,7 @@ from nf4conv.run.loop import Activity, Task
 from nf4conv.run.with_torch.reading import read_values
 from nf4conv.run.with_torch.worker import TorchWorker
 from nf4conv.sources.encodings.pieces import pieces_alike
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _CHUNK: Final = (
     2**18

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from nf4conv.sources.header import Delta
+from nf4conv.sources.tensors import Delta
 
 _AT_A_TIME: Final = {"cpu": 2**20, "cuda": 2**22}
 """Elements that are summed at a time, in float64, by each of several workers: fewer would keep a

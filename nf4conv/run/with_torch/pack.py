@@ -14,7 +14,6 @@ import torch
 
 from nf4conv.codec.ops import compress_absmax, encoder
 from nf4conv.codec.quant_state import DTYPES, code_table
-from nf4conv.format.encodings import Method
 from nf4conv.format.layout import Format, block_count
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run import shards
@@ -29,7 +28,7 @@ from nf4conv.run.with_torch.reading import (
 )
 from nf4conv.run.with_torch.worker import TorchWorker
 from nf4conv.sources.encodings.pieces import Piece
-from nf4conv.sources.header import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo, packed_in_order
 
 
 def shard_tasks(progress: ShardProgress, piece: int) -> list[ShardTask[TorchWorker]]:
@@ -51,17 +50,11 @@ def _most_elements(piece: int, job: CopyJob) -> int:
     """Of a tensor that is decoded or cast, those that are taken at a time: a piece of so many
     bytes, or a share.
     """
-    encoding = job.source.encoding
-    is_unpacked = (
-        encoding is not None
-        and encoding.method is Method.BITSANDBYTES_4BIT
-        and job.dtype == job.source.dtype
-    )
-    return (
-        piece // 2
-        if encoding is not None and not is_unpacked
-        else piece * 8 // DTYPE_BITS[job.source.dtype]
-    )
+    source = job.source
+    is_unpacked = packed_in_order(source) is not None and job.dtype == source.dtype
+    if source.encoding is None or is_unpacked:
+        return piece * 8 // DTYPE_BITS[source.dtype]
+    return piece // 2
 
 
 def part_of(

@@ -8,16 +8,26 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.decode import decode
+from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.packed import decode_packed
+from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.format.encodings import Method
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.loop import Activity
 from nf4conv.run.shards import CastError
 from nf4conv.run.with_torch.merge import Factors, merge_deltas
 from nf4conv.run.with_torch.worker import TorchWorker
 from nf4conv.sources.encodings.pieces import is_stack_of_matrices, matrix_of
-from nf4conv.sources.header import Encoding, TensorInfo
+from nf4conv.sources.tensors import (
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Fp4,
+    Joined,
+    Merged,
+    Scaled,
+    Strided,
+    TensorInfo,
+)
 
 TORCH_DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -49,23 +59,49 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     """
     encoding = tensor.encoding
     assert encoding is not None
-    if encoding.method is Method.MERGED:
+    if isinstance(encoding, Merged):
         return _read_merged(worker, tensor, encoding)
-    if (
-        encoding.method is Method.JOINED
-    ):  # the parts are copied, since the next one is read into the same buffer
-        return torch.cat([_read_whole(worker, part).clone() for _, part in encoding.parts])
-    parts = [part for _, part in encoding.parts]
-    raws = worker.read([part.file_range for part in parts])
+    if isinstance(encoding, Joined):
+        # the parts are copied, since the next one is read into the same buffer
+        return torch.cat([_read_whole(worker, part).clone() for part in encoding.tensors])
+    parts = encoding.parts
+    raws = worker.read([part.file_range for _, part in parts])
     with worker.timed(Activity.COMPUTE):
-        views = [
-            _shaped(raw.view(TORCH_DTYPES[part.dtype]), part)
-            for raw, part in zip(raws, parts, strict=True)
-        ]
-        roles = dict(zip((role for role, _ in encoding.parts), views, strict=True))
-        decoded = decode(encoding.method, roles, encoding.block, TORCH_DTYPES[tensor.dtype])
-        is_padded = decoded.numel() != tensor.elements
-        return _shaped(decoded.view(-1)[: tensor.elements] if is_padded else decoded, tensor)
+        views = {}
+        for (role, part), raw in zip(parts, raws, strict=True):
+            views[role] = _shaped(raw.view(TORCH_DTYPES[part.dtype]), part)
+        decoded = _decode(tensor, encoding, views)
+        if decoded.numel() != tensor.elements:
+            decoded = decoded.view(-1)[: tensor.elements]  # the last code of a weight is padding
+        return _shaped(decoded, tensor)
+
+
+def _decode(
+    tensor: TensorInfo,
+    encoding: Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided,
+    parts: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Decode a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
+    dtype = TORCH_DTYPES[tensor.dtype]
+    values = parts["values"]
+    match encoding:
+        case Scaled():
+            return decode_scaled(values, parts.get("scale"), encoding.block, dtype)
+        case Bitsandbytes8bit():
+            return decode_int8_rows(values, parts["scale"], dtype)
+        case Fp4():
+            return decode_fp4(
+                values,
+                parts["scale"],
+                dtype,
+                divisor=parts.get("divisor"),
+                multiplier=parts.get("multiplier"),
+                is_transposed=encoding.is_transposed,
+            )
+        case Bitsandbytes4bit():
+            return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
+        case Strided():
+            return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
 
 
 def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
@@ -75,8 +111,7 @@ def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
     return values if values.shape == tensor.shape else values.view(tensor.shape)
 
 
-def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) -> torch.Tensor:
-    [(_, base)] = encoding.parts
+def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:
     factors = []
     for delta in encoding.deltas:
         rest = (
@@ -84,9 +119,9 @@ def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Encoding) ->
             for part in (delta.down, delta.magnitude)
         )
         factors.append(Factors(delta, worker.kept(delta.up, _read_whole), *rest))
-    values = _read_whole(worker, base)
+    values = _read_whole(worker, encoding.base)
     with worker.timed(Activity.COMPUTE):
-        return merge_deltas(values, factors, encoding.block[0], TORCH_DTYPES[tensor.dtype])
+        return merge_deltas(values, factors, encoding.first_row, TORCH_DTYPES[tensor.dtype])
 
 
 def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
@@ -112,7 +147,9 @@ def packed_piece(
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
     """An encoded tensor that decodes to a dtype which holds all its values."""
     assert tensor.encoding is not None
-    return tensor if tensor.encoding.method is Method.STRIDED else tensor._replace(dtype="F32")
+    if isinstance(tensor.encoding, Strided):
+        return tensor
+    return tensor._replace(dtype="F32")
 
 
 def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:

@@ -16,9 +16,9 @@ from nf4conv.run.loop import Activity, make_pipeline
 from nf4conv.run.shards import pieces_of
 from nf4conv.run.with_torch.reading import read_values
 from nf4conv.run.with_torch.worker import TorchEngine, TorchWorker
-from nf4conv.sources.header import DTYPE_BITS, TensorInfo
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 _LARGEST_SUM: Final = (
     3e38  # of the scales of a weight, whose mean double quantization takes in float32

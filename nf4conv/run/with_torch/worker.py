@@ -13,8 +13,8 @@ import torch
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.output.writer import ShardWriter
 from nf4conv.run.loop import Activity, Worker, aligned
-from nf4conv.sources.header import FileRange, TensorInfo
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import FileRange, TensorInfo
 
 _OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")
 

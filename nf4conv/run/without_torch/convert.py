@@ -15,7 +15,7 @@ from nf4conv.run.loop import Activity
 from nf4conv.run.shards import CastError, CopyPart, ShardProgress
 from nf4conv.run.without_torch.reading import Reading, bytes_of, load
 from nf4conv.run.without_torch.worker import HEAD, CudaWorker
-from nf4conv.sources.header import DTYPE_BITS
+from nf4conv.sources.tensors import DTYPE_BITS
 
 
 def most_elements(job: CopyJob, piece: int, returned: float) -> int:

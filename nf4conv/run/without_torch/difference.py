@@ -25,7 +25,7 @@ from nf4conv.run.without_torch.reading import (
 )
 from nf4conv.run.without_torch.worker import HEAD, CudaWorker, Launch
 from nf4conv.sources.encodings.pieces import pieces_alike
-from nf4conv.sources.header import TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 Piece = tuple[
     TensorDifference, int, TensorInfo, TensorInfo

@@ -38,8 +38,8 @@ from nf4conv.run.without_torch.reading import (
 )
 from nf4conv.run.without_torch.worker import FLAG, HEAD, CudaWorker, Launch
 from nf4conv.sources.encodings.pieces import Piece, cut_parts
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
 
 _RETURNED: Final = 3 / 8
 """Bytes of a packed weight for each that it had; of 2-byte weights in blocks of 32: 1/4 in codes,

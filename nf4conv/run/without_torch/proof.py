@@ -23,9 +23,9 @@ from nf4conv.run.without_torch.convert import write_converted
 from nf4conv.run.without_torch.pack import purposes_of_job, shard_tasks
 from nf4conv.run.without_torch.worker import CudaWorker
 from nf4conv.sources.encodings.pieces import Piece
-from nf4conv.sources.header import TensorInfo
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
 
 
 class Proof(ShardProgress):

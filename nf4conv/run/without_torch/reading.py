@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
-from nf4conv.format.encodings import Method
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX
+from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.run.loop import aligned
 from nf4conv.run.without_torch.bundle import Action, Kernels, Purpose
 from nf4conv.run.without_torch.worker import FLAG, TABLE_ROOM, CudaWorker, Launch
-from nf4conv.sources.header import DTYPE_BITS, Encoding, FileRange, TensorInfo
+from nf4conv.sources.tensors import (
+    DTYPE_BITS,
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    FileRange,
+    Fp4,
+    Scaled,
+    TensorInfo,
+    packed_in_order,
+)
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 
@@ -91,22 +99,17 @@ def add_tensor(reading: Reading, tensor: TensorInfo) -> dict[str, int]:
     if tensor.encoding is None:
         return {"values": reading.add(tensor.file_range)}
     # the kernels have bitsandbytes' code map, and what its quant state says is known
-    unread = (
-        ("quant_map", _blob_role(tensor.encoding))
-        if tensor.encoding.method is Method.BITSANDBYTES_4BIT
-        else ()
-    )
-    places = {
-        role: reading.add(part.file_range)
-        for role, part in tensor.encoding.parts
-        if role not in unread
-    }
+    unread: tuple[str, ...] = ()
+    packed = packed_in_order(tensor)
+    if packed is not None:
+        unread = ("quant_map", packed.quant_state_role)
+    places = {}
+    for role, part in tensor.encoding.parts:
+        if role not in unread:
+            places[role] = reading.add(part.file_range)
     # a number that the host knows: nested_offset, or the scale where there is none
-    return {"number": reading.take(4), **places}
-
-
-def _blob_role(encoding: Encoding) -> str:
-    return next(role for role, _ in encoding.parts if role.startswith(QUANT_STATE_PREFIX))
+    places["number"] = reading.take(4)
+    return places
 
 
 def purposes_of_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Purpose] | None:
@@ -186,34 +189,40 @@ def _purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     encoding = tensor.encoding
     if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
         return None
-    parts = dict(encoding.parts)
-    values, scale = parts["values"], parts.get("scale")
-    scale_tag = "F32" if scale is None else scale.dtype
-    match encoding.method:
-        case Method.SCALED | Method.INT8_ROWS if (
-            len(values.shape) == 2 and scale_tag in _SCALE_TAGS
-        ):
-            by_127 = encoding.method is Method.INT8_ROWS
-            details = (
-                values.dtype,
-                scale_tag,
-                encoding.block or (1, 1),
-                by_127,
-                values.shape[1] % 16 == 0,
-            )
-            return Purpose(Action.DECODE_SCALED, (tag, *details))
-        case Method.FP4 | Method.FP4_TRANSPOSED if scale is not None and len(values.shape) == 2:
-            pairs = values.shape[1]
-            factors = [
-                parts[role].dtype if role in parts else None for role in ("divisor", "multiplier")
-            ]
-            group = pairs // scale.shape[1]
-            layout = pairs % 16 == 0, encoding.method is Method.FP4_TRANSPOSED
-            return Purpose(Action.DECODE_FP4, (tag, scale.dtype, group, *factors, *layout))
-        case Method.BITSANDBYTES_4BIT if encoding.offset is not None:
-            quant_type = _blob_role(encoding).removeprefix(QUANT_STATE_PREFIX)
-            return Purpose(Action.UNPACK, (DTYPE_NAMES[tag], quant_type, encoding.block[0]))
-    return None
+    match encoding:
+        case Scaled() | Bitsandbytes8bit():
+            return _scaled_purpose(encoding, tag)
+        case Fp4() if len(encoding.values.shape) == 2:
+            return _fp4_purpose(encoding, tag)
+        case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
+            details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
+            return Purpose(Action.UNPACK, details)
+        case _:
+            return None
+
+
+def _scaled_purpose(encoding: Scaled | Bitsandbytes8bit, tag: str) -> Purpose | None:
+    values = encoding.values
+    scale_tag = "F32" if encoding.scale is None else encoding.scale.dtype
+    if len(values.shape) != 2 or scale_tag not in _SCALE_TAGS:
+        return None
+    block = (1, 1)
+    if isinstance(encoding, Scaled) and encoding.block is not None:
+        block = encoding.block
+    by_127 = isinstance(encoding, Bitsandbytes8bit)
+    is_aligned = values.shape[1] % 16 == 0
+    details = (tag, values.dtype, scale_tag, block, by_127, is_aligned)
+    return Purpose(Action.DECODE_SCALED, details)
+
+
+def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
+    pairs = encoding.values.shape[1]
+    group = pairs // encoding.scale.shape[1]
+    divisor = None if encoding.divisor is None else encoding.divisor.dtype
+    multiplier = None if encoding.multiplier is None else encoding.multiplier.dtype
+    layout = (pairs % 16 == 0, encoding.is_transposed)
+    details = (tag, encoding.scale.dtype, group, divisor, multiplier, *layout)
+    return Purpose(Action.DECODE_FP4, details)
 
 
 def bring(
@@ -253,9 +262,9 @@ def _unpack(
     kernels: Kernels[int],
     target: int,
 ) -> Launch:
-    assert tensor.encoding is not None
+    assert isinstance(tensor.encoding, Bitsandbytes4bit)
     places = {role: reading.address(position) for role, position in positions.items()}
-    reading.put(positions["number"], tensor.encoding.offset or 0.0)
+    reading.put(positions["number"], tensor.encoding.nested_offset)
     is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0
     name = (
         f"{'nested' if 'nested_absmax' in places else 'plain'}_{'aligned' if is_aligned else 'any'}"

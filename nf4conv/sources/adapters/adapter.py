@@ -23,10 +23,11 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.header import TensorInfo, read_header
+from nf4conv.sources.header import read_header
 from nf4conv.sources.own_files import require_own
 from nf4conv.sources.pickles.header import read_pickle_header
 from nf4conv.sources.source import AdapterFiles, is_repo_id, read_json
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _ROLE: Final = re.compile(

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
-from nf4conv.format.encodings import Method
 from nf4conv.models.config import architecture_of
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import (
@@ -27,8 +26,8 @@ from nf4conv.models.module_names import (
 )
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted, open_adapter
-from nf4conv.sources.header import Delta, Encoding, TensorInfo
 from nf4conv.sources.source import Source, open_source, stamp_of
+from nf4conv.sources.tensors import Delta, Merged, Strided, TensorInfo
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts, in the order in which PEFT wraps them: the last one is the
@@ -353,8 +352,7 @@ class _Merging:
             self._add(adapter)
         for name, deltas in self._deltas.items():
             base = self._tensors[name]
-            encoding = Encoding(Method.MERGED, (("values", base),), (0,), tuple(deltas))
-            self._tensors[name] = base._replace(encoding=encoding)
+            self._tensors[name] = base._replace(encoding=Merged(base, tuple(deltas)))
         local = [adapter.file for adapter in adapters if adapter.origin is None]
         return replace(
             self._source,
@@ -397,8 +395,7 @@ def _in_dtype(tensor: TensorInfo, found: TensorInfo) -> TensorInfo:
         return tensor._replace(name=found.name, dtype=found.dtype)
     stored = tensor._replace(shape=(tensor.elements,))
     strides = tuple(math.prod(tensor.shape[index + 1 :]) for index in range(len(tensor.shape)))
-    encoding = Encoding(Method.STRIDED, (("values", stored),), tensor.shape + strides)
-    return tensor._replace(name=found.name, dtype=found.dtype, encoding=encoding)
+    return tensor._replace(name=found.name, dtype=found.dtype, encoding=Strided(stored, strides))
 
 
 def _misfit(adapter: Adapter, tensor: TensorInfo, found: TensorInfo, more: str = "") -> SourceError:

@@ -28,11 +28,16 @@ from typing import Any, Final
 
 from nf4conv.errors import CodecError, SourceError
 from nf4conv.format import layout
-from nf4conv.format.encodings import Method
 from nf4conv.models.config import LEFTOVERS, levels
 from nf4conv.models.families import Family, families_of, is_transposed
 from nf4conv.models.module_names import module_of
-from nf4conv.sources.header import Encoding, TensorInfo
+from nf4conv.sources.tensors import (
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Fp4,
+    Scaled,
+    TensorInfo,
+)
 
 _NAMES: Final = json.loads(Path(__file__).with_name("encodings.json").read_bytes())
 _ACCEPTED: Final = tuple(_NAMES["accepted"])
@@ -159,12 +164,12 @@ def decoded_tensors(
         for tensor in tensors
         if tensor.name in kept or tensor.name in found
     )
-    methods = Counter(
-        decoded.encoding.method for decoded in found.values() if decoded.encoding is not None
+    names = Counter(
+        decoded.encoding.name for decoded in found.values() if decoded.encoding is not None
     )
-    counts = ", ".join(f"{count:,} of {kind.value}" for kind, count in methods.items())
+    counts = ", ".join(f"{count:,} of {name}" for name, count in names.items())
     by = f" ({method})" if method else ""
-    return logical, (f"the source is quantized{by}: {counts}",) if methods else ()
+    return logical, (f"the source is quantized{by}: {counts}",) if names else ()
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -211,7 +216,7 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None
         raise _misfit(tensor, scales)
     experts, rows, groups, _ = tensor.shape
     values = tensor._replace(shape=(experts, rows, 16 * groups))
-    encoding = Encoding(Method.FP4_TRANSPOSED, (("values", values), ("scale", scales)))
+    encoding = Fp4(values, scales, is_transposed=True)
     return tensor._replace(
         name=stem, dtype=siblings.dtype, shape=(experts, 32 * groups, rows), encoding=encoding
     )
@@ -249,11 +254,12 @@ def _fp4(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
         other is not None and other.elements != 1
     ):
         raise _misfit(tensor, scale)
-    parts = (("values", tensor), ("scale", scale), *(() if other is None else ((more[0], other),)))
     shape = (tensor.shape[0], 2 * tensor.shape[1])
-    return tensor._replace(
-        name=stem, dtype=siblings.dtype, shape=shape, encoding=Encoding(Method.FP4, parts)
-    )
+    if more[0] == "divisor":
+        encoding = Fp4(tensor, scale, divisor=other)
+    else:
+        encoding = Fp4(tensor, scale, multiplier=other)
+    return tensor._replace(name=stem, dtype=siblings.dtype, shape=shape, encoding=encoding)
 
 
 def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
@@ -275,7 +281,8 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         )
     if len(blobs) > 1 or tensor.dtype not in _STORAGE:
         raise _misfit(tensor, blob)
-    shape, dtype, blocksize, offset = _quant_state(blob, siblings, is_nested)
+    state = _quant_state(blob, siblings, is_nested)
+    shape, dtype, blocksize = state.shape, state.dtype, state.blocksize
     info = tensor._replace(shape=shape, dtype=dtype)
     if -(-info.elements // 2) != tensor.nbytes:
         raise _misfit(tensor, parts["absmax"])
@@ -289,16 +296,36 @@ def _bitsandbytes_4bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
     if "quant_map" in parts and parts["quant_map"].elements != 16:  # it is read, but not needed
         raise _misfit(tensor, parts["quant_map"])
     transposed = len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families)
-    method = Method.BITSANDBYTES_4BIT_TRANSPOSED if transposed else Method.BITSANDBYTES_4BIT
-    encoding = Encoding(
-        method, (("values", tensor), *parts.items()), (blocksize,), dtype=dtype, offset=offset
+    encoding = Bitsandbytes4bit(
+        values=tensor,
+        absmax=parts["absmax"],
+        quant_map=parts.get("quant_map"),
+        nested_absmax=parts.get("nested_absmax"),
+        nested_quant_map=parts.get("nested_quant_map"),
+        quant_state=blob,
+        quant_type=state.quant_type,
+        blocksize=state.blocksize,
+        dtype=dtype,
+        nested_offset=state.nested_offset,
+        has_plain_state=state.is_plain,
+        is_transposed=transposed,
     )
     return info._replace(shape=shape[::-1] if transposed else shape, encoding=encoding)
 
 
-def _quant_state(
-    tensor: TensorInfo, siblings: _Siblings, is_nested: bool
-) -> tuple[tuple[int, ...], str, int, float | None]:
+@dataclass(frozen=True)
+class _QuantState:
+    """The fields of a quant state that decoding needs."""
+
+    quant_type: str  # "nf4" or "fp4"
+    shape: tuple[int, ...]  # of the weight before it was packed
+    dtype: str  # tag of the weight before it was packed
+    blocksize: int  # elements that share one absmax
+    nested_offset: float  # 0 without double quantization
+    is_plain: bool  # False if there are fields that bitsandbytes does not write today
+
+
+def _quant_state(tensor: TensorInfo, siblings: _Siblings, is_nested: bool) -> _QuantState:
     if tensor.dtype != "U8" or tensor.nbytes > layout.LARGEST_QUANT_STATE:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes of {tensor.dtype} are no "
@@ -307,7 +334,7 @@ def _quant_state(
     try:
         fields = layout.parse_quant_state(siblings.read(tensor), may_say_more=True)
         offset = layout.nested_offset_of(fields) if is_nested else 0.0
-        says_more = not fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS}
+        is_plain = fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS}
     except CodecError as error:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: not a quant state of bitsandbytes: {error}"
@@ -316,11 +343,13 @@ def _quant_state(
         raise SourceError(
             f"{tensor.file}: {tensor.name}: its quant_type is {fields['quant_type']!r}"
         )
-    return (
-        tuple(fields["shape"]),
-        layout.TAGS[fields["dtype"]],
-        fields["blocksize"],
-        None if says_more else offset,
+    return _QuantState(
+        quant_type=fields["quant_type"],
+        shape=tuple(fields["shape"]),
+        dtype=layout.TAGS[fields["dtype"]],
+        blocksize=fields["blocksize"],
+        nested_offset=offset,
+        is_plain=is_plain,
     )
 
 
@@ -336,7 +365,7 @@ def _bitsandbytes_8bit(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | 
         raise SourceError(
             f"{order.file}: {order.name}: a layout for one kind of GPU; only rows are decoded"
         )
-    encoding = Encoding(Method.INT8_ROWS, (("values", tensor), ("scale", scale)))
+    encoding = Bitsandbytes8bit(tensor, scale)
     return tensor._replace(dtype=siblings.dtype, encoding=encoding)
 
 
@@ -353,11 +382,8 @@ def _scaled(tensor: TensorInfo, siblings: _Siblings) -> TensorInfo | None:
             f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
             f"incomplete"
         )
-    parts = [("values", tensor)] + ([] if scale is None else [("scale", scale)])
-    block = () if scale is None else _shared_by(tensor, scale, siblings.blocks)
-    return tensor._replace(
-        dtype=siblings.dtype, encoding=Encoding(Method.SCALED, tuple(parts), block)
-    )
+    block = None if scale is None else _shared_by(tensor, scale, siblings.blocks)
+    return tensor._replace(dtype=siblings.dtype, encoding=Scaled(tensor, scale, block))
 
 
 def _scale_names(name: str) -> tuple[str, ...]:
@@ -368,12 +394,14 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 def _shared_by(
     tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]
-) -> tuple[int, ...]:
-    """The [rows, columns] that share a scale; empty where there is one scale for all, a row, or a
-    column.
+) -> tuple[int, int] | None:
+    """Return the (rows, columns) that share a scale.
+
+    Returns:
+        None where there is one scale for all values, for each row, or for each column.
     """
     if scale.elements == 1 or scale.shape == tensor.shape[:1]:
-        return ()
+        return None
     if len(scale.shape) != len(tensor.shape) or len(tensor.shape) < 2:
         raise _misfit(tensor, scale)
     *stacked, rows, columns = tensor.shape
@@ -382,7 +410,7 @@ def _shared_by(
         if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
             return min(height, max(rows, 1)), min(width, max(columns, 1))
     if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
-        return ()
+        return None
     raise _misfit(tensor, scale)
 
 

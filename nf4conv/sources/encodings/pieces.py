@@ -1,22 +1,31 @@
-"""Encoded tensors taken apart: rows of a matrix, a matrix of a stack, blocks of a 4-bit weight,
-still encoded.
+"""Cuts tensors into pieces that are read, and decoded, one by one.
 
-What is decoded at a time decides how much memory a conversion takes. Only encodings whose parts lie
-row by row can be cut; the others are taken whole. What is merged can be cut where what it is merged
-into can.
+A piece is a few rows of a matrix, a matrix of a stack, or some blocks of a 4-bit weight; a piece of
+an encoded tensor is encoded as well. Pieces decide how much memory a conversion takes. Encodings
+whose parts do not lie row by row cannot be cut: such tensors are taken whole. A tensor that an
+adapter changes can be cut where the tensor below it can.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
-from nf4conv.format.encodings import Method
 from nf4conv.format.layout import block_count
-from nf4conv.sources.header import DTYPE_BITS, TensorInfo
-
-_BY_ROWS: Final = (Method.SCALED, Method.INT8_ROWS, Method.FP4, Method.BITSANDBYTES_4BIT)
-_BY_MATRICES: Final = (Method.SCALED, Method.FP4_TRANSPOSED)
+from nf4conv.sources.tensors import (
+    DTYPE_BITS,
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Encoding,
+    Fp4,
+    Joined,
+    Merged,
+    Scaled,
+    Strided,
+    TensorInfo,
+    packed_in_order,
+)
 
 
 class Piece(NamedTuple):
@@ -27,149 +36,234 @@ class Piece(NamedTuple):
 
 
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
-    """An encoded tensor in pieces that are decoded one by one, in order; the whole of it if it
-    cannot be cut so.
+    """Cut an encoded tensor into pieces that can be decoded one by one.
 
-    A piece has at most so many elements, unless its rows are longer. Every piece begins at a
-    multiple of a unit of elements, and only the last one ends elsewhere.
+    Args:
+        tensor: an encoded tensor.
+        most: elements of a piece at most, unless a single row has more.
+        unit: every piece begins at a multiple of so many elements; only the last one may end
+            elsewhere.
+
+    Yields:
+        The pieces in order; the whole tensor if it cannot be cut.
     """
-    size = math.prod(tensor.shape[1:])
-    if is_stack_of_matrices(tensor) and size % unit == 0:
+    matrix_size = math.prod(tensor.shape[1:])
+    if is_stack_of_matrices(tensor) and matrix_size % unit == 0:
         for index in range(tensor.shape[0]):
             for piece, start in encoded_pieces(matrix_of(tensor, index), most, unit):
-                yield Piece(piece, index * size + start)
+                yield Piece(piece, index * matrix_size + start)
         return
-    for span in _row_spans(tensor, most, unit):
-        yield Piece(rows_of(tensor, *span), span[0] * size)
-
-
-def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
-    """A matrix of a stack [matrices, rows, columns] whose method is one of those that can be cut
-    so.
-    """
-    if tensor.encoding is None:
-        return _cut(tensor, index, index + 1)._replace(shape=tensor.shape[1:])
-    encoding = tensor.encoding
-    if encoding.method is Method.MERGED:
-        deltas = tuple(delta._replace(expert=index) for delta in encoding.deltas)
-        part = ("values", matrix_of(encoding.parts[0][1], index))
-        return tensor._replace(
-            shape=tensor.shape[1:], encoding=encoding._replace(parts=(part,), deltas=deltas)
-        )
-    cut = [
-        (
-            role,
-            _cut(part, index, index + 1)
-            if len(part.shape) > 1 and part.shape[0] == tensor.shape[0]
-            else part,
-        )
-        for role, part in encoding.parts
-    ]
-    cut = [
-        (role, part._replace(shape=part.shape[1:]) if len(part.shape) == 3 else part)
-        for role, part in cut
-    ]
-    return tensor._replace(shape=tensor.shape[1:], encoding=encoding._replace(parts=tuple(cut)))
+    for first, last in _row_spans(tensor, most, unit):
+        yield Piece(rows_of(tensor, first, last), first * matrix_size)
 
 
 def is_stack_of_matrices(tensor: TensorInfo) -> bool:
-    """Whether `matrix_of` can be asked."""
-    encoding = tensor.unmerged.encoding
-    return len(tensor.shape) == 3 and (encoding is None or encoding.method in _BY_MATRICES)
+    """Return True if `matrix_of` can take a matrix out of the tensor."""
+    if len(tensor.shape) != 3:
+        return False
+    match tensor.unmerged.encoding:
+        case None | Scaled():
+            return True
+        case Fp4(is_transposed=is_transposed):
+            return is_transposed
+        case _:
+            return False
 
 
-def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Rows start … stop of a matrix; start is a multiple of the rows that share a scale."""
-    rows = tensor.shape[0] if tensor.shape else 1
-    if (start, stop) == (0, rows):
-        return tensor
-    if tensor.encoding is None:
-        return _cut(tensor, start, stop)
-    encoding, height = tensor.encoding, _height(tensor)
-    shape = (stop - start, *tensor.shape[1:])
-    if encoding.method is Method.MERGED:
-        [(role, base)], before = encoding.parts, encoding.block[0]
-        merged = encoding._replace(
-            parts=((role, rows_of(base, start, stop)),), block=(before + start,)
-        )
-        return tensor._replace(shape=shape, encoding=merged)
-    if encoding.method is Method.BITSANDBYTES_4BIT:
-        return packed_part(tensor, start * shape[1], stop * shape[1])._replace(shape=shape)
-    cut = []
-    for role, part in encoding.parts:
-        if role == "scale" and encoding.block:
-            part = _cut(part, start // height, -(-stop // height))
-        elif role == "values" or (role == "scale" and part.elements > 1 and part.shape[0] == rows):
-            part = _cut(part, start, stop)
-        cut.append((role, part))
-    return tensor._replace(shape=shape, encoding=encoding._replace(parts=tuple(cut)))
+def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
+    """Return a matrix of a stack [matrices, rows, columns] for which `is_stack_of_matrices` holds."""
+    shape = tensor.shape[1:]
+    encoding = tensor.encoding
+    if encoding is None:
+        return _cut_rows(tensor, index, index + 1)._replace(shape=shape)
+    matrix: Encoding
+    match encoding:
+        case Merged():
+            matrix = Merged(
+                base=matrix_of(encoding.base, index),
+                deltas=tuple(delta._replace(expert=index) for delta in encoding.deltas),
+                first_row=encoding.first_row,
+            )
+        case Scaled():
+            scale = encoding.scale
+            if scale is not None:
+                scale = _matrix_part(scale, tensor.shape[0], index)
+            values = _matrix_part(encoding.values, tensor.shape[0], index)
+            matrix = Scaled(values, scale, encoding.block)
+        case Fp4():
+            matrix = replace(
+                encoding,
+                values=_matrix_part(encoding.values, tensor.shape[0], index),
+                scale=_matrix_part(encoding.scale, tensor.shape[0], index),
+            )
+        case _:
+            raise AssertionError(f"{tensor.name}: {encoding.name} is no stack of matrices")
+    return tensor._replace(shape=shape, encoding=matrix)
+
+
+def _matrix_part(part: TensorInfo, matrices: int, index: int) -> TensorInfo:
+    """Cut what belongs to one matrix out of a part of a stack; all matrices may share the part."""
+    if len(part.shape) > 1 and part.shape[0] == matrices:
+        part = _cut_rows(part, index, index + 1)
+    if len(part.shape) == 3:
+        part = part._replace(shape=part.shape[1:])
+    return part
 
 
 def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
-    """Whether `rows_of` can be asked for rows from `start` on."""
+    """Return True if `rows_of` can cut the tensor before row `start`."""
+    if len(tensor.shape) != 2:
+        return False
     encoding = tensor.encoding
-    if encoding is None or len(tensor.shape) != 2:
-        return len(tensor.shape) == 2
-    if encoding.method is Method.MERGED:
-        return can_cut_rows(encoding.parts[0][1], start) and not any(
-            delta.needs_all_rows for delta in encoding.deltas
-        )
-    return encoding.method in _BY_ROWS and start % _height(tensor) == 0
+    match encoding:
+        case None:
+            return True
+        case Merged():
+            if any(delta.needs_all_rows for delta in encoding.deltas):
+                return False
+            return can_cut_rows(encoding.base, start)
+        case Fp4() | Bitsandbytes4bit() if encoding.is_transposed:
+            return False
+        case Scaled() | Bitsandbytes8bit() | Fp4() | Bitsandbytes4bit():
+            return start % _rows_together(tensor) == 0
+        case Strided() | Joined():
+            return False
+
+
+def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Return rows start … stop of a matrix for which `can_cut_rows` holds.
+
+    All rows of any other tensor can be asked for, too.
+    """
+    rows = tensor.shape[0] if tensor.shape else 1
+    if (start, stop) == (0, rows):
+        return tensor
+    encoding = tensor.encoding
+    if encoding is None:
+        return _cut_rows(tensor, start, stop)
+    shape = (stop - start, *tensor.shape[1:])
+    cut: Encoding
+    match encoding:
+        case Merged():
+            base = rows_of(encoding.base, start, stop)
+            cut = Merged(base, encoding.deltas, encoding.first_row + start)
+        case Scaled():
+            values = _cut_rows(encoding.values, start, stop)
+            cut = Scaled(values, _scale_rows(encoding, rows, start, stop), encoding.block)
+        case Bitsandbytes8bit() | Fp4():
+            values = _cut_rows(encoding.values, start, stop)
+            cut = replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
+        case Bitsandbytes4bit():
+            columns = tensor.shape[1]
+            return packed_part(tensor, start * columns, stop * columns)._replace(shape=shape)
+        case Strided() | Joined():
+            raise AssertionError(f"{tensor.name}: {encoding.name} cannot be cut into rows")
+    return tensor._replace(shape=shape, encoding=cut)
+
+
+def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInfo | None:
+    """Cut the scales of rows start … stop out of those of all rows; all rows may share them."""
+    scale = encoding.scale
+    if scale is None:
+        return None
+    if encoding.block is not None:
+        height, _ = encoding.block
+        return _cut_rows(scale, start // height, -(-stop // height))
+    has_one_per_row = scale.elements > 1 and scale.shape[0] == rows
+    return _cut_rows(scale, start, stop) if has_one_per_row else scale
 
 
 def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
     rows = tensor.shape[0] if tensor.shape else 1
     if not can_cut_rows(tensor, 0):
         yield 0, rows
         return
     columns = max(tensor.shape[1], 1)
-    together = math.lcm(_height(tensor), unit // math.gcd(unit, columns))
+    rows_of_unit = unit // math.gcd(unit, columns)
+    together = math.lcm(_rows_together(tensor), rows_of_unit)
     step = max(most // (columns * together), 1) * together
     for start in range(0, max(rows, 1), step):
         yield start, min(start + step, rows)
 
 
-def _height(tensor: TensorInfo) -> int:
-    """Rows that share a scale."""
+def _rows_together(tensor: TensorInfo) -> int:
+    """Return how many rows of a matrix must stay together, because they share scales."""
     encoding = tensor.unmerged.encoding
-    if encoding is None:
-        return 1
-    if encoding.method is Method.BITSANDBYTES_4BIT:
-        unit = encoding.block[0] * NESTED_BLOCKSIZE
-        return unit // math.gcd(unit, max(tensor.shape[1], 1))
-    return encoding.block[0] if encoding.block else 1
+    match encoding:
+        case Bitsandbytes4bit():
+            elements = encoding.blocksize * NESTED_BLOCKSIZE
+            return elements // math.gcd(elements, max(tensor.shape[1], 1))
+        case Scaled(block=(height, _)):
+            return height
+        case _:
+            return 1
 
 
-def _cut(part: TensorInfo, first: int, last: int) -> TensorInfo:
+def _cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Cut along the first dimension of a tensor that is stored as it is."""
     size = part.nbytes // part.shape[0]
-    shape = (last - first, *part.shape[1:])
     return part._replace(
-        shape=shape, start=part.start + first * size, stop=part.start + last * size
+        shape=(last - first, *part.shape[1:]),
+        start=part.start + first * size,
+        stop=part.start + last * size,
     )
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
-    """A weight that bitsandbytes packed to 4 bits, in pieces; arguments as `encoded_pieces`. Their
-    shape is flat.
+    """Cut a weight that bitsandbytes packed into pieces that can be decoded one by one.
+
+    Args:
+        tensor: a weight for which `packed_in_order` returns an encoding.
+        most: elements of a piece at most, but see `packed_spans`.
+        unit: every piece begins at a multiple of so many elements.
+
+    Returns:
+        The pieces in order, each of a flat shape; a weight without elements is one piece.
     """
-    assert tensor.encoding is not None
-    spans = packed_spans(tensor.elements, tensor.encoding.block[0], most, unit)
-    return [Piece(packed_part(tensor, *span), span[0]) for span in spans or [(0, 0)]]
+    encoding = packed_in_order(tensor)
+    assert encoding is not None
+    spans = packed_spans(tensor.elements, encoding.blocksize, most, unit)
+    if not spans:
+        spans.append((0, 0))
+    return [Piece(packed_part(tensor, start, stop), start) for start, stop in spans]
 
 
 def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Elements start … stop of a weight that bitsandbytes packed, still packed; start and stop as
-    of `cut_parts`.
+    """Cut a run of elements out of a weight that bitsandbytes packed.
+
+    Args:
+        tensor: a weight for which `packed_in_order` returns an encoding.
+        start: the first element, a multiple of 256 blocks.
+        stop: the element after the last one, a multiple of 256 blocks or the end of the weight.
+
+    Returns:
+        The run, still packed, of shape [stop - start].
     """
-    encoding = tensor.encoding
+    encoding = packed_in_order(tensor)
     assert encoding is not None
-    parts = tuple(cut_parts(dict(encoding.parts), encoding.block[0], start, stop).items())
-    return tensor._replace(shape=(stop - start,), encoding=encoding._replace(parts=parts))
+    cut = cut_parts(dict(encoding.parts), encoding.blocksize, start, stop)
+    run = replace(
+        encoding,
+        values=cut["values"],
+        absmax=cut["absmax"],
+        nested_absmax=cut.get("nested_absmax"),
+    )
+    return tensor._replace(shape=(stop - start,), encoding=run)
 
 
 def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> list[tuple[int, int]]:
-    """A packed weight in pieces: (start, stop) in elements, at most so many, but at least 256
-    blocks and a unit.
+    """Divide the elements of a packed weight into runs that can be decoded one by one.
+
+    Args:
+        elements: how many the weight has.
+        blocksize: elements that share one absmax.
+        most: elements of a run at most; but a run has at least 256 blocks, which share one
+            nested_absmax, and at least one unit.
+        unit: every run begins at a multiple of so many elements.
+
+    Returns:
+        (start, stop) of each run, in elements.
     """
     together = math.lcm(unit, blocksize * NESTED_BLOCKSIZE)
     step = max(most - most % together, together)
@@ -179,69 +273,93 @@ def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> lis
 def cut_parts(
     parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int
 ) -> dict[str, TensorInfo]:
-    """What elements start … stop of a packed weight are decoded from: its parts with their bytes
-    cut to size.
+    """Cut the parts of a packed weight to what decoding elements start … stop takes.
 
-    They are given by role: "values", which become bytes, whatever they are stored as, and the
-    suffixes of the components beside them. Start is a multiple of 256 blocks; stop is another, or
-    the end of the weight.
+    Args:
+        parts: the tensors of the weight by role: "values", and the suffixes of the components.
+        blocksize: elements that share one absmax.
+        start: the first element, a multiple of 256 blocks.
+        stop: the element after the last one, a multiple of 256 blocks or the end of the weight.
+
+    Returns:
+        The parts by role. The values are bytes, whatever dtype they are stored in; the maps and the
+        quant state stay whole.
     """
-    first, last = start // blocksize, block_count(stop, blocksize)
-    ranges = {
-        "values": (start // 2, -(-stop // 2)),
-        "absmax": (first, last),
-        "nested_absmax": (first // NESTED_BLOCKSIZE, block_count(last, NESTED_BLOCKSIZE)),
-    }
-    found = dict(parts) | {"values": parts["values"]._replace(dtype="U8")}
-    return {
-        role: cut_elements(part, *ranges[role]) if role in ranges else part
-        for role, part in found.items()
-    }
+    first_block = start // blocksize
+    last_block = block_count(stop, blocksize)
+    found = dict(parts)
+    found["values"] = cut_elements(parts["values"]._replace(dtype="U8"), start // 2, -(-stop // 2))
+    if "absmax" in parts:
+        found["absmax"] = cut_elements(parts["absmax"], first_block, last_block)
+    if "nested_absmax" in parts:
+        found["nested_absmax"] = cut_elements(
+            parts["nested_absmax"],
+            first_block // NESTED_BLOCKSIZE,
+            block_count(last_block, NESTED_BLOCKSIZE),
+        )
+    return found
 
 
 def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
-    """A tensor that is stored as it is, in pieces of at most so many elements; an empty one in one
-    piece.
+    """Cut a tensor that is stored as it is into pieces of at most `most` elements.
+
+    Returns:
+        The pieces in order, each of a flat shape; a tensor without elements is one piece.
     """
-    ends = (
-        (start, min(start + most, tensor.elements))
-        for start in range(0, max(tensor.elements, 1), most)
-    )
-    return [Piece(cut_elements(tensor, *span), span[0]) for span in ends]
+    elements = tensor.elements
+    pieces = []
+    for start in range(0, max(elements, 1), most):
+        stop = min(start + most, elements)
+        pieces.append(Piece(cut_elements(tensor, start, stop), start))
+    return pieces
 
 
 def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Elements start … stop of a tensor that is stored as it is, flat."""
+    """Return elements start … stop of a tensor that is stored as it is, in a flat shape."""
     bits = DTYPE_BITS[tensor.dtype]
-    begin, end = tensor.start + start * bits // 8, tensor.start + -(-stop * bits // 8)
-    return tensor._replace(shape=(stop - start,), start=begin, stop=end)
+    return tensor._replace(
+        shape=(stop - start,),
+        start=tensor.start + start * bits // 8,
+        stop=tensor.start + -(-stop * bits // 8),
+    )
 
 
 def pieces_alike(
     a: TensorInfo, b: TensorInfo, nbytes: int
 ) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
-    """Two tensors of one shape, encoded or not, cut at the same places: (first element, piece of A,
-    piece of B).
+    """Cut two tensors of one shape, encoded or not, at the same places.
 
-    Two pieces have about so many bytes, unless rows are longer. Both tensors come whole if they
-    cannot be cut alike.
+    Args:
+        a: a tensor.
+        b: another tensor of the same shape.
+        nbytes: about how many bytes two pieces have together, unless a single row has more.
+
+    Yields:
+        (first element, piece of A, piece of B). Both tensors come whole if they cannot be cut at
+        the same places.
     """
     most = nbytes * a.elements // (a.nbytes + b.nbytes)
-    if all(
-        tensor.encoding is None or tensor.encoding.method is Method.BITSANDBYTES_4BIT
-        for tensor in (a, b)
-    ):
-        a, b = (tensor._replace(shape=(tensor.elements, 1)) for tensor in (a, b))
+    if _is_cut_anywhere(a) and _is_cut_anywhere(b):
+        a = a._replace(shape=(a.elements, 1))
+        b = b._replace(shape=(b.elements, 1))
     elif is_stack_of_matrices(a) and is_stack_of_matrices(b):
+        matrix_size = math.prod(a.shape[1:])
         for index in range(a.shape[0]):
-            for start, one, other in pieces_alike(matrix_of(a, index), matrix_of(b, index), nbytes):
-                yield index * math.prod(a.shape[1:]) + start, one, other
+            pairs = pieces_alike(matrix_of(a, index), matrix_of(b, index), nbytes)
+            for start, piece_of_a, piece_of_b in pairs:
+                yield index * matrix_size + start, piece_of_a, piece_of_b
         return
     if not (can_cut_rows(a, 0) and can_cut_rows(b, 0)):
         yield 0, a, b
         return
-    columns, together = a.shape[1], math.lcm(_height(a), _height(b))
+    rows, columns = a.shape
+    together = math.lcm(_rows_together(a), _rows_together(b))
     step = max(most // (columns * together), 1) * together
-    for start in range(0, a.shape[0], step):
-        span = start, min(start + step, a.shape[0])
-        yield start * columns, rows_of(a, *span), rows_of(b, *span)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield start * columns, rows_of(a, start, stop), rows_of(b, start, stop)
+
+
+def _is_cut_anywhere(tensor: TensorInfo) -> bool:
+    """Return True if cuts in a tensor follow the flat order of its elements, whatever its shape."""
+    return tensor.encoding is None or packed_in_order(tensor) is not None

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from nf4conv.errors import SourceError, named
-from nf4conv.format.encodings import Method
-from nf4conv.sources.header import DTYPE_BITS, Encoding, TensorInfo, check_name
+from nf4conv.sources.header import check_name
 from nf4conv.sources.pickles.program import PickleError, Storage, StoredTensor, run_pickle
+from nf4conv.sources.tensors import DTYPE_BITS, Strided, TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
 _LARGEST_READ: Final = (
@@ -197,9 +197,7 @@ def _describe(
     if tensor.dtype not in _STRIDED_DTYPES:
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
     stored = info._replace(shape=(length,))
-    return info._replace(
-        encoding=Encoding(Method.STRIDED, (("values", stored),), tensor.shape + tensor.stride)
-    )
+    return info._replace(encoding=Strided(stored, tensor.stride))
 
 
 def _reach(tensor: StoredTensor) -> int:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from nf4conv.sources.header import DTYPE_BITS, LARGEST_SIZE, MOST_DIMENSIONS
+from nf4conv.sources.header import LARGEST_SIZE, MOST_DIMENSIONS
+from nf4conv.sources.tensors import DTYPE_BITS
 
 _MOST_STEPS: Final = 2**21  # opcodes, and values copied by them; a tensor takes about thirty
 _DEEPEST: Final = 100  # containers that are open at a time

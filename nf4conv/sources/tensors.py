@@ -1,0 +1,315 @@
+"""Describes the tensors of a checkpoint: where their bytes are, and how they are decoded.
+
+A tensor that is stored as it is has a dtype, a shape and a range of bytes. Any other tensor has an
+encoding besides: one of the types of `Encoding`, which names the tensors that it is decoded from.
+encodings/encoded.py finds out which one, run/with_torch/reading.py and run/without_torch/reading.py
+read and decode it.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, NamedTuple, TypeAlias
+
+from nf4conv.format.layout import QUANT_STATE_PREFIX
+
+DTYPE_BITS: Final = {
+    "BOOL": 8, "U8": 8, "I8": 8,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Bits of one element by dtype tag: every tag that safetensors 0.8 knows."""
+
+FileRange: TypeAlias = tuple[Path, int, int]  # (file, start, stop) in bytes
+
+Parts: TypeAlias = tuple[tuple[str, "TensorInfo"], ...]
+"""(role, tensor) of each tensor that an encoded one is decoded from. The first role is "values"."""
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a file, as its header describes it."""
+
+    name: str  # key in the state dict
+    dtype: str  # safetensors' dtype tag: "BF16", "F16", "F32", "F8_E4M3", "U8", …
+    shape: tuple[int, ...]  # sizes, outermost first
+    file: Path  # the file that holds it
+    start: int  # where its bytes begin in that file, from the file's first byte
+    stop: int  # where they end
+    # None if the bytes are the elements in this dtype and shape. Otherwise file, start and stop are
+    # those of the part that is read first: the largest one
+    encoding: "Encoding | None" = None
+
+    @property
+    def file_range(self) -> FileRange:
+        """The tensor's bytes. Of an encoded tensor these are the bytes of one part."""
+        return self.file, self.start, self.stop
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the source; of an encoded tensor, those of all its parts."""
+        return self.stop - self.start if self.encoding is None else self.encoding.nbytes
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def unmerged(self) -> "TensorInfo":
+        """The tensor that adapters are merged into; the tensor itself if there are none."""
+        if isinstance(self.encoding, Merged):
+            return self.encoding.base
+        return self
+
+
+class _EncodingBase:
+    """Holds what all encodings share."""
+
+    __slots__ = ()
+
+    @property
+    def parts(self) -> Parts:
+        """The tensors that are read to decode this one, with their roles."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        total = 0
+        for _, part in self.parts:
+            total += part.nbytes
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(_EncodingBase):
+    """8-bit values times scales that blocks of them share: FP8, MXFP8, INT8."""
+
+    name: ClassVar[str] = "scaled"
+
+    values: TensorInfo  # [..., rows, columns]
+    # one for all, one for each row, one for each block, or any shape that broadcasts against the
+    # values'; None for values that were only cast
+    scale: TensorInfo | None = None
+    block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
+
+    @property
+    def parts(self) -> Parts:
+        if self.scale is None:
+            return (("values", self.values),)
+        return ("values", self.values), ("scale", self.scale)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Scaled) and self.block == other.block
+
+
+@dataclass(frozen=True, slots=True)
+class Bitsandbytes8bit(_EncodingBase):
+    """A weight of bitsandbytes' LLM.int8(): each row was scaled to a largest magnitude of 127."""
+
+    name: ClassVar[str] = "int8 rows"
+
+    values: TensorInfo  # [rows, columns] I8
+    scale: TensorInfo  # [rows] or [rows, 1] F32: the largest magnitudes, bitsandbytes' SCB
+
+    @property
+    def parts(self) -> Parts:
+        return ("values", self.values), ("scale", self.scale)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Bitsandbytes8bit)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4(_EncodingBase):
+    """Pairs of E2M1 values times scales that groups of a row share: MXFP4 and NVFP4."""
+
+    values: TensorInfo  # [rows, columns / 2], or a stack of such matrices
+    scale: TensorInfo  # [rows, groups], or a stack of such matrices
+    divisor: TensorInfo | None = None  # one value that all scales are divided by
+    multiplier: TensorInfo | None = None  # one value that all scales are multiplied with
+    # True if the matrices are stored as [out, in] and loaded as [in, out]: the experts of gpt-oss
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "fp4 transposed" if self.is_transposed else "fp4"
+
+    @property
+    def parts(self) -> Parts:
+        parts = [("values", self.values), ("scale", self.scale)]
+        if self.divisor is not None:
+            parts.append(("divisor", self.divisor))
+        if self.multiplier is not None:
+            parts.append(("multiplier", self.multiplier))
+        return tuple(parts)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Fp4) and self.is_transposed == other.is_transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Bitsandbytes4bit(_EncodingBase):
+    """A weight that bitsandbytes packed to NF4 or FP4 (docs/format.md).
+
+    The roles of the parts beside "values" are the suffixes of the components.
+    """
+
+    values: TensorInfo  # the packed codes, in the dtype of quant_storage
+    absmax: TensorInfo
+    quant_map: TensorInfo | None  # None if the file lacks it; decoding does not need it
+    nested_absmax: TensorInfo | None  # None without double quantization
+    nested_quant_map: TensorInfo | None  # None without double quantization
+    quant_state: TensorInfo  # the JSON blob
+    quant_type: str  # "nf4" or "fp4"
+    blocksize: int  # elements that share one absmax
+    dtype: str  # tag of the values before they were packed
+    nested_offset: float  # added to the decoded absmax; 0 without double quantization
+    # True if the quant state has only the fields that bitsandbytes writes today: nothing but the
+    # values above has to be known of it
+    has_plain_state: bool = True
+    # True if the weight was packed as [out, in] for a family that stores its weights as [in, out]
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "bitsandbytes 4-bit transposed" if self.is_transposed else "bitsandbytes 4-bit"
+
+    @property
+    def double_quant(self) -> bool:
+        return self.nested_absmax is not None
+
+    @property
+    def quant_state_role(self) -> str:
+        """The suffix of the JSON blob, which names the quant type."""
+        return f"{QUANT_STATE_PREFIX}{self.quant_type}"
+
+    @property
+    def parts(self) -> Parts:
+        parts = [("values", self.values), ("absmax", self.absmax)]
+        if self.quant_map is not None:
+            parts.append(("quant_map", self.quant_map))
+        if self.nested_absmax is not None:
+            parts.append(("nested_absmax", self.nested_absmax))
+        if self.nested_quant_map is not None:
+            parts.append(("nested_quant_map", self.nested_quant_map))
+        parts.append((self.quant_state_role, self.quant_state))
+        return tuple(parts)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return (
+            isinstance(other, Bitsandbytes4bit)
+            and self.quant_type == other.quant_type
+            and self.blocksize == other.blocksize
+            and self.dtype == other.dtype
+            and self.is_transposed == other.is_transposed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(_EncodingBase):
+    """A tensor that is cut out of a larger one, with steps between its elements."""
+
+    name: ClassVar[str] = "strided"
+
+    values: TensorInfo  # [n]: everything from the tensor's first element to its last
+    strides: tuple[int, ...]  # elements of `values` from one index of each dimension to the next
+
+    @property
+    def parts(self) -> Parts:
+        return (("values", self.values),)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Strided) and self.strides == other.strides
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(_EncodingBase):
+    """The rows of several tensors, encoded or not, one after the other."""
+
+    name: ClassVar[str] = "joined"
+
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def parts(self) -> Parts:
+        first, *others = self.tensors
+        numbered = ((str(number), tensor) for number, tensor in enumerate(others, start=1))
+        return ("values", first), *numbered
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged(_EncodingBase):
+    """Another tensor, encoded or not, which adapters change."""
+
+    name: ClassVar[str] = "merged with an adapter"
+
+    base: TensorInfo  # the tensor that is changed, or a piece of it
+    deltas: "tuple[Delta, ...]"  # the changes, in the order in which they are made
+    first_row: int = 0  # how many rows of the whole tensor are before those of `base`
+
+    @property
+    def parts(self) -> Parts:
+        return (("values", self.base),)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return (
+            isinstance(other, Merged)
+            and self.deltas == other.deltas
+            and self.first_row == other.first_row
+        )
+
+
+Encoding: TypeAlias = Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided | Joined | Merged
+"""How a tensor is decoded from others.
+
+Every type has a `name`, which reports show, and the method `decodes_like`: it returns True if parts
+of equal layout and equal bytes decode to equal tensors.
+"""
+
+
+class Delta(NamedTuple):
+    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a
+    magnitude.
+    """
+
+    # [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in
+    # their place; without `down` a vector to be added
+    up: TensorInfo
+    down: TensorInfo | None = None  # [rank, in], of several experts [experts · rank, in]
+    scale: float = 1.0  # of the product
+    is_transposed: bool = False  # whether the tensor is [in, out]
+    rows: tuple[int, int] | None = (
+        None  # which rows of the product concern the tensor; None for all
+    )
+    experts: int = 0  # whose factors stand together; 0 if they are those of a single matrix
+    expert: int | None = None  # which of them the tensor is; None for a stack of all
+    magnitude: TensorInfo | None = None  # [out], of DoRA: the norms that the rows then get
+    indices: tuple[int, ...] = ()  # rows of the tensor that are replaced
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row of the result depends on other rows of the tensor."""
+        return self.magnitude is not None and self.is_transposed
+
+
+def is_in_4_bits(tensor: TensorInfo) -> bool:
+    """Return True if bitsandbytes packed the tensor, or the tensor that adapters are merged into."""
+    return isinstance(tensor.unmerged.encoding, Bitsandbytes4bit)
+
+
+def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:
+    """Return the encoding of a 4-bit weight whose codes stand in the order of its elements.
+
+    Returns:
+        The encoding; None for a weight that was packed transposed, and for any other tensor.
+    """
+    encoding = tensor.encoding
+    if isinstance(encoding, Bitsandbytes4bit) and not encoding.is_transposed:
+        return encoding
+    return None
