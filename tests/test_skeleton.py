@@ -135,7 +135,7 @@ def test_a_dry_run_tells_what_transformers_would_decide_otherwise(tmp_path, monk
     agreed = CliRunner().invoke(main, command)
     assert agreed.exit_code == 0, agreed.output
     assert "would differ" not in agreed.output
-    monkeypatch.setattr("nf4conv.choose.evidence._ROUTER", re.compile("$^"))
+    monkeypatch.setattr("nf4conv.choose.evidence.ROUTER", re.compile("$^"))
     differing = CliRunner().invoke(main, command)
     assert (
         "--plan-with transformers would differ: model.layers.0.block_sparse_moe.gate.weight"

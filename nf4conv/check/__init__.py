@@ -1,5 +1,6 @@
-"""Checks a finished checkpoint by its headers, its config and its small tensors. Decodes no weights.
+"""Checks a finished checkpoint by its headers, config and small tensors. Decodes no weights.
 
+checks.py         names every check that verify makes
 structure.py      looks at all files of a 4-bit checkpoint and notes every fault
 config_check.py   checks config.json against the tensors
 pairing.py        matches the tensors of two checkpoints

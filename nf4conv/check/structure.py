@@ -5,11 +5,10 @@ Written against the format (docs/format.md), not against the code that writes it
 writer, no decoder is used here. Faults that other tools are known to make are recognised and named.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.header import read_header
@@ -19,9 +18,6 @@ from nf4conv.sources.stored_weights import StoredWeight, Structure, check_weight
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_files import find_weights
-
-CHECKS: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("checks.json").read_bytes())
-"""Every check by its name, in the order in which they are reported, with what it looks at."""
 
 
 def read_structure(path: Path) -> Structure:

@@ -1,28 +1,37 @@
-"""What names, shapes and the config tell of a tensor: embedding, head, router, tower, … or a plain
+"""Collects what names, shapes and the config tell about the tensors of a checkpoint.
+
+Evidence answers whether a tensor is an embedding, a head, a router, part of a tower, … or a plain
 `nn.Linear`.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.models.config import levels
-from nf4conv.models.families import READ, Family, families_of, is_transposed
-from nf4conv.models.module_names import is_embedding, is_multimodal, module_of
+from nf4conv.models.families import families_of, is_transposed
+from nf4conv.models.family import Family
+from nf4conv.models.family_table import READ
+from nf4conv.models.module_names import is_multimodal, module_of
+from nf4conv.models.name_patterns import (
+    FLOAT32,
+    HEAD,
+    ROUTER,
+    is_embedding,
+    is_in_tower,
+    is_numbered,
+    place_below,
+)
 from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
-FEWEST_ROWS: Final = (
-    32  # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss
-)
+# bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss
+FEWEST_ROWS: Final = 32
 
 
 class Why(Enum):
-    """The reasons for keeping a tensor that code asks for; the value is what the user reads."""
+    """Names the reasons for keeping a tensor that code asks for; the value is what users read."""
 
     ROUTER = "a router"
     EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
@@ -32,150 +41,157 @@ class Why(Enum):
     RENAMED_TOWER = "in a vision or audio part, which transformers 5 loads under other names"
     HEAD = "an output head"
     FEW_ROWS = f"fewer than {FEWEST_ROWS} rows"
-    UNSURE = "unsure"
-    """With a detail."""
-
-
-_TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-_NAMES: Final[Mapping[str, str]] = {
-    kind: "|".join(patterns) for kind, patterns in _TABLES["names"].items()
-}
-"""Regular expressions for what parts of a path are called, of towers for what their names begin
-with.
-"""
-
-_HEAD: Final = re.compile(rf"(^|\.)({_NAMES['head']})(\.|$)")
-_ROUTER: Final = re.compile(rf"(^|\.)({_NAMES['router']})$")
-_TOWER: Final = re.compile(rf"^({_NAMES['tower']})")
-_ABOVE: Final = {what: re.compile(pattern) for what, pattern in _TABLES["above"].items()}
-_FLOAT32: Final = re.compile(_NAMES["float32"])
+    UNSURE = "unsure"  # the decision says more in its detail
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A checkpoint seen as a whole."""
+    """Describes a checkpoint as a whole.
 
-    shapes: Mapping[str, tuple[int, ...]]  # of every tensor, by name
-    families: tuple[Family, ...]  # listed deviations that apply
-    vocab_sizes: frozenset[int]  # every vocabulary size that the config names
-    layers: int  # the largest number of layers that the config names; 0 when it names none
-    multimodal: bool  # whether encoders of other inputs stand beside a language model
-    mostly_half: bool  # whether most bytes are not float32
-    # every part of the path of a matrix below something numbered; only where families ask
+    Attributes:
+        shapes: the shape of every tensor, by name.
+        families: the listed deviations that apply.
+        vocab_sizes: every vocabulary size that the config names.
+        layers: the largest number of layers that the config names; 0 when it names none.
+        multimodal: True if encoders of other inputs stand beside a language model.
+        mostly_half: True if most bytes are not float32.
+        names_in_blocks: every part of the path of a matrix below something numbered. Only families
+            with `only_blocks` ask for it; it is empty for all others.
+        plain_experts: True if experts that are stored one by one have nothing but weights.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    families: tuple[Family, ...]
+    vocab_sizes: frozenset[int]
+    layers: int
+    multimodal: bool
+    mostly_half: bool
     names_in_blocks: frozenset[str] = frozenset()
-    plain_experts: bool = False  # whether single experts have nothing but weights
+    plain_experts: bool = False
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
-        numbers = list(numbers_of(config))
-        float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
+        """Looks at all tensors of a checkpoint and at the content of its config.json."""
+        shapes = {}
+        total = float32 = 0
+        plain_experts = True
+        for tensor in tensors:
+            name = tensor.name
+            shapes[name] = tensor.shape
+            total += tensor.nbytes
+            if tensor.dtype == "F32":
+                float32 += tensor.nbytes
+            if ".experts." in name and not name.endswith(".weight"):
+                plain_experts = False
+
+        vocab_sizes = set()
+        layers = 0
+        for key, number in numbers_of(config):
+            if key.endswith("vocab_size"):
+                vocab_sizes.add(number)
+            elif key == "num_hidden_layers":
+                layers = max(layers, number)
+
         families = families_of(config)
-        only_blocks = any(family.only_blocks for family in families)
-        shapes = {tensor.name: tensor.shape for tensor in tensors}
-        modules = (
-            module_of(name)
-            for name, shape in shapes.items()
-            if len(shape) == 2 and name.endswith(".weight")
-        )
-        blocks = (module for module in (modules if only_blocks else ()) if _in_layer(module))
+        names_in_blocks = set()
+        if any(family.only_blocks for family in families):
+            names_in_blocks = _names_in_blocks(shapes)
         return cls(
             shapes=shapes,
             families=families,
-            vocab_sizes=frozenset(number for key, number in numbers if key.endswith("vocab_size")),
-            layers=max(
-                (number for key, number in numbers if key == "num_hidden_layers"), default=0
-            ),
+            vocab_sizes=frozenset(vocab_sizes),
+            layers=layers,
             multimodal=is_multimodal(config),
-            mostly_half=2 * float32 < sum(tensor.nbytes for tensor in tensors),
-            names_in_blocks=frozenset(part for module in blocks for part in module.split(".")),
-            plain_experts=not any(
-                ".experts." in name and not name.endswith(".weight") for name in shapes
-            ),
+            mostly_half=2 * float32 < total,
+            names_in_blocks=frozenset(names_in_blocks),
+            plain_experts=plain_experts,
         )
 
-    def kind_of(self, tensor: TensorInfo) -> tuple[object, ...]:
-        """What tensors share that no rule tells apart: single experts with nothing beside them that
-        is no weight.
+    def kind_of(self, tensor: TensorInfo) -> Hashable:
+        """Returns a key that is the same for tensors which no rule tells apart.
+
+        Experts that are stored one by one, with nothing beside them but weights, share a key. A
+        decision about one is then a decision about all, which makes large checkpoints fast to plan.
         """
         stack, found, rest = tensor.name.partition(".experts.")
         number, _, rest = rest.partition(".")
         if not (found and self.plain_experts and number.isdecimal()):
-            return (tensor.name,)
-        return (
-            stack,
-            rest,
-            tensor.shape,
-            tensor.dtype,
-            tensor.encoding is not None and is_in_4_bits(tensor),
-        )
+            return tensor.name
+        in_4_bits = tensor.encoding is not None and is_in_4_bits(tensor)
+        return (stack, rest, tensor.shape, tensor.dtype, in_4_bits)
 
     def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
-        """Why a tensor is certainly not the weight of an `nn.Linear`; None when it may be one."""
+        """Returns why a tensor is certainly not the weight of an `nn.Linear`; None if it may be."""
         if len(shape) > 2:
-            return (
-                Why.STACKED_EXPERTS
-                if re.search(r"(^|\.)experts\.", name)
-                else "a convolution or another tensor"
-            )
+            if re.search(r"(^|\.)experts\.", name):
+                return Why.STACKED_EXPERTS
+            return "a convolution or another tensor"
         if len(shape) < 2:
             return "a vector"
         if not name.endswith(".weight"):
             return "a bare parameter, not a module's weight"
         module = module_of(name)
         leaf = module.rpartition(".")[2]
-        if not is_embedding(leaf) or "patch" in leaf or f"{module}.bias" in self.shapes:
+        if not is_embedding(leaf):
             return None
-        return None if self._is_linear_by_family(module) else "an embedding"
+        # a projection of patches has such a name, too, and an embedding has no bias
+        if "patch" in leaf or f"{module}.bias" in self.shapes:
+            return None
+        if self._is_linear_by_family(module):
+            return None
+        return "an embedding"
 
     def why_kept(
         self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool
     ) -> Why | str | None:
-        """Why a matrix that may be an `nn.Linear`, by its path on disk, is not packed; None when it
-        is.
+        """Returns why a matrix that may be an `nn.Linear` is not packed; None when it is packed.
 
-        `towers` says whether vision and audio parts are packed, `experts` whether experts stored
-        one by one are.
+        Args:
+            module: the path of its module on disk.
+            shape: its shape.
+            towers: whether vision and audio parts are packed.
+            experts: whether experts that are stored one by one are packed.
         """
         if 0 in shape:
             return "empty"
-        for family in self.families:
-            for pattern, reason in family.keep:
-                if re.search(pattern, module):
-                    return reason
+        reason = self._why_kept_by_family(module)
+        if reason is not None:
+            return reason
         if self._is_linear_by_family(module):
             return None
-        if any(family.only_blocks for family in self.families) and not _in_layer(module):
+        if any(family.only_blocks for family in self.families) and not is_numbered(module):
             # a top-level proj_out cannot be listed without hitting every proj_out of the blocks; it
             # may have few rows, which only bitsandbytes' kernels for CPUs cannot take, and
             # diffusers wants a GPU
             return None if module in self.names_in_blocks else Why.OUTSIDE_BLOCKS
-        renames_towers = any(family.renames_towers for family in self.families)
-        if self.multimodal and (renames_towers or not towers) and _in_tower(module):
-            return Why.RENAMED_TOWER if renames_towers else Why.TOWER
+        if self.multimodal and is_in_tower(module):
+            if any(family.renames_towers for family in self.families):
+                return Why.RENAMED_TOWER
+            if not towers:
+                return Why.TOWER
         if is_transposed(module, self.families):
             return None
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
     def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> Why | str | None:
+        """Returns why a matrix is no layer between the model's input and its output."""
         parent, _, leaf = module.rpartition(".")
         if is_embedding(leaf):
             return "an input embedding"
-        if not _above("a number", parent) and (
-            _HEAD.search(module) or shape[0] in self.vocab_sizes
-        ):
+        place = place_below(parent)
+        if not place.is_numbered and (HEAD.search(module) or shape[0] in self.vocab_sizes):
             return Why.HEAD
-        layer = _above("a layer of the language model", parent)
-        if _above("a layer that predicts more tokens", parent) or (
-            layer and 0 < self.layers <= int(layer[1])
-        ):
+        is_beyond = place.language_layer is not None and 0 < self.layers <= place.language_layer
+        if place.is_prediction_layer or is_beyond:
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
     def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> Why | str | None:
-        if _ROUTER.search(module):
+        """Returns why a matrix inside a layer has to stay unpacked."""
+        if ROUTER.search(module):
             return Why.ROUTER
         parent, _, leaf = module.rpartition(".")
-        if not experts and _above("a single expert", parent):
+        if not experts and place_below(parent).is_expert:
             return Why.EXPERT
         if leaf == "weights_proj":
             return READ  # of sparse attention's indexer
@@ -188,64 +204,65 @@ class Evidence:
         return None
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
-        """Why a matrix that looks like an `nn.Linear` may be none: the detail of Why.UNSURE."""
+        """Returns why a matrix that looks like an `nn.Linear` may be none: detail of Why.UNSURE."""
         bias = self.shapes.get(f"{module}.bias")
-        if (
-            bias == (shape[0],)
-            or self._is_linear_by_family(module)
-            or is_transposed(module, self.families)
-        ):
+        if bias == (shape[0],):
+            return None
+        if self._is_linear_by_family(module) or is_transposed(module, self.families):
             return None
         if module in self.names_in_blocks:
             return None
         if bias is not None:
             return f"its bias has shape {list(bias)}"
-        if not _in_layer(module):
+        if not is_numbered(module):
             return "outside the layers and without a bias"
         return None
 
     def is_float32_by_design(self, tensor: TensorInfo) -> bool:
-        """Whether a kept tensor that is stored in float32 has to stay so.
+        """Returns True if a kept tensor that is stored in float32 has to stay so.
 
         transformers casts what it loads to what the model asks for, except `*.weight` (from 5.21
         on); those of routers stay in float32 when the rest of the checkpoint is not.
         """
         if tensor.dtype != "F32":
             return False
-        if _FLOAT32.search(tensor.name):
+        if FLOAT32.search(tensor.name):
             return True
         module = module_of(tensor.name)
-        if any(family.float32 and re.search(family.float32, module) for family in self.families):
-            return True
+        for family in self.families:
+            if family.float32 and re.search(family.float32, module):
+                return True
+        if not self.mostly_half:
+            return False
         is_parameter = not tensor.name.endswith((".weight", ".bias"))
-        return self.mostly_half and (is_parameter or _ROUTER.search(module) is not None)
+        return is_parameter or ROUTER.search(module) is not None
+
+    def _why_kept_by_family(self, module: str) -> str | None:
+        for family in self.families:
+            for kept in family.keep:
+                if re.search(kept.pattern, module):
+                    return kept.reason
+        return None
 
     def _is_linear_by_family(self, module: str) -> bool:
         return any(family.linear and re.search(family.linear, module) for family in self.families)
 
 
-@lru_cache(maxsize=4096)
-def _above(what: str, parent: str) -> re.Match[str] | None:
-    """What of _ABOVE is above a module; kept, as a checkpoint may have 100 000 in groups below one
-    parent.
-    """
-    return _ABOVE[what].search(f"{parent}." if parent else "")
-
-
-def _in_layer(module: str) -> bool:
-    return _above("a number", module.rpartition(".")[0]) is not None
-
-
-def _in_tower(module: str) -> bool:
-    outside = _ABOVE["a number"].split(module)[0].split(".")
-    return any(_TOWER.match(part) for part in outside)
+def _names_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Returns every part of the path of each matrix that is below something numbered."""
+    names: set[str] = set()
+    for name, shape in shapes.items():
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        module = module_of(name)
+        if is_numbered(module):
+            names.update(module.split("."))
+    return names
 
 
 def numbers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(key, value) of every integer in a config."""
-    return (
-        (key, value)
-        for _, level in levels(config)
-        for key, value in level.items()
-        if isinstance(value, int)
-    )
+    """Yields (key, value) of every integer in a config, at all levels."""
+    for _, level in levels(config):
+        for key, value in level.items():
+            if isinstance(value, int):
+                yield key, value

@@ -6,7 +6,7 @@ config or the family says otherwise. Where the rule is unsure it keeps the tenso
 module as skipped: that always loads.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
@@ -105,10 +105,10 @@ def select(
     evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
     why_unwanted = _by_wishes(options, names)
     decisions: dict[str, Pack | Keep] = {}
-    alike: dict[tuple[object, ...], Pack | Keep] = {}
+    alike: dict[Hashable, Pack | Keep] = {}
     for tensor in tensors:
         unwanted = why_unwanted(tensor.name)
-        kind = (unwanted, *evidence.kind_of(tensor))
+        kind = (unwanted, evidence.kind_of(tensor))
         decision = alike.get(kind)
         if decision is None:
             decision = alike[kind] = _decide(tensor, evidence, options, unwanted)

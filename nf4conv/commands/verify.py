@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv import __version__
+from nf4conv.check.checks import CHECKS
 from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.pairing import Pairs, pair
-from nf4conv.check.structure import CHECKS, read_structure
+from nf4conv.check.structure import read_structure
 from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions

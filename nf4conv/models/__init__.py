@@ -1,6 +1,9 @@
 """Knows how model architectures are configured and named. Reads no weights.
 
-config.py         reads and edits config.json
-families.py       lists model types that deviate from the rules
-module_names.py   maps names on disk to the names that loaders use
+config.py          reads and edits config.json
+family.py          declares the ways in which a model family may deviate from the rules
+family_table.py    lists the deviations of every known family
+families.py        finds the families of a model
+name_patterns.py   recognises what a module is by its name: embedding, head, router or tower
+module_names.py    maps names on disk to the names that loaders use
 """

@@ -1,13 +1,11 @@
-"""config.json of a 4-bit checkpoint: the 13 keys of quantization_config, without what an earlier
-quantization left.
+"""Reads and edits config.json.
 
-The keys and their order are those that transformers 4.57.6 and 5.23.0 write
+The config of a 4-bit checkpoint has the 13 keys of quantization_config, and nothing that an earlier
+quantization left. The keys and their order are those that transformers 4.57.6 and 5.23.0 write
 (BitsAndBytesConfig.to_dict).
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
@@ -15,20 +13,19 @@ from nf4conv.format.layout import Format
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
-_WRITTEN: Final = json.loads(Path(__file__).with_name("quantization_config.json").read_bytes())
-"""What quantization_config says; null is what the checkpoint decides. Loaders refuse an int as a
-threshold.
-"""
-
-DTYPE_KEYS: Final = (
-    "dtype",
-    "torch_dtype",
-)  # transformers 4.56 and newer write the first, older releases the second
+# transformers 4.56 and newer write the first, older releases the second
+DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 
 
 def levels(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(path, content) of a config, whose path is empty, and of all that is nested in it, the outer
-    before the inner.
+    """Yields a config and every config nested in it, the outer before the inner.
+
+    Args:
+        config: the content of config.json, or of a part of it.
+        path: the keys that lead to `config`, each with a dot after it.
+
+    Yields:
+        (path, content) of each level. The path of config.json itself is empty.
     """
     yield path, config
     for key, value in config.items():
@@ -37,9 +34,11 @@ def levels(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Map
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The first of the model classes that config.json names; empty if it names none."""
+    """Returns the first of the model classes that config.json names; "" if it names none."""
     names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else ""
+    if not isinstance(names, list) or not names:
+        return ""
+    first = names[0]
     return first if isinstance(first, str) else ""
 
 
@@ -51,54 +50,87 @@ def quantized_config(
     skip_modules: Sequence[str],
     dtype: str | None,
 ) -> dict[str, Any]:
-    """The content of config.json for a 4-bit checkpoint.
+    """Returns the content of config.json for a 4-bit checkpoint.
 
-    `config` is the content of the source's. The format must be what is stored: transformers assumes
-    fp4 without a quant_type, and 4.57 counts the tensors of a weight. A loaded model multiplies in
-    `compute_dtype`: "bfloat16", "float16" or "float32". `skip_modules` are listed even if there are
-    none: null would let every loader guess its own list. `dtype` is what the unpacked tensors are
-    stored in, "bfloat16" for example; None leaves the source's word on it.
+    Args:
+        config: the content of the source's config.json.
+        format: how weights are stored. It must be what is on disk: transformers assumes fp4 where
+            no quant_type is given, and 4.57 counts the tensors of a weight.
+        compute_dtype: the dtype in which a loaded model multiplies: "bfloat16", "float16" or
+            "float32".
+        skip_modules: the modules that stay unpacked. They are listed even if there are none: with
+            null every loader would guess its own list.
+        dtype: the dtype in which the unpacked tensors are stored, such as "bfloat16"; None leaves
+            what the source says about it.
     """
-    edited = without_quantization(config) if dtype is None else plain_config(config, dtype)
-    edited["quantization_config"] = _WRITTEN | {
+    edited = without_quantization(config)
+    if dtype is not None:
+        edited = plain_config(edited, dtype)
+    edited["quantization_config"] = {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": format.quant_storage,
         "bnb_4bit_quant_type": format.quant_type,
         "bnb_4bit_use_double_quant": format.double_quant,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
         "llm_int8_skip_modules": list(skip_modules),
+        "llm_int8_threshold": 6.0,  # loaders refuse an int
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
     }
     return edited
 
 
 def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The content of config.json for a checkpoint without any quantization, stored in a dtype such
-    as "bfloat16".
+    """Returns the content of config.json for a checkpoint without any quantization.
+
+    Args:
+        config: the content of the source's config.json.
+        dtype: the dtype in which the checkpoint is stored, such as "bfloat16". Every dtype that the
+            source names, at any level, becomes this one.
     """
-    config = without_quantization(config)
-    keys = [key for key in DTYPE_KEYS if key in config] or ["dtype"]
-    return _with_present_dtype(config, dtype) | dict.fromkeys([*keys, "torch_dtype"], dtype)
+    edited = _with_dtype(without_quantization(config), dtype)
+    # releases before 4.56 read nothing but torch_dtype
+    if "dtype" in edited or "torch_dtype" not in edited:
+        edited["dtype"] = dtype
+    edited["torch_dtype"] = dtype
+    return edited
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config with every trace of a quantization removed, at all levels."""
-    return {
-        key: without_quantization(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in LEFTOVERS
-    }
+    """Returns a copy of a config with every trace of a quantization removed, at all levels."""
+    edited = {}
+    for key, value in config.items():
+        if key in LEFTOVERS:
+            continue
+        edited[key] = without_quantization(value) if isinstance(value, Mapping) else value
+    return edited
 
 
-def _with_present_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    edited = {
-        key: _with_present_dtype(value, dtype) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-    }
-    return edited | {key: dtype for key in DTYPE_KEYS if config.get(key) is not None}
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns a copy in which every dtype that is named is this one, at all levels."""
+    edited: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in DTYPE_KEYS and value is not None:
+            edited[key] = dtype
+        elif isinstance(value, Mapping):
+            edited[key] = _with_dtype(value, dtype)
+        else:
+            edited[key] = value
+    return edited
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a config names, such as "bfloat16"; the part of a model that names one speaks
-    for a silent top.
+    """Returns the dtype that a config names, such as "bfloat16"; None if it names none.
+
+    Where the top is silent, the first part of the model that names a dtype speaks for it.
     """
-    found = (level.get(key) for _, level in levels(config) for key in DTYPE_KEYS)
-    return next((dtype.removeprefix("torch.") for dtype in found if isinstance(dtype, str)), None)
+    for _, level in levels(config):
+        for key in DTYPE_KEYS:
+            dtype = level.get(key)
+            if isinstance(dtype, str):
+                return dtype.removeprefix("torch.")
+    return None

@@ -1,36 +1,30 @@
-"""Names on disk → names in memory. Loaders rename modules; llm_int8_skip_modules must use the names
-they end up with.
+"""Maps names on disk to the names that loaders use.
 
-Multimodal checkpoints keep the names they were first saved with, in two styles, and loaders build a
-third:
+Loaders rename modules, and llm_int8_skip_modules must use the names they end up with. Multimodal
+checkpoints keep the names they were first saved with, in two styles, and loaders build a third:
 
-    on disk                          transformers 4.52+ and 5            vLLM
-    language_model.model.layers.0    model.language_model.layers.0       language_model.model.layers.0
-    model.layers.0                   model.language_model.layers.0       language_model.model.layers.0
-    vision_tower.…, visual.…         model.vision_tower.…                vision_tower.…, visual.…
+    on disk                        transformers 4.52+ and 5         vLLM
+    language_model.model.layers.0  model.language_model.layers.0    language_model.model.layers.0
+    model.layers.0                 model.language_model.layers.0    language_model.model.layers.0
+    vision_tower.…, visual.…       model.vision_tower.…             vision_tower.…, visual.…
 
-A model without its head, as AutoModel loads it, has no "model." in front (here, and
-skip_list.complete_for_base).
+A model without its head, as AutoModel loads it, has no "model." in front; both this module and
+skip_list.complete_for_base allow for that.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
-from nf4conv.models.families import Family, families_of
+from nf4conv.models.families import families_of
+from nf4conv.models.family import Family
 
-_EMBEDDING: Final = re.compile(
-    r"^(embed|embeddings?|embed_(?!out|.*proj).*|.*_(emb|embed|embeds|embedding|embeddings)|emb|embeds|wte|wpe|shared|embedding_table|codebook|tokens_embed|positions_embed|positions|pos_embed.*|relative_attention_bias|.*position_bias.*)$"
-)
-
-HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")  # the most common names of heads
+HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
+"""The most common names of heads."""
 
 ADDED: Final = (*HEADS, "classification_head", "pooler")
-"""What a loader may add to a checkpoint that has none of it, which has to stay out of the 4-bit
-modules.
-"""
+"""Modules that a loader may add to a checkpoint that has none of them. They must not be 4-bit."""
 
 TEXT_CONFIGS: Final = (
     "text_config",
@@ -39,6 +33,8 @@ TEXT_CONFIGS: Final = (
     "thinker_config",
     "language_model_config",
 )
+"""Keys of config.json below which a multimodal model describes its language model."""
+
 OTHER_CONFIGS: Final = (
     "vision_config",
     "vit_config",
@@ -47,34 +43,54 @@ OTHER_CONFIGS: Final = (
     "audio_config",
     "speech_config",
 )
+"""Keys of config.json below which a multimodal model describes its other parts."""
 
-_TOWERS: Final = ("vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector")
-TOWERS: Final = (*_TOWERS, *(f"model.{tower}" for tower in _TOWERS))
+TOWERS: Final = (
+    "vision_tower",
+    "visual",
+    "vision_model",
+    "audio_tower",
+    "multi_modal_projector",
+    "model.vision_tower",
+    "model.visual",
+    "model.vision_model",
+    "model.audio_tower",
+    "model.multi_modal_projector",
+)
 """What most multimodal models call the parts that are not packed."""
 
 TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")
-"""Heads that are an `nn.Linear` in memory also where they are the embedding, and no tensor of their
-own is stored.
+"""Heads that are an `nn.Linear` in memory even where they are tied to the embedding, so that no
+tensor of their own is stored.
 """
 
-_LANGUAGE: Final = re.compile(
-    r"^(?:language_model\.model|model\.language_model|language_model|model)\.((?:layers|norm|h|blocks|decoder)(?:\.|$).*)"
+# a path inside the language model, in any of the styles above; group 1 is what follows the style
+_LANGUAGE_MODEL: Final = re.compile(
+    r"^(?:language_model\.model|model\.language_model|language_model|model)\."
+    r"((?:layers|norm|h|blocks|decoder)(?:\.|$).*)"
 )
+# other modules may have "model." in front, and a head inside the language model "language_model."
+_OUTER_PREFIX: Final = re.compile(r"^(model\.|language_model\.(?=lm_head))")
+
+# model types of dual encoders: they embed text and another input side by side
 _DUAL_ENCODER: Final = re.compile(
-    r"clip|siglip|clap|owl|groupvit|flava|vilt|bridgetower|aimv2|tipsv2|videoprism|grounding|dual-encoder|^(align|blip|git)$"
+    r"clip|siglip|clap|owl|groupvit|flava|vilt|bridgetower|aimv2|tipsv2|videoprism|grounding"
+    r"|dual-encoder|^(align|blip|git)$"
 )
 
 
 def module_of(tensor: str) -> str:
-    """The path of the module whose weight a tensor is, by its name; other tensors stand for
-    themselves.
+    """Returns the path of the module whose weight a tensor is, by the tensor's name.
+
+    The name of a tensor that is no `*.weight` is given back as it is.
     """
     return tensor.removesuffix(".weight")
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether a language model stands beside encoders of other inputs. A dual encoder such as CLIP
-    has no such core.
+    """Returns True if a language model stands beside encoders of other inputs.
+
+    A dual encoder such as CLIP has no language model at its core and is not meant.
     """
     has_text = any(isinstance(config.get(key), Mapping) for key in TEXT_CONFIGS)
     has_other = any(isinstance(config.get(key), Mapping) for key in OTHER_CONFIGS)
@@ -85,54 +101,64 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """How loaders rename the modules of one model."""
+    """Knows how loaders rename the modules of one model.
 
-    families: tuple[Family, ...]  # listed deviations that apply
-    multimodal: bool  # whether `is_multimodal(config)`
-    in_memory: Mapping[str, str] = field(
-        default_factory=dict
-    )  # paths that are known for certain, by path on disk
+    Attributes:
+        families: the listed deviations that apply to the model.
+        multimodal: the answer of `is_multimodal` for its config.
+        in_memory: paths in memory that are known for certain, by path on disk.
+    """
+
+    families: tuple[Family, ...]
+    multimodal: bool
+    in_memory: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModuleNames":
+        """Returns the names of the model that a config.json describes."""
         return cls(families_of(config), is_multimodal(config))
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Modules that a loader may build although the checkpoint holds nothing for them, or under
-        other names.
-        """
-        tied = tuple(head for family in self.families for head in family.heads)
-        return ADDED + tied + (TOWERS if self.multimodal else ())
+        """The modules that a loader may build without finding them on disk under their name."""
+        absent = list(ADDED)
+        for family in self.families:
+            absent += family.heads
+        if self.multimodal:
+            absent += TOWERS
+        return tuple(absent)
 
     def spellings(self, path: str) -> tuple[str, ...]:
-        """Every path that a loader may know a module by; the path on disk comes first."""
+        """Returns every path by which a loader may know a module; the path on disk comes first."""
         if not (self.families or self.multimodal or self.in_memory):
             return (path,)
-        paths = [path] + ([self.in_memory[path]] if path in self.in_memory else [])
+        # a dict, because it keeps the order and drops duplicates
+        paths = {path: None}
+        if path in self.in_memory:
+            paths[self.in_memory[path]] = None
         for family in self.families:
-            renamed = [
-                re.sub(pattern, new, old) for old in paths for pattern, new in family.renamed
-            ]
-            paths += [name for name in renamed if name not in paths]
+            for known in tuple(paths):
+                for pattern, replacement in family.renamed:
+                    paths[re.sub(pattern, replacement, known)] = None
         if self.multimodal:
-            paths += [alias for name in paths for alias in _multimodal_spellings(name)]
-        return tuple(dict.fromkeys(paths))
+            for known in tuple(paths):
+                paths.update(dict.fromkeys(_multimodal_spellings(known)))
+        return tuple(paths)
 
 
 def _multimodal_spellings(path: str) -> tuple[str, ...]:
-    inner = _LANGUAGE.match(path)
-    if inner is not None:
-        forms = "model.language_model.", "language_model.model.", "model.", "language_model."
-        return tuple(
-            f"{form}{inner[1]}"
-            for form in (*forms, *([""] if inner[1].startswith("decoder.") else []))
-        )
-    bare = re.sub(r"^(model\.|language_model\.(?=lm_head))", "", path)
-    return (bare, f"model.{bare}")
-
-
-@lru_cache(maxsize=1024)
-def is_embedding(leaf: str) -> bool:
-    """Whether a module is an embedding, by the last part of its path."""
-    return _EMBEDDING.match(leaf) is not None
+    """Returns the styles in which multimodal models spell a path."""
+    inner = _LANGUAGE_MODEL.match(path)
+    if inner is None:
+        bare = _OUTER_PREFIX.sub("", path)
+        return (bare, f"model.{bare}")
+    rest = inner[1]
+    forms = [
+        f"model.language_model.{rest}",
+        f"language_model.model.{rest}",
+        f"model.{rest}",
+        f"language_model.{rest}",
+    ]
+    if rest.startswith("decoder."):
+        forms.append(rest)
+    return tuple(forms)

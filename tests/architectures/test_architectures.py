@@ -30,7 +30,7 @@ from tiny import save_tiny
 from nf4conv.choose.evidence import Why
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
-from nf4conv.models.families import READ
+from nf4conv.models.family_table import READ
 from nf4conv.options import QuantizeOptions
 
 EVERY = [architecture for group in CASES.values() for architecture in group]

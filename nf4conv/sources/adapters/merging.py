@@ -17,13 +17,8 @@ from typing import Any, Final, NamedTuple
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.models.config import architecture_of
 from nf4conv.models.families import is_transposed
-from nf4conv.models.module_names import (
-    TEXT_CONFIGS,
-    TIED_HEADS,
-    ModuleNames,
-    is_embedding,
-    module_of,
-)
+from nf4conv.models.module_names import TEXT_CONFIGS, TIED_HEADS, ModuleNames, module_of
+from nf4conv.models.name_patterns import is_embedding
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted, open_adapter
 from nf4conv.sources.source import Source, open_source, stamp_of

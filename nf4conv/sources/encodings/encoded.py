@@ -29,7 +29,8 @@ from typing import Any, Final
 from nf4conv.errors import CodecError, SourceError
 from nf4conv.format import layout
 from nf4conv.models.config import LEFTOVERS, levels
-from nf4conv.models.families import Family, families_of, is_transposed
+from nf4conv.models.families import families_of, is_transposed
+from nf4conv.models.family import Family
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,

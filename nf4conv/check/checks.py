@@ -1,0 +1,31 @@
+"""Names every check of a finished checkpoint."""
+
+from collections.abc import Mapping
+from typing import Final
+
+CHECKS: Final[Mapping[str, str]] = {
+    # what verify finds in the headers and small tensors of the checkpoint itself
+    "files": "every weight file is a whole safetensors file, and no other lies beside them",
+    "index": "the index and the headers name the same tensors in the same files",
+    "checksums": "the files are those that SHA256SUMS lists",
+    "components": "every packed weight has all its tensors, and none is left over",
+    "quant state": "every quant state is what bitsandbytes reads",
+    "layout": "dtypes and shapes of the tensors of a weight agree",
+    "one shard": "the tensors of a weight are in one file",
+    "code maps": "the stored code values are those of the data type",
+    "uniform": "one data type and one nesting for the whole checkpoint",
+    "config": "config.json describes what is stored",
+    "skip list": "every loader would make those modules 4-bit that are packed, and no others",
+    # what it finds in the values, most of it with the source beside the checkpoint
+    "scales": (
+        "every scale is finite and, if not searched, not negative; "
+        "with a source, it is that of the source"
+    ),
+    "names": "the tensors are those of the source",
+    "copies": "tensors that are not packed equal the source's",
+    "codes": "every code is the nearest to its value in the source",
+    "bound": "every value is within the format's worst-case error",
+    "tolerance": "the relative error of every weight is within the tolerance",
+    "exact": "the bytes are those that quantizing the source gives",
+}
+"""What each check looks at, by its name, in the order in which reports list them."""
