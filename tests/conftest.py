@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from nf4conv.codec.ops import why_plain
+from nf4conv.codec.backends import why_plain
 
 if why_plain((9, 0)):
     collect_ignore = ["test_compile.py", "test_decode_kernels.py", "test_gpu.py", "test_kernels.py"]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nf4conv.codec.backends import backend
 from nf4conv.codec.error_sums import ErrorSums
-from nf4conv.codec.ops import backend, quantize_4bit
+from nf4conv.codec.ops import quantize_4bit
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 CONFIG = {

@@ -216,7 +216,9 @@ def test_a_full_disk_by_the_real_command(tmp_path):
 def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatch):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     calls = 0
-    quantize_blocks = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")).quantize_blocks
+    quantize_blocks = (
+        sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu")).quantize_blocks
+    )
 
     def failing(*arguments: object) -> None:
         nonlocal calls
@@ -227,7 +229,7 @@ def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu")),
+            sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu")),
             "quantize_blocks",
             failing,
         )
@@ -242,7 +244,7 @@ def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
     def failing(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    module = sys.modules["nf4conv.codec.ops"].backend(torch.device("cpu"))
+    module = sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu"))
     with monkeypatch.context() as patched:
         patched.setattr(module, "quantize_blocks", failing)
         with pytest.raises(Nf4convError, match="cpu: out of memory; try a smaller --buffer-size"):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from weights import DTYPES, spread_values
 
-from nf4conv.codec import cpu, ops, reference
+from nf4conv.codec import backends, cpu, reference
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 GOLDEN = Path(__file__).parent / "golden"
 BACKENDS = {"reference": reference, "cpu": cpu}
-if not ops.why_plain((9, 0)):
+if not backends.why_plain((9, 0)):
     from nf4conv.codec import kernels
 
     BACKENDS["kernels"] = kernels

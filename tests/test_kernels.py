@@ -15,6 +15,7 @@ from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.packing import finite, mean, nested
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.codec.reference.dequantize import decoded_absmax
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 pytestmark = pytest.mark.filterwarnings(
@@ -246,7 +247,7 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
         assert sums.squared_weight.item() == pytest.approx(
             weight.double().square().sum().item(), rel=1e-12
         )
-        absmax = reference.decoded_absmax(decoding_of(state))
+        absmax = decoded_absmax(decoding_of(state))
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
         assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
         assert sums.outside.item() == 0

@@ -7,7 +7,7 @@ import torch
 from four_bit import error_sums
 from weights import random_weight
 
-from nf4conv.codec import ops
+from nf4conv.codec import backends, ops
 from nf4conv.codec.quant_state import NestedState, QuantState
 from nf4conv.errors import CodecError
 
@@ -87,9 +87,9 @@ def test_dequantize_refuses(change: object, message: str) -> None:
     ],
 )
 def test_backend(device_type: str, capability: tuple[int, int] | None, expected: str) -> None:
-    if expected.endswith("kernels") and ops.why_plain((9, 0)):
+    if expected.endswith("kernels") and backends.why_plain((9, 0)):
         expected = "nf4conv.codec.reference"
-    assert ops.choose_backend(device_type, capability).__name__ == expected
+    assert backends.choose_backend(device_type, capability).__name__ == expected
 
 
 @pytest.mark.parametrize("release", ["3.4.0", "3.1.0+gitdeadbeef", "unknown", None])
@@ -101,8 +101,8 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked(
             raise PackageNotFoundError(package)
         return release
 
-    monkeypatch.setattr(ops, "version", version)
-    assert ops.choose_backend("cuda", (9, 0)).__name__ == "nf4conv.codec.reference"
+    monkeypatch.setattr(backends, "version", version)
+    assert backends.choose_backend("cuda", (9, 0)).__name__ == "nf4conv.codec.reference"
 
 
 def replaced(state: QuantState, **fields: object) -> QuantState:

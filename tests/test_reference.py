@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from weights import SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv.codec import cpu, reference
+from nf4conv.codec.cpu.nested import nearest_dynamic
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
+from nf4conv.codec.reference.nested import dynamic_cuts
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
 CPU = torch.device("cpu")
@@ -331,16 +333,16 @@ def nested_ties() -> torch.Tensor:
 def test_nested_search_at_every_tie():
     scaled = nested_ties()
     expected = [scalar.dynamic_code(np.float32(value)) for value in scaled.tolist()]
-    assert torch.bucketize(scaled, reference.dynamic_cuts(CPU)).tolist() == expected
-    assert cpu.nearest_dynamic(scaled.numpy()).tolist() == expected
+    assert torch.bucketize(scaled, dynamic_cuts(CPU)).tolist() == expected
+    assert nearest_dynamic(scaled.numpy()).tolist() == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.floats(-1, 1, width=32))
 def test_nested_search_of_any_value(value):
     expected = scalar.dynamic_code(np.float32(value))
-    assert torch.bucketize(torch.tensor(value), reference.dynamic_cuts(CPU)).item() == expected
-    assert cpu.nearest_dynamic(np.array([value], dtype=np.float32)).tolist() == [expected]
+    assert torch.bucketize(torch.tensor(value), dynamic_cuts(CPU)).item() == expected
+    assert nearest_dynamic(np.array([value], dtype=np.float32)).tolist() == [expected]
 
 
 @backends

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from weights import DTYPES, random_weight, special_weight, tie_weight
 
 from nf4conv import CodecError, dequantize_4bit, quantize_4bit
-from nf4conv.codec import cpu_search, kernels, reference
+from nf4conv.codec import cpu, kernels, reference
 from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.search import FACTORS, GROUP, nearest_levels
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Of the kernels; without a GPU Triton's interpreter runs them."""
 
-BACKENDS = {"reference": reference, "cpu": cpu_search, "kernels": kernels}
+BACKENDS = {"reference": reference, "cpu": cpu, "kernels": kernels}
 backends = pytest.mark.parametrize("backend", list(BACKENDS.values()), ids=list(BACKENDS))
 quant_types = pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
@@ -103,7 +103,7 @@ def test_special_blocks_are_as_defined(quant_type, dtype):
     )
 
 
-@pytest.mark.parametrize("backend", [cpu_search, kernels], ids=["cpu", "kernels"])
+@pytest.mark.parametrize("backend", [cpu, kernels], ids=["cpu", "kernels"])
 @quant_types
 @dtypes
 @pytest.mark.parametrize("blocksize", [32, 1024], ids="b{}".format)
@@ -158,7 +158,7 @@ HOSTILE = hypothesis_numpy.arrays(
 def test_no_block_is_worse_than_with_its_absmax(values, quant_type, blocksize, dtype):
     """And the fast path has the bytes of the reference, whatever it is given."""
     weight = torch.from_numpy(values).to(dtype)
-    packed, scales = search(cpu_search, weight, quant_type, blocksize)
+    packed, scales = search(cpu, weight, quant_type, blocksize)
     assert_same((packed, scales), search(reference, weight, quant_type, blocksize))
     absmax, codes = torch.empty_like(scales), torch.empty_like(packed)
     reference.quantize_blocks(weight, codes, absmax, quant_type, blocksize)
@@ -201,7 +201,7 @@ def test_threads_give_the_bytes_of_one(quant_type):
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(search(cpu_search, weight, quant_type, 64))
+        found.append(search(cpu, weight, quant_type, 64))
     torch.set_num_threads(before)
     assert_same(found[0], found[1])
     assert_same(found[0], found[2])
@@ -262,7 +262,7 @@ def test_the_search_comes_near_an_exhaustive_one(quant_type, blocksize, kind):
     count = 1 << 17
     made = {"normal": lambda: torch.randn(count, generator=torch.Generator().manual_seed(0))}
     weight = (made | {"student": lambda: student(count), "minilm": lambda: minilm(count)})[kind]()
-    packed, scales = search(cpu_search, weight, quant_type, blocksize)
+    packed, scales = search(cpu, weight, quant_type, blocksize)
     error = block_errors(
         weight, decoded(packed, scales, count, quant_type, blocksize), blocksize
     ).sum()

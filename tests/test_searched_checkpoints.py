@@ -36,7 +36,7 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
-from nf4conv.codec import cpu_search, reference
+from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.format.codebook import BLOCKSIZES
@@ -254,7 +254,7 @@ def test_a_searched_source_stays_as_it_is(searched, tmp_path):
 def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> float:
     count, found = weight.numel(), weight.clone()
     packed, scales = torch.empty(count // 2, dtype=torch.uint8), torch.empty(count // blocksize)
-    cpu_search.search_blocks(weight, packed, scales, quant_type, blocksize)
+    cpu.search_blocks(weight, packed, scales, quant_type, blocksize)
     reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), found)
     return float((weight.double() - found.double()).norm() / weight.double().norm())
 

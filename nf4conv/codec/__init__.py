@@ -1,18 +1,24 @@
-"""Tensors in, tensors out. No path is ever opened here, and nothing here knows of models or
-checkpoints.
+"""Tensors in, tensors out. Nothing here opens a file or knows of models and checkpoints.
 
-    quant_state.py  QuantState ⇄ the tensors that bitsandbytes stores
-    ops.py          the public functions: validate, allocate, choose the backend by device
-    search.py       the search for better scales than absmax: its definition, and its tables
-    reference.py    plain torch, any device: the definition of every operation
-    reciprocal.py   1 / x as the GPU gives it
-    reduction.py    the mean in the order of torch's CUDA kernel: the offset of double quantization
-    error_sums.py   what one pass over a weight and its packed form can say, and the bound it is held to
-    mean_order.py   that order, for the kernels too                          (no torch)
-    cpu.py          the operations as fast as a CPU does them; the errors in cpu_errors.py, the search in cpu_search.py
-    kernels/        Triton, CUDA: the operations at the memory limit of the card
-    decode/         what other quantizations encoded → floats
+The library:
 
-The three backends offer the same functions. All write into tensors that ops.py allocated and none
-validates.
+    ops.py          quantizes and dequantizes tensors: validates, allocates, calls a backend
+    linear.py       multiplies with packed weights, and patches bitsandbytes' layers to do so
+    quant_state.py  turns a QuantState into the tensors that bitsandbytes stores, and back
+
+The backends offer the same functions. All write into tensors that ops.py allocated; none validates.
+
+    backends.py     chooses the backend by device
+    reference/      defines every operation, in plain torch for any device
+    cpu/            computes them as fast as a CPU can
+    kernels/        computes them at the memory limit of an NVIDIA GPU, in Triton
+    decode/         decodes the other quantizations that sources come in
+
+The arithmetic that all of them share:
+
+    search.py       defines the search for better scales than absmax, and makes its tables
+    reciprocal.py   gives 1 / x as the GPU does
+    reduction.py    takes the mean as torch's CUDA kernel does: the offset of double quantization
+    mean_order.py   divides that mean among threads, for the kernels too; imports no torch
+    error_sums.py   states the bound that every packed value is held to, and what is measured
 """

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nf4conv.codec.ops import check_decodable, dequantize_op, has_kernels
+from nf4conv.codec.backends import has_kernels
+from nf4conv.codec.ops import check_decodable, dequantize_op
 from nf4conv.codec.quant_state import DTYPE_NAMES, NestedState, QuantState, code_table, decoding_of
 from nf4conv.errors import CodecError
 

@@ -2,16 +2,10 @@
 device.
 """
 
-import functools
-import re
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
-from typing import Final
-
 import torch
 
-from nf4conv.codec import cpu, cpu_search, reference
+from nf4conv.codec import cpu, reference
+from nf4conv.codec.backends import backend, encoder
 from nf4conv.codec.quant_state import (
     DTYPE_NAMES,
     Decoding,
@@ -23,17 +17,6 @@ from nf4conv.codec.quant_state import (
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE, SCALES
 from nf4conv.format.layout import block_count
-
-OLDEST_CAPABILITY: Final = (8, 0)
-"""Of a GPU that the kernels run on: their max.bf16x2, max.f16x2 and cvt.rn.bf16x2.f32 are of sm_80.
-"""
-
-OLDEST_TRITON: Final = (3, 5)
-"""That compiles the kernels; torch 2.9 brings it. Older ones have no constexpr_function."""
-
-
-Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
-"""Of a weight, its packed codes and its scales, both written, its quant_type and its blocksize."""
 
 
 def quantize_4bit(
@@ -215,60 +198,3 @@ def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.de
             f"{'' if tensor.is_contiguous() else 'not '}contiguous; expected {elements} on "
             f"{device}, contiguous"
         )
-
-
-@functools.cache
-def backend(device: torch.device) -> ModuleType:
-    """The module whose functions run on this device: the reference where there is nothing faster."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return choose_backend(
-        device.type, torch.cuda.get_device_capability(device) if is_nvidia else None
-    )
-
-
-def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """The backend for a kind of device, by torch's name of it, and the compute capability of an
-    NVIDIA GPU, or None.
-    """
-    if device_type == "cpu":
-        return cpu
-    if why_plain(capability):
-        return reference
-    from nf4conv.codec import kernels  # importing Triton takes a second
-
-    return kernels
-
-
-def encoder(device: torch.device, scales: str) -> Encoder:
-    """What encodes blocks on this device, see reference.py: `quantize_blocks`, or for "search"
-    `search_blocks`.
-    """
-    functions = backend(device)
-    if functions is cpu and scales == "search":
-        return cpu_search.search_blocks
-    found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
-    return found
-
-
-def why_plain(capability: tuple[int, int] | None) -> str:
-    """Why the kernels cannot run on a GPU, None being the capability of one that is not NVIDIA's;
-    empty if they can.
-    """
-    if capability is None:
-        return "it is not an NVIDIA GPU"
-    if capability < OLDEST_CAPABILITY:
-        return (
-            f"its compute capability is {'.'.join(map(str, capability))}, and the kernels need 8.0"
-        )
-    try:
-        found = re.match(r"(\d+)\.(\d+)", version("triton"))
-    except PackageNotFoundError:  # it is made for Linux
-        found = None
-    if found is None or (int(found[1]), int(found[2])) < OLDEST_TRITON:
-        return f"there is no Triton {'.'.join(map(str, OLDEST_TRITON))} or newer"
-    return ""
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether it is Triton that computes there."""
-    return backend(device).__name__ == "nf4conv.codec.kernels"

@@ -40,7 +40,7 @@ def _computing() -> tuple[tuple[str, ...], str]:
     try:
         import torch
 
-        from nf4conv.codec.ops import why_plain  # importing torch takes seconds
+        from nf4conv.codec.backends import why_plain  # importing torch takes seconds
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is what is to be shown
         return (), f"none: torch cannot be imported: {type(error).__name__}: {error}"
     if not torch.cuda.is_available():

@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
+from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks, scale_values
-from nf4conv.codec.ops import has_kernels
 from nf4conv.errors import CodecError
 
 E2M1: Final = (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nf4conv.codec.ops import has_kernels
+from nf4conv.codec.backends import has_kernels
 from nf4conv.errors import CodecError
 
 _CPU_CHUNK = 2**18

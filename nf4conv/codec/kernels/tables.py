@@ -8,7 +8,7 @@ import torch
 
 from nf4conv.codec.error_sums import half_gaps
 from nf4conv.codec.reciprocal import coefficients
-from nf4conv.codec.reference import decoded_values
+from nf4conv.codec.reference.dequantize import decoded_values
 from nf4conv.codec.search import candidates, levels, nearest_levels
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 

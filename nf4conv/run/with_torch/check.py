@@ -19,10 +19,11 @@ import torch
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.choose.unchanged import stored_format
+from nf4conv.codec.backends import backend, encoder
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
-from nf4conv.codec.ops import backend, compress_absmax, encoder
+from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
-from nf4conv.codec.reference import decoded_absmax, decoded_values
+from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.plan.jobs import PackJob

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from nf4conv.codec.ops import compress_absmax, encoder
+from nf4conv.codec.backends import encoder
+from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, code_table
 from nf4conv.format.layout import Format, block_count
 from nf4conv.plan.jobs import CopyJob, PackJob

@@ -183,12 +183,12 @@ def _compile(
     meanwhile.start()
     import torch
 
-    from nf4conv.codec import ops, reference  # importing torch takes seconds
+    from nf4conv.codec import backends, reference  # importing torch takes seconds
 
     meanwhile.join()
     gpu.use()
     device = torch.device("cuda", gpu.ordinal)
-    if not torch.cuda.is_available() or ops.backend(device) is reference:
+    if not torch.cuda.is_available() or backends.backend(device) is reference:
         return None
     from nf4conv.codec.kernels import ahead  # importing torch takes seconds
     from nf4conv.codec.kernels.packing import mean  # importing torch takes seconds

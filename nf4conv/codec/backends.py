@@ -1,0 +1,102 @@
+"""Which backend computes on which device: cpu/, kernels/, or reference/ where there is nothing
+faster.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Final
+
+import torch
+
+from nf4conv.codec import cpu, reference
+
+OLDEST_CAPABILITY: Final = (8, 0)
+"""Compute capability of the oldest GPU that runs the kernels: their max.bf16x2, max.f16x2 and
+cvt.rn.bf16x2.f32 are instructions of sm_80.
+"""
+
+OLDEST_TRITON: Final = (3, 5)
+"""The oldest Triton that compiles the kernels; torch 2.9 brings it. Older ones have no
+constexpr_function.
+"""
+
+Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
+"""`quantize_blocks` or `search_blocks` of a backend: takes a weight, its packed codes and its
+scales, both written, its quant_type and its blocksize.
+"""
+
+
+@functools.cache
+def backend(device: torch.device) -> ModuleType:
+    """Return the package whose functions run on a device: cpu, kernels or reference."""
+    capability = None
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+    return choose_backend(device.type, capability)
+
+
+def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
+    """Return the backend for a kind of device.
+
+    Args:
+        device_type: torch's name of it, such as "cuda".
+        capability: the compute capability of an NVIDIA GPU; None for anything else.
+    """
+    if device_type == "cpu":
+        return cpu
+    if why_plain(capability):
+        return reference
+    from nf4conv.codec import kernels  # importing Triton takes a second
+
+    return kernels
+
+
+def encoder(device: torch.device, scales: str) -> Encoder:
+    """Return the function that encodes blocks on a device.
+
+    Args:
+        device: of the weights.
+        scales: "absmax" for `quantize_blocks`, "search" for `search_blocks`.
+    """
+    functions = backend(device)
+    found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
+    return found
+
+
+def why_plain(capability: tuple[int, int] | None) -> str:
+    """Return why a GPU computes with plain torch and not with the kernels; empty if the kernels
+    run.
+
+    Args:
+        capability: the compute capability of an NVIDIA GPU, such as (9, 0); None for any other.
+    """
+    if capability is None:
+        return "it is not an NVIDIA GPU"
+    if capability < OLDEST_CAPABILITY:
+        return f"its compute capability is {_dotted(capability)}, and the kernels need 8.0"
+    if _triton_release() < OLDEST_TRITON:
+        return f"there is no Triton {_dotted(OLDEST_TRITON)} or newer"
+    return ""
+
+
+def _triton_release() -> tuple[int, int]:
+    """Return major and minor number of the installed Triton; zeros if there is none."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("triton"))
+    except PackageNotFoundError:  # Triton is made for Linux
+        return 0, 0
+    if found is None:
+        return 0, 0
+    return int(found[1]), int(found[2])
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return True if the Triton kernels compute on a device."""
+    return backend(device).__name__ == "nf4conv.codec.kernels"

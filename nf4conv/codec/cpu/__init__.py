@@ -1,0 +1,30 @@
+"""The operations of `reference/` as a CPU does them fastest: the same bytes, many times sooner.
+
+    quantize.py    encodes a weight with absmax
+    search.py      encodes a weight with searched scales
+    nested.py      encodes absmax to 8 bits: double quantization
+    dequantize.py  decodes packed codes
+    errors.py      compares a weight with its packed codes
+    cuts.py        counts the cuts below values, and packs codes
+    chunks.py      walks over a weight a chunk at a time, and leaves special blocks to the reference
+    pairs.py       holds the two values that each byte decodes to
+    threads.py     shares a weight among threads
+
+A chunk of blocks that fits the cache is worked on at a time. Counting the cuts below every element
+takes 15 comparisons, which sounds slow and is not: numpy compares and adds a whole vector register
+at once, about 0.06 ns a comparison, while any table lookup costs half a nanosecond an element.
+torch does what numpy lacks: bfloat16, fast row maxima.
+
+Nothing is flushed to zero here. Where that would matter, the block is *special*: its absmax is
+outside a range in which no product can tell the difference, or is NaN or infinite. Special blocks,
+and a partial last one, go to the reference.
+
+A large weight is shared by several threads: numpy and torch let go of the interpreter lock while
+they compute, and chunks are large enough for the lock to change hands seldom.
+"""
+
+from nf4conv.codec.cpu.dequantize import dequantize_blocks as dequantize_blocks
+from nf4conv.codec.cpu.errors import error_sums as error_sums
+from nf4conv.codec.cpu.nested import compress_absmax as compress_absmax
+from nf4conv.codec.cpu.quantize import quantize_blocks as quantize_blocks
+from nf4conv.codec.cpu.search import search_blocks as search_blocks

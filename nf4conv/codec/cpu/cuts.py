@@ -1,0 +1,97 @@
+"""Quotients → numbers of cuts → bytes of codes; and the magnitudes of blocks before that."""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nf4conv.format.codebook import Codebook
+
+COMPARED: Final = 1 << 15
+"""Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they
+leave the cache.
+"""
+
+TINIEST: Final = float(np.finfo(np.float32).tiny)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Scratch:
+    """The temporaries of one thread, for chunks of up to n elements.
+
+    Attributes:
+        values: [n] float32, for quotients.
+        magnitudes: [n] float32, for values without signs.
+        hits: [cuts, up to COMPARED] bool: is a value above a cut?
+        codes: [n] uint8.
+    """
+
+    def __init__(self, elements: int, codebook: Codebook) -> None:
+        self.values = torch.empty(elements, dtype=torch.float32)
+        self.magnitudes = torch.empty(elements, dtype=torch.float32)
+        self.hits = np.empty((len(codebook.cuts), min(elements, COMPARED)), dtype=np.bool_)
+        self.codes = np.empty(elements, dtype=np.uint8)
+
+
+def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Return the magnitudes of blocks, in their dtype; they lie in the scratch."""
+    if blocks.dtype == torch.float32:
+        return torch.abs(blocks, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape))
+    bits = scratch.magnitudes.view(torch.int16)[: blocks.numel()].view(blocks.shape)
+    return torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits).view(blocks.dtype)
+
+
+def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """Write the largest magnitude of each row; NaN where there is one.
+
+    Args:
+        magnitudes: [rows, blocksize] without signs, of any float type; float32 may have signs.
+        absmax: [rows] float32, written.
+
+    Returns:
+        The same numbers in the dtype of the magnitudes.
+    """
+    if magnitudes.dtype == torch.float32:
+        largest = torch.amax(magnitudes, dim=1)
+        least = torch.amin(magnitudes, dim=1)
+        return torch.maximum(largest, -least, out=absmax)
+    # without their sign the bits of floats are ordered as the floats are, NaN last; they are half
+    # the bytes of float32
+    largest = torch.amax(magnitudes.view(torch.int16), dim=1).view(magnitudes.dtype)
+    absmax.copy_(largest)
+    return largest
+
+
+def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) -> Bytes:
+    """Return the number of cuts below each of n quotients, [n] uint8; it lies in the scratch."""
+    cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
+    values = quotients.view(-1).numpy()
+    counts = scratch.codes[: values.size]
+    for at in range(0, values.size, COMPARED):
+        hits = scratch.hits[:, : min(COMPARED, values.size - at)]
+        np.greater(values[at : at + COMPARED], cuts, out=hits)
+        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=counts[at : at + COMPARED])
+    return counts
+
+
+def pair_codes(counts: Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
+    """Pack codes, the even one in the high nibble. Overwrites `counts`.
+
+    FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the number of cuts
+    below, but with bit 2 turned round where bit 1 is set.
+
+    Args:
+        counts: [n] numbers of cuts, of FP4 plus 8 for a sign.
+        codebook: of the codes.
+
+    Returns:
+        [n / 2] bytes, each held in a word of 16 bits.
+    """
+    pairs = counts.view("<u2")  # even + 256 · odd
+    pairs *= 0x1001  # its high byte is now odd + 16 · even
+    pairs >>= 8
+    if not codebook.signed_cuts:
+        pairs ^= (pairs & 0x22) << 1
+    return pairs

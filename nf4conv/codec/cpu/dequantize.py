@@ -1,0 +1,88 @@
+"""Packed codes → weight."""
+
+from typing import Final
+
+import torch
+
+from nf4conv.codec import reference
+from nf4conv.codec.cpu.pairs import are_between, value_pairs
+from nf4conv.codec.cpu.quantize import CHUNK as QUANTIZE_CHUNK
+from nf4conv.codec.cpu.threads import share
+from nf4conv.codec.quant_state import Decoding, NestedState
+from nf4conv.codec.reference.blocks import CHUNK
+from nf4conv.codec.reference.dequantize import decoded_absmax
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+
+_CHUNK_ALONE: Final = 1 << 17
+"""Elements decoded at a time where torch has one thread: 0.8 MB of temporaries."""
+
+_MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no denormal
+
+
+def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
+    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the
+    dtype of `out`.
+
+    Args:
+        packed: [ceil(n / 2)] uint8, contiguous.
+        decoding: of the codes.
+        out: [n] float32, float16 or bfloat16, written.
+    """
+    blocksize = decoding.blocksize
+    piece_size = CHUNK * blocksize  # the scales of a piece are decoded together
+
+    def dequantize_range(start: int, stop: int) -> None:
+        step = _CHUNK_ALONE if torch.get_num_threads() == 1 else CHUNK
+        values = torch.empty(min(step, stop - start), dtype=torch.float32)
+        indices = torch.empty(values.numel() // 2, dtype=torch.int32)
+        for at in range(start, stop, piece_size):
+            end = min(at + piece_size, stop)
+            piece = _decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))
+            _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
+
+    share(out.numel(), max(QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
+
+
+def _decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:
+    """Return what decodes blocks first … last - 1; `first` begins a nested block."""
+    piece = decoding._replace(absmax=decoding.absmax[first:last])
+    if piece.state2 is None:
+        return piece
+    nested_blocks = slice(first // NESTED_BLOCKSIZE, -(-last // NESTED_BLOCKSIZE))
+    nested_absmax = piece.state2.absmax[nested_blocks]
+    return piece._replace(state2=NestedState(nested_absmax, piece.state2.code))
+
+
+def _decode_piece(
+    packed: torch.Tensor,
+    decoding: Decoding,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+) -> None:
+    """Decode consecutive blocks; special ones, and a partial last one, are left to the reference.
+
+    Args:
+        packed: [ceil(count / 2)] uint8.
+        decoding: of these blocks.
+        out: [count], written.
+        values: [n] float32, a temporary for n elements at a time.
+        indices: [n / 2] int32, another.
+    """
+    blocksize = decoding.blocksize
+    scales = decoded_absmax(decoding)
+    whole = 0
+    if are_between(scales, _MIN_SCALE, torch.inf):
+        # whatever its code, no value is NaN, infinite or flushed to zero
+        whole = out.numel() - out.numel() % blocksize
+    pairs = value_pairs(decoding.quant_type)
+    for at in range(0, whole, values.numel()):
+        end = min(at + values.numel(), whole)
+        found = indices[: (end - at) // 2].copy_(packed[at // 2 : end // 2])
+        decoded = values[: end - at]
+        torch.index_select(pairs, 0, found, out=decoded.view(torch.int64))
+        decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
+        out[at:end].copy_(decoded)
+    if whole < out.numel():
+        rest = Decoding(scales[whole // blocksize :], None, None, decoding.quant_type, blocksize)
+        reference.dequantize_blocks(packed[whole // 2 :], rest, out[whole:])

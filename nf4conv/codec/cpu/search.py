@@ -1,0 +1,189 @@
+"""Weight → packed codes and searched scales.
+
+A candidate is a column of a table with a row for each position, so the sums of all of them over a
+group of elements are a sum of rows: torch's embedding_bag, which adds whole vector registers. The
+step is another one, over a table with two columns. What is then left are two encodings and their
+costs, as quantize.py encodes.
+"""
+
+from functools import cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import embedding_bag
+
+from nf4conv.codec import reference, search
+from nf4conv.codec.cpu.chunks import write_chunks
+from nf4conv.codec.cpu.cuts import (
+    TINIEST,
+    Scratch,
+    count_cuts,
+    find_absmax,
+    pair_codes,
+    without_signs,
+)
+from nf4conv.codec.cpu.pairs import value_pairs
+from nf4conv.codec.reciprocal import reciprocal
+from nf4conv.codec.search import ROUND, UNIT
+from nf4conv.format.codebook import Codebook
+
+_CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
+_POSITIONS: Final = 2 * UNIT + 1
+_ROUND_BITS: Final = int(np.float32(ROUND).view(np.int32))
+
+
+def search_blocks(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Quantize a weight in blocks, each with the scale that the search finds for it.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
+            at a block.
+        packed: [ceil(n / 2)] uint8, written.
+        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
+            negative.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale, a power of two from 32 to 4096.
+    """
+    write_chunks(
+        weight,
+        packed,
+        scales,
+        quant_type,
+        blocksize,
+        chunk=_CHUNK,
+        write=_search_chunk,
+        write_special=reference.search_blocks,
+    )
+
+
+def _search_chunk(
+    blocks: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    codebook: Codebook,
+    scratch: Scratch,
+) -> torch.Tensor:
+    """Search [rows, blocksize] of any float type; return which blocks are special: those with NaN,
+    and those that are not searched.
+    """
+    blocksize = blocks.shape[1]
+    values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
+    find_absmax(without_signs(blocks, scratch), scales)
+    special = ~((scales >= search.LEAST_ABSMAX) & (scales <= search.LARGEST_ABSMAX))
+    # special blocks are computed again later; until then they must not overflow
+    values[special] = 1
+    scales[special] = 1
+    power = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
+    negative = None
+    if not codebook.signed_cuts:
+        negative = values.view(-1).numpy() <= -TINIEST
+    values.mul_(power.reciprocal()[:, None])
+    if negative is not None:
+        negative &= values.view(-1).numpy() <= -TINIEST
+    absmax = scales / power
+
+    found = _least_squares(values, absmax, codebook.quant_type)
+    codes, cost = _encode(values, negative, found, codebook, scratch)
+    codes_of_absmax, cost_of_absmax = _encode(values, negative, absmax, codebook, scratch)
+    better = cost + 2 * blocksize <= cost_of_absmax
+    torch.where(better[:, None], codes, codes_of_absmax, out=packed)
+    torch.mul(found.where(better, absmax), power, out=scales)
+    return special
+
+
+def _least_squares(values: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """Try every factor, then make one step of least squares from the best.
+
+    Args:
+        values: [rows, blocksize] float32, no NaN.
+        absmax: [rows] float32, of these blocks: from 1 to 2.
+        quant_type: "nf4" or "fp4".
+
+    Returns:
+        [rows] float32, the scales.
+    """
+    costs_table, step_table = _tables(quant_type)
+    rows, blocksize = values.shape
+    # adding ROUND rounds to an integer in the low bits; UNIT more leaves the row of the table there
+    rounded = (values * (UNIT / absmax)[:, None]).add_(ROUND + UNIT).view(torch.int32)
+    positions = rounded.sub_(_ROUND_BITS).view(-1, min(blocksize, search.GROUP))
+    costs = _by_row(embedding_bag(positions, costs_table, mode="sum"), rows)
+    best = costs.argmin(dim=1)  # the first of equals
+    positions.view(rows, blocksize).add_((best * _POSITIONS).to(torch.int32)[:, None])
+    sums = _by_row(embedding_bag(positions, step_table, mode="sum"), rows)
+    shift, square = sums.to(torch.float32).unbind(dim=1)
+    factor = torch.from_numpy(search.candidates(quant_type)).index_select(0, best)
+    stepped = factor.abs() * (1 + shift / square / 16)
+    clamped = stepped.clamp_(search.LEAST_FACTOR, search.LARGEST_FACTOR)
+    return absmax * clamped.copysign_(factor)
+
+
+def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
+    """Add up the sums of a row's groups: [groups, n] float32 → [rows, n], exact."""
+    if sums.shape[0] == rows:
+        return sums
+    return sums.view(rows, -1, sums.shape[1]).sum(dim=1, dtype=torch.float64)
+
+
+@cache
+def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a position adds to the sums that reference/search.py spells out.
+
+    Returns:
+        costs: [positions, candidates] float32, the squared distance from the nearest level.
+        step: [candidates · positions, 2] float32, the distance times the level, and the level's
+            square in 16ths.
+    """
+    levels = search.nearest_levels(quant_type)
+    distances = np.arange(-UNIT, UNIT + 1) - levels
+    costs = np.ascontiguousarray((distances**2).T, dtype=np.float32)
+    step = np.stack((distances * levels, levels**2 // 16), axis=-1).reshape(-1, 2)
+    return torch.from_numpy(costs), torch.from_numpy(step.astype(np.float32))
+
+
+def _encode(
+    values: torch.Tensor,
+    negative: npt.NDArray[np.bool_] | None,
+    scales: torch.Tensor,
+    codebook: Codebook,
+    scratch: Scratch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode values by their scales.
+
+    Args:
+        values: [rows, blocksize] float32, no NaN.
+        negative: [rows · blocksize], of FP4, whose smallest negative values have a code of their
+            own: which values are negative and not flushed to zero. None for NF4.
+        scales: [rows] float32.
+        codebook: of the codes.
+        scratch: temporaries.
+
+    Returns:
+        packed: [rows, blocksize / 2] uint8.
+        costs: [rows], sums of squared errors in units of 1 / COST_UNITS.
+    """
+    rows, blocksize = values.shape
+    quotients = scratch.magnitudes[: values.numel()].view(values.shape)
+    torch.mul(values, reciprocal(scales)[:, None], out=quotients)
+    if negative is None:
+        counts = count_cuts(quotients, codebook, scratch)
+    else:
+        counts = count_cuts(quotients.abs_(), codebook, scratch)
+        is_signed = negative & (quotients.view(-1).numpy() >= TINIEST)
+        counts += is_signed.view(np.uint8) << 3
+    packed = torch.from_numpy(pair_codes(counts, codebook).astype(np.uint8))
+
+    decoded = value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32))
+    errors = decoded.view(torch.float32).view(-1, blocksize).mul_(scales[:, None])
+    torch.sub(values, errors, out=errors)
+    errors.square_().mul_(search.COST_UNITS).add_(ROUND).sub_(ROUND)
+    sums = errors.view(-1, min(blocksize, search.GROUP)).sum(dim=1, keepdim=True)
+    return packed.view(rows, -1), _by_row(sums, rows).view(-1)

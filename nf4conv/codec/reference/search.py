@@ -1,0 +1,113 @@
+"""Weight → packed codes and searched scales. codec/search.py says what is computed here."""
+
+import torch
+
+from nf4conv.codec import search
+from nf4conv.codec.reciprocal import reciprocal
+from nf4conv.codec.reference.blocks import CHUNK, find_absmax, flushed, padded_blocks
+from nf4conv.codec.reference.dequantize import decoded_values
+from nf4conv.codec.reference.quantize import nearest_codes, store_codes
+from nf4conv.format.codebook import CODEBOOKS
+
+_EXPONENT_BITS = 0x7F800000  # of a float32; alone they are the power of two at or below a number
+
+
+def search_blocks(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Quantize a weight in blocks, each with the scale that the search finds for it.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
+            at a block.
+        packed: [ceil(n / 2)] uint8, written.
+        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
+            negative.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale, a power of two from 32 to 4096.
+    """
+    for start in range(0, weight.numel(), CHUNK):
+        blocks = padded_blocks(weight[start : start + CHUNK], blocksize)
+        found, codes = _search(blocks, quant_type)
+        store_codes(codes, packed[start // 2 : (start + CHUNK) // 2])
+        first_block = start // blocksize
+        scales[first_block : first_block + found.numel()].copy_(found)
+
+
+def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Search the scales of flushed blocks, [rows, blocksize] float32.
+
+    Returns:
+        scales: [rows] float32.
+        codes: [rows, blocksize] uint8.
+    """
+    absmax = find_absmax(blocks)
+    searched = (absmax >= search.LEAST_ABSMAX) & (absmax <= search.LARGEST_ABSMAX)
+    power = (absmax.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).where(searched, 1)
+    normalized = flushed(blocks / power[:, None])
+    normalized_absmax = absmax / power
+    # NaN, and blocks that are not searched, must not reach the sums of integers
+    known = normalized.where(searched[:, None] & ~normalized.isnan(), 0)
+
+    found = _least_squares(known, normalized_absmax.where(searched, 1), quant_type)
+    codes = _codes_by_scale(normalized, found, quant_type)
+    cost = _cost(known, found, codes, quant_type)
+    codes_of_absmax = _codes_by_scale(normalized, normalized_absmax, quant_type)
+    cost_of_absmax = _cost(known, normalized_absmax, codes_of_absmax, quant_type)
+
+    blocksize = blocks.shape[1]
+    better = searched & (cost + 2 * blocksize <= cost_of_absmax)
+    scales = found.where(better, normalized_absmax) * power
+    return scales, codes.where(better[:, None], codes_of_absmax)
+
+
+def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """Try every factor, then make one step of least squares from the best.
+
+    Args:
+        known: [rows, blocksize] float32, no NaN.
+        absmax: [rows] float32, of these blocks: from 1 to 2.
+        quant_type: "nf4" or "fp4".
+
+    Returns:
+        [rows] float32, the scales.
+    """
+    positions = (known * (search.UNIT / absmax)[:, None]).round().to(torch.int64)
+    tables = torch.from_numpy(search.nearest_levels(quant_type)).to(known.device, torch.int64)
+    rows_of_tables = (positions + search.UNIT).view(-1)
+    costs = []
+    shifts = []
+    squares = []
+    for nearest in tables:
+        level = nearest.index_select(0, rows_of_tables).view(positions.shape)
+        costs.append((positions - level).square().sum(dim=1))
+        shifts.append(((positions - level) * level).sum(dim=1))
+        squares.append((level.square() // 16).sum(dim=1))  # in 16ths, whose sums float32 holds
+    best = torch.stack(costs).argmin(dim=0)  # the first of equals
+    shift = torch.stack(shifts).gather(0, best[None])[0].float()
+    square = torch.stack(squares).gather(0, best[None])[0].float()
+    factors = torch.from_numpy(search.candidates(quant_type)).to(known.device)
+    factor = factors.index_select(0, best)
+    stepped = factor.abs() * (1 + shift / square / 16)
+    clamped = stepped.clamp(search.LEAST_FACTOR, search.LARGEST_FACTOR)
+    return absmax * clamped.copysign(factor)
+
+
+def _codes_by_scale(values: torch.Tensor, scales: torch.Tensor, quant_type: str) -> torch.Tensor:
+    """Return the codes, [rows, blocksize] uint8, of values by the scales of their rows."""
+    quotients = flushed(values * reciprocal(scales)[:, None])
+    return nearest_codes(quotients, CODEBOOKS[quant_type])
+
+
+def _cost(
+    known: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, quant_type: str
+) -> torch.Tensor:
+    """Add up the squared errors of each row, each rounded to units of 1 / COST_UNITS: [rows] int64."""
+    table = decoded_values(quant_type, known.device)
+    values = table.index_select(0, codes.view(-1).int()).view(codes.shape)
+    squared_errors = (known - values * scales[:, None]).square()
+    return (squared_errors * search.COST_UNITS).round().to(torch.int64).sum(dim=1)
