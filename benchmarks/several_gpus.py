@@ -35,7 +35,7 @@ import torch
 from benchmarks import floor
 from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import Llama
-from nf4conv.commands.spread import Place, find_places
+from nf4conv.commands.spread.places import Place, find_places
 from nf4conv.run.loop import piece_size
 from nf4conv.run.without_torch.driver import bus_id, device_count
 
@@ -99,8 +99,8 @@ def write_source(shape: Llama, folder: Path) -> int:
 
 def move(files: list[Path], out: Path, place: Place, kept: float, ready: Any, times: Any) -> None:
     """A process of the floor: moves some files over one GPU."""
-    device, cores = place
-    os.sched_setaffinity(0, cores)
+    device = place.device
+    os.sched_setaffinity(0, place.cores)
     piece = piece_size(64 * 10**6, THREADS)
     out.mkdir(parents=True)
     jobs = floor.plan(files, out, piece, kept)
@@ -137,7 +137,7 @@ def measure(source: Path, scratch: Path, device: str, runs: int) -> dict[str, li
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     places = find_places(device)
     for turn in range(runs + 1):
-        for name, on in (("one", places[0][0]), ("all", device)):
+        for name, on in (("one", places[0].device), ("all", device)):
             shutil.rmtree(scratch / name, ignore_errors=True)
             results[name].append(run([*ours, str(scratch / name), "--device", on]))
         kept = results["one"][-1]["bytes_after"] / results["one"][-1]["bytes_before"]

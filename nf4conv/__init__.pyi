@@ -16,7 +16,6 @@ from nf4conv.commands.environment import environment as environment
 from nf4conv.commands.evaluate import evaluate_checkpoint as evaluate_checkpoint
 from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
 from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
-from nf4conv.commands.parts import plan_part as plan_part
 from nf4conv.commands.quantize import execute_quantization as execute_quantization
 from nf4conv.commands.quantize import plan_quantization as plan_quantization
 from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
@@ -38,6 +37,7 @@ from nf4conv.options import QuantizeOptions as QuantizeOptions
 from nf4conv.options import RunOptions as RunOptions
 from nf4conv.options import SourceOptions as SourceOptions
 from nf4conv.options import VerifyOptions as VerifyOptions
+from nf4conv.plan.parts import plan_part as plan_part
 from nf4conv.report.as_json import to_json as to_json
 from nf4conv.report.as_json import write_json as write_json
 from nf4conv.report.as_json import write_page as write_page

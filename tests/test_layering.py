@@ -33,7 +33,7 @@ count too.
 ORACLES = {
     "bitsandbytes": ("commands.evaluate",),
     "transformers": ("commands.evaluate", "choose.skeleton"),
-    "ray": ("commands.spread",),
+    "ray": ("commands.spread.ray_tasks",),
 }
 """Libraries that only the named modules may import."""
 

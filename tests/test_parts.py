@@ -21,7 +21,8 @@ from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Hub, Repo
 
-import nf4conv.commands.output as output_module
+import nf4conv.plan.fingerprint as fingerprint_module
+import nf4conv.plan.writing as writing_module
 from nf4conv import (
     DequantizeOptions,
     QuantizeOptions,
@@ -35,8 +36,8 @@ from nf4conv import (
     quantize_checkpoint,
 )
 from nf4conv.cli import main
-from nf4conv.commands.parts import number_of
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
+from nf4conv.plan.parts import number_of
 from nf4conv.sources.unfinished import finished_shards
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -235,6 +236,9 @@ def test_another_commit_is_another_plan(
 # --- what does not fit together -------------------------------------------------------------------
 
 
+STATING_THE_VERSION: tuple[Any, ...] = (fingerprint_module, writing_module)
+
+
 def other_weights(source: Path) -> None:
     """As after more training: the same headers."""
     shard = source / "model-00001-of-00002.safetensors"
@@ -249,7 +253,8 @@ def renamed_tensor(source: Path) -> None:
 
 
 def other_version(source: Path) -> None:  # noqa: ARG001 - as the others
-    output_module.__version__ = "0.0.9"
+    for module in STATING_THE_VERSION:
+        module.__version__ = "0.0.9"
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
@@ -274,7 +279,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 def test_a_part_of_another_plan_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ):
-    monkeypatch.setattr(output_module, "__version__", output_module.__version__)
+    for module in STATING_THE_VERSION:
+        monkeypatch.setattr(module, "__version__", module.__version__)  # restored at the end
     out = tmp_path / "out"
     part(source, out, "1/3")
     before = contents(out)

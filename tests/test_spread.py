@@ -18,7 +18,7 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.commands.spread import find_places
+from nf4conv.commands.spread.places import find_places
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
@@ -258,7 +258,7 @@ def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
 
 
 def test_places_share_all_cores():
-    (_, first), (_, second) = find_places("cpu,cpu")
+    first, second = (place.cores for place in find_places("cpu,cpu"))
     usable = os.sched_getaffinity(0)
     assert first | second == usable
     assert not first & second or len(usable) == 1
@@ -275,7 +275,8 @@ def test_all_gpus(tmp_path: Path, source: Path):
         f"cuda:{number}" for number in range(torch.cuda.device_count())
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    for name, cores in find_places("cuda:all"):
+    for place in find_places("cuda:all"):
+        name, cores = place.device, place.cores
         assert name.startswith("cuda:")
         assert cores <= os.sched_getaffinity(0)
 

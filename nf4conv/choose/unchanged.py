@@ -10,13 +10,16 @@ wrong beyond that is packed anew.
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from nf4conv.choose.selection import Keep, Pack
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
 from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
 
@@ -104,3 +107,42 @@ def copied_from(
     return Stored(
         (values, *(written.get(suffix) or parts[suffix] for suffix in suffixes)), written[role]
     )
+
+
+def weights_that_stay(
+    source: Source, decisions: Mapping[str, Pack | Keep], format: Format, dtype: str | None
+) -> dict[str, Stored | str]:
+    """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
+
+    Reads the small tensors beside them.
+
+    Args:
+        source: the checkpoint.
+        decisions: what becomes of each tensor, by name.
+        format: how weights are to be packed.
+        dtype: name of the dtype that the user asked for; None if the choice was left open.
+
+    Returns:
+        For each weight in 4 bits that is to be packed, by name: what its components are copied
+        from, or a text that says why it has to be packed anew.
+    """
+    packed: list[tuple[TensorInfo, Format]] = []
+    for tensor in source.tensors:
+        stored = stored_format(tensor)
+        if stored is not None and isinstance(decisions[tensor.name], Pack):
+            packed.append((tensor, stored))
+    parts: list[TensorInfo] = []
+    for tensor, stored in packed:
+        if stored.decodes_like(format):
+            parts += small_parts(tensor)
+    small = read_together(source, parts)
+    is_searched = recorded_scales(source.folder) == "search"
+    found: dict[str, Stored | str] = {}
+    for tensor, stored in packed:
+        if dtype not in (None, stored.dtype):
+            found[tensor.name] = f"stored as {stored.dtype}"
+        elif is_searched and format.scales == "absmax":
+            found[tensor.name] = "stored with searched scales"
+        else:
+            found[tensor.name] = copied_from(tensor, format, lambda part: small[part.name])
+    return found

@@ -1,15 +1,13 @@
-"""The commands: from a source and options to a plan, and from a plan to a result; one entrance
-each.
+"""Runs the commands: one entrance each, from a source and options to a plan, and to a result.
 
-quantize.py  dequantize.py  verify.py  compare.py  inspect.py     one checkpoint or a diffusers pipeline alike
-single/        quantizing one checkpoint: the plan and its execution
-diffusers.py   the submodels of a diffusers pipeline, one after the other, and one result of all
-parts.py       --part: which shards a process makes; finish.py makes one checkpoint of what parts have left
-spread.py      --device cuda:all, --ray: parts by processes of this host, or by tasks of Ray
-output.py      from a plan to a finished output folder
-complete.py    a result that is there already
-describe.py    --dry-run
-environment.py versions and who computes, for bug reports
-push.py        to the Hub, while the folder is filled
-skeleton.py    --plan-with transformers
+quantize.py, dequantize.py   write a checkpoint: plan, execute, or both at once
+finish.py                    makes a checkpoint of what parts have left in a folder
+verify.py                    checks a 4-bit checkpoint, alone or against its source
+compare.py                   compares two checkpoints
+inspect.py                   shows what is in a checkpoint
+evaluate.py                  compares what two models answer
+describe.py                  describes a plan, for --dry-run
+environment.py               shows versions and what would compute, for bug reports
+submodels.py                 writes the submodels of a diffusers pipeline and joins their reports
+spread/                      spreads a run over several GPUs, or over a Ray cluster
 """

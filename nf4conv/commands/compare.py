@@ -19,11 +19,10 @@ from pathlib import Path
 from nf4conv import __version__
 from nf4conv.check.pairing import alike
 from nf4conv.choose.selection import is_wanted, unmatched
-from nf4conv.commands.diffusers import for_submodel, is_included
-from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
+from nf4conv.plan.diffusers import for_submodel, is_included
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.results import ComparisonReport
@@ -36,6 +35,7 @@ from nf4conv.report.rows import (
     relative_error,
 )
 from nf4conv.report.tolerance import check_tolerance
+from nf4conv.run.checkpoint import ignore
 from nf4conv.run.engines import compare_values, host_engine
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.same_bytes import byte_tasks

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nf4conv.commands.dequantize import AnyDequantizationPlan
-from nf4conv.commands.diffusers import DiffusersPlan
 from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
+from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.rows import PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results import PlanReport
-from nf4conv.report.rows import PlanKind, PlanRow, QuantizationTotals
 
 
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:

@@ -1,5 +1,6 @@
-"""`nf4conv finish`: of the shards that parts have left in a folder a checkpoint; the source is not
-needed.
+"""`nf4conv finish`: makes a checkpoint of the shards that parts have left in a folder.
+
+The source is not needed.
 """
 
 import time
@@ -7,70 +8,102 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nf4conv.commands.output import complete, index_of, verification_of
 from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.report.results import FinishReport
 from nf4conv.report.rows import VerificationSummary
+from nf4conv.run.checkpoint import verification_of
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
 
 
 def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
-    """Make a checkpoint of a folder that runs with `RunOptions.part` have filled, and of which no
-    shard is missing.
+    """Makes a checkpoint of a folder that runs with `RunOptions.part` have filled.
 
-    It may be repeated. Every shard is read and held against what its part noted when it wrote it.
+    It may be called again. Every shard is read and compared with what its part noted when it wrote
+    the shard.
 
     Args:
         out: the folder.
-        reread: whether to; whoever has just seen all parts succeed need not.
+        reread: False skips that, for a caller who has just seen all parts succeed.
+
+    Returns:
+        Number and size of the weight files, and what the parts verified.
 
     Raises:
-        OutputError: a shard is missing or damaged, and which parts are to be run again; or nothing
-            is there to finish.
+        OutputError: a shard is missing or damaged; the error names the parts to run again. Or the
+            folder holds nothing to finish.
+
+    Example:
+        >>> nf4conv.finish_checkpoint("./shared/out")
     """
-    started, out = time.perf_counter(), Path(out)
+    started = time.perf_counter()
+    out = Path(out)
     if is_unfinished(out):
         try:
             return _finish(out, started, reread)
         except Nf4convError:
-            if is_unfinished(out):  # or else it has been finished by another process meanwhile
+            if is_unfinished(out):
                 raise
+            # another process has finished it meanwhile
     if read_record(out) is None:
         raise OutputError(f"{out}: holds nothing that was made in parts")
     SharedFolder(out).remove_work_folder()
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
-    return FinishReport(str(out), True, len(sizes), sum(sizes), None, time.perf_counter() - started)
+    return FinishReport(
+        out=str(out),
+        already_complete=True,
+        shards=len(sizes),
+        bytes_after=sum(sizes),
+        verification=None,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _finish(out: Path, started: float, reread: bool) -> FinishReport:
     with SharedFolder(out) as folder:
         plan = folder.read_plan()
         folder.collect(plan, reread)
-        tensors = [tensor for name in folder.finished for tensor in read_header(out / name)]
-        files = {tensor.name: tensor.file.name for tensor in tensors}
-        index = index_of(plan["stem"], sum(tensor.nbytes for tensor in tensors), files)
         size = sum(shard.size for shard in folder.finished.values())
-        verified = verification_of(folder) if plan["--verify"] else None
-        config = None if plan["config.json"] is None else plan["config.json"].encode()
-        complete(folder, index, _card(plan, size, verified), plan[MAKING], verified, config)
+        verification = verification_of(folder) if plan["--verify"] else None
+        config = plan["config.json"]
+        last = LastFiles(
+            index=_index(folder, plan["stem"]),
+            card=_card(plan, size, verification),
+            record=plan[MAKING],
+            config=None if config is None else config.encode(),
+            verified=None if verification is None else verification.measured(),
+        )
+        finish(folder, last)
     return FinishReport(
-        str(out), False, len(folder.finished), size, verified, time.perf_counter() - started
+        out=str(out),
+        already_complete=False,
+        shards=len(folder.finished),
+        bytes_after=size,
+        verification=verification,
+        seconds=time.perf_counter() - started,
     )
+
+
+def _index(folder: SharedFolder, stem: str) -> dict[str, bytes]:
+    total = 0
+    files = {}
+    for name in folder.finished:
+        for tensor in read_header(folder.out / name):
+            total += tensor.nbytes
+            files[tensor.name] = name
+    return index_of(stem, total, files)
 
 
 def _card(plan: Mapping[str, Any], size: int, verified: VerificationSummary | None) -> str | None:
-    """The card that a part has prepared, with the figures of all of them."""
-    from nf4conv.report.card import (  # importing a reader of YAML takes a moment
-        Figures,
-        measured_rows,
-    )
+    """Puts the figures of all parts into the card that a part has prepared."""
+    if plan["model card"] is None:
+        return None
+    from nf4conv.report.card import Figures, measured_rows  # importing YAML takes a moment
 
-    before, count, card = plan["bytes"], plan["parameters"], plan["model card"]
-    prepared, found = (
-        measured_rows(figures, count)
-        for figures in (Figures(before, 0), Figures(before, size, verified))
-    )
-    return None if card is None else str(card).replace(prepared, found, 1)
+    before, parameters = plan["bytes"], plan["parameters"]
+    prepared = measured_rows(Figures(before, 0), parameters)
+    measured = measured_rows(Figures(before, size, verified), parameters)
+    return str(plan["model card"]).replace(prepared, measured, 1)

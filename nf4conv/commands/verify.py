@@ -20,7 +20,6 @@ from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.structure import read_structure
-from nf4conv.commands.output import ignore
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.report.measured import (
@@ -33,6 +32,7 @@ from nf4conv.report.measured import (
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.rows import CheckResult, inside
 from nf4conv.report.tolerance import check_tolerance
+from nf4conv.run.checkpoint import ignore
 from nf4conv.run.engines import comparing_engine, prove
 from nf4conv.run.loop import cores, make_pipeline
 from nf4conv.sources.adapters.merging import open_merged

@@ -1,4 +1,11 @@
 """Plans the complete output: every tensor, its shard, its offset and its size. Reads no weights.
 
-jobs.py   one job for each output tensor, arranged in shards
+quantization.py     plans the quantization of one checkpoint
+dequantization.py   plans the dequantization of one checkpoint
+diffusers.py        holds the plans of a diffusers pipeline's submodels
+jobs.py             has one job for each output tensor, arranged in shards
+writing.py          holds everything that is known about an output checkpoint
+rows.py             describes what becomes of each tensor
+fingerprint.py      tells plans apart, so that a run is resumed only by its like
+parts.py            divides a plan into the parts that several processes make
 """

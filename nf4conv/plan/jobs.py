@@ -16,7 +16,7 @@ outputs of neighbouring small tensors are neighbours too and can be written toge
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -254,15 +254,6 @@ def plan_fingerprint(output: Plan) -> str:
 
 def _kind(job: Job) -> str:
     return "copied" if isinstance(job, CopyJob) else "unchanged" if job.stored else "packed"
-
-
-def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
-    """The name of the float dtype that most bytes are stored in; "float32" when there is none."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.dtype in DTYPE_NAMES:
-            sizes[tensor.dtype] += tensor.nbytes
-    return DTYPE_NAMES[sizes.most_common(1)[0][0]] if sizes else "float32"
 
 
 def make_plan(

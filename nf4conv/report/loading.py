@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.models.config import architecture_of
-from nf4conv.report.rows import PlanRow
+from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.rows import PlanRow
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.text import size
 
 _TASKS: Final = (
@@ -71,6 +73,20 @@ def loading_of(
 def diffusers_loading(class_name: str, dtype: str) -> Loading:
     """How to load a diffusers pipeline, or a part of one."""
     return Loading("diffusers", class_name, f", torch_dtype=torch.{dtype}")
+
+
+def loading_of_plan(plan: WritingPlan) -> Loading | None:
+    """Returns how the result of a plan is loaded; None if nothing says how."""
+    beside = [str(name) for name in plan.auxiliary]
+    return loading_of(plan.config, beside, plan.output.format.dtype)
+
+
+def loading_of_pipeline(plan: DiffusersPlan[Any]) -> Loading:
+    """Returns how a diffusers pipeline is loaded, in the dtype of what the plan changes in it."""
+    for submodel in plan.submodels.values():
+        if submodel.changes_weights():
+            return diffusers_loading(plan.class_name, submodel.output.format.dtype)
+    return diffusers_loading(plan.class_name, "bfloat16")
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:

@@ -4,12 +4,15 @@ docs/json.md is made from them, and from the comments beside them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
+from nf4conv.plan import rows as plan_rows
 from nf4conv.report import rows
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 from nf4conv.sources.stored_weights import Finding
+
+ReportT = TypeVar("ReportT", bound="RunReport")
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class PlanReport:
 
     command: str  # "quantize" or "dequantize"
     source: str  # what would be read
-    totals: rows.QuantizationTotals | rows.DequantizationTotals  # of everything
-    kinds: tuple[rows.PlanKind, ...]  # what becomes of each kind of module
-    tensors: tuple[rows.PlanRow, ...]  # what becomes of each tensor
+    totals: plan_rows.QuantizationTotals | plan_rows.DequantizationTotals  # of everything
+    kinds: tuple[plan_rows.PlanKind, ...]  # what becomes of each kind of module
+    tensors: tuple[plan_rows.PlanRow, ...]  # what becomes of each tensor
     # the content of the output's config.json, of a diffusers pipeline those of its submodels; None
     # if none
     config: Mapping[str, Any] | None
@@ -93,6 +96,12 @@ class RunReport:
     device_peak_bytes: int  # the most held on the GPU
     shards_resumed: int  # finished shards of an earlier, interrupted run that were kept
     notes: tuple[str, ...]  # what the user should know
+
+    @classmethod
+    def extend(cls: type[ReportT], report: "RunReport", **own: Any) -> ReportT:
+        """Returns a report of this kind: the fields of `report`, and those that the kind adds."""
+        shared = {field.name: getattr(report, field.name) for field in fields(RunReport)}
+        return cls(**shared, **own)
 
 
 @dataclass(frozen=True)

@@ -6,136 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Final, TypeVar
-
-_ACTIONS: Final = {
-    "pack": "packed", "decode": "decoded", "copy": "kept", "cast": "kept, cast", "stay": "as it is", "merge": "merged",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """Describes what becomes of one tensor, which is packed, decoded or kept.
-
-    Attributes:
-        name: the name of the tensor.
-        action: "pack", "decode", "copy", "cast", "stay" (a weight that is in 4 bits already) or
-            "merge" (a weight that an adapter is merged into).
-        reason: why this becomes of it.
-        dtype: the dtype as safetensors spells it: of the source when packing, of the output when
-            decoding.
-        shape: the shape of the tensor.
-        parameters: the number of elements.
-        bytes_before: the size in the source.
-        bytes_after: the size in the output.
-        file: the name of the output file that holds it.
-    """
-
-    name: str  # of the tensor
-    action: str  # "pack", "decode", "copy" or "cast"
-    reason: str  # why
-    dtype: str  # safetensors' tag, of the source when packing and of the output when decoding
-    shape: tuple[int, ...]  # of the tensor
-    parameters: int  # elements
-    bytes_before: int  # in the source
-    bytes_after: int  # in the output
-    file: str  # of the output
-
-    @property
-    def fate(self) -> str:
-        """What becomes of it, in a few words."""
-        return f"{_ACTIONS[self.action]}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class PlanKind:
-    """Sums up the tensors of one kind in one stack of layers of which the same becomes.
-
-    Attributes:
-        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
-        kind: the path of the module inside a layer, such as "mlp.down_proj".
-        action: what becomes of the tensors, as in PlanRow.
-        reason: why this becomes of them.
-        tensors: the number of tensors.
-        parameters: the number of elements of all of them.
-        bytes_before: their size in the source.
-        bytes_after: their size in the output.
-    """
-
-    stack: str
-    kind: str
-    action: str
-    reason: str
-    tensors: int
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-
-    fate = PlanRow.fate
-
-
-@dataclass(frozen=True)
-class DequantizationTotals:
-    """Sums up the rows of a dequantization.
-
-    Attributes:
-        decoded: the number of weights that are decoded.
-        copied: the number of tensors that are kept.
-        shards: the number of output files.
-        parameters: the number of elements of all tensors.
-        bytes_before: the size of all tensors of the source.
-        bytes_after: the exact size of the output files.
-    """
-
-    decoded: int
-    copied: int
-    shards: int
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class QuantizationTotals:
-    """Sums up the rows of a quantization.
-
-    Attributes:
-        packed: the number of weights that are packed.
-        copied: the number of tensors that are kept.
-        shards: the number of output files.
-        parameters: the number of elements of all tensors.
-        bytes_before: the size of all tensors of the source.
-        bytes_after: the most that the output files take. They can be a few bytes smaller for each
-            weight with double quantization: the digits of its nested offset are not known before.
-        compression: `bytes_before` / `bytes_after`; computed from the other fields.
-        bits_per_parameter: bits per parameter of the output; computed from the other fields.
-    """
-
-    packed: int
-    copied: int
-    shards: int
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-    compression: float = 0.0
-    bits_per_parameter: float = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "compression", self.bytes_before / max(self.bytes_after, 1))
-        object.__setattr__(
-            self, "bits_per_parameter", 8 * self.bytes_after / max(self.parameters, 1)
-        )
-
-
-TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
-
-
-def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
-    """The totals of several plans of one kind."""
-    counts = [field.name for field in fields(parts[0]) if field.type in (int, "int")]
-    return replace(
-        parts[0], **{name: sum(getattr(part, name) for part in parts) for name in counts}
-    )
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -516,7 +387,7 @@ def decibels(error: float) -> float:
     return math.inf if error == 0 else -math.inf if math.isinf(error) else -20 * math.log10(error)
 
 
-RowT = TypeVar("RowT", PlanRow, WeightRow, WeightKind, InspectedRow, InspectedKind)
+RowT = TypeVar("RowT", WeightRow, WeightKind, InspectedRow, InspectedKind)
 
 
 def inside(submodel: str, row: RowT) -> RowT:

@@ -13,9 +13,9 @@ from typing import Any, Final
 import click
 
 from nf4conv import __version__
+from nf4conv.plan.rows import QuantizationTotals
 from nf4conv.report import results
 from nf4conv.report.places import kind_name
-from nf4conv.report.rows import QuantizationTotals
 
 _MOST_FINDINGS: Final = 50
 _MOST_WEIGHTS: Final = 10

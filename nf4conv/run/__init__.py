@@ -1,5 +1,7 @@
 """read ▸ codec ▸ write: the bounded loop that all commands share, and the two engines in it.
 
+checkpoint.py    carries out the plan of one checkpoint
+earlier.py       recognises a result that is there already
 loop.py          workers that each read, compute and write; tasks; an engine as the loop sees it
 shards.py        divides an output shard into tasks; what these tasks share
 engines.py       chooses the engine of a run

@@ -1,0 +1,105 @@
+"""Chooses how weights are packed: the options that the user gave, and what the source says."""
+
+import math
+from collections.abc import Iterable
+
+from nf4conv.choose.selection import Keep, Pack, Selection, demote
+from nf4conv.choose.unchanged import common_format
+from nf4conv.errors import PlanError
+from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, Format
+from nf4conv.models.config import checkpoint_dtype
+from nf4conv.options import DTYPES, QuantizeOptions
+from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo
+
+
+def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
+    """Returns the format of packed weights.
+
+    An option that is left open is as in the source, if that is in 4 bits, or else has its default.
+
+    Args:
+        source: the checkpoint; None for one that certainly holds nothing in 4 bits.
+        dtype: name of the dtype that weights are cast to before they are packed.
+        options: what the user asked for.
+    """
+    default = Format("nf4", 64, True, dtype)
+    scales = default.scales
+    if source is not None:
+        stored = common_format(source.tensors)
+        if stored is not None:
+            default = stored
+            scales = recorded_scales(source.folder)
+    double_quant = options.double_quant
+    if double_quant is None:
+        double_quant = default.double_quant
+    return Format(
+        quant_type=options.quant_type or default.quant_type,
+        blocksize=options.blocksize or default.blocksize,
+        double_quant=double_quant,
+        dtype=dtype,
+        quant_storage=options.quant_storage or default.quant_storage,
+        scales=options.scales or scales,
+    )
+
+
+def choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
+    """Returns the dtype that weights are cast to before they are packed, and others are stored in.
+
+    Raises:
+        PlanError: the source does not say, or says a dtype that cannot be packed.
+    """
+    if options.dtype is not None:
+        return options.dtype
+    choices = ", ".join(DTYPES)
+    dtype = checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
+    if dtype not in DTYPES:
+        raise PlanError(
+            f"{source.folder}/config.json: {dtype} is not a dtype that can be packed; "
+            f"give --dtype {choices}"
+        )
+    for tensor in source.tensors:
+        if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
+            raise PlanError(
+                f"{tensor.file}: {tensor.name}: float64 cannot be packed; say what to cast it to: "
+                f"--dtype {choices}"
+            )
+    return dtype
+
+
+def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
+    """Returns the name of the float dtype that most bytes are stored in; "float32" if none is."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.dtype in DTYPE_NAMES:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    if not sizes:
+        return "float32"
+    return DTYPE_NAMES[max(sizes, key=sizes.__getitem__)]
+
+
+def without_odd_sizes(source: Source, selection: Selection, format: Format) -> Selection:
+    """Keeps the weights whose packed bytes do not divide into elements of the storage dtype.
+
+    Raises:
+        PlanError: a loader expects such a weight to be packed.
+    """
+    size = ITEMSIZES[format.storage_tag]
+    if size == 1:
+        return selection
+    odd = [name for name, decision in selection.decisions.items() if _is_odd(decision, size)]
+    if not odd:
+        return selection
+    why = f"its packed bytes do not divide into {format.quant_storage}"
+    return demote(selection, odd, source.config or {}, why)
+
+
+def _is_odd(decision: Pack | Keep, size: int) -> bool:
+    if isinstance(decision, Keep):
+        return False
+    for matrix in decision.matrices:
+        packed_bytes = -(-math.prod(matrix.shape) // 2)
+        if packed_bytes % size:
+            return True
+    return False

@@ -1,1 +1,0 @@
-"""Quantizing one checkpoint: the plan, and how it is carried out."""

@@ -1,0 +1,157 @@
+"""Carries out a run in parts: workers make the parts, and the driver finishes the checkpoint.
+
+Each worker plans for itself. The driver watches which shards are finished. An error ends all
+workers. What Ray loses with a process or a host, Ray tries again.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from nf4conv.commands.finish import finish_checkpoint
+from nf4conv.commands.spread.part import Crew, PartWork
+from nf4conv.commands.spread.places import find_places
+from nf4conv.commands.spread.processes import open_processes
+from nf4conv.commands.spread.ray_tasks import open_ray
+from nf4conv.errors import OutputError, PlanError
+from nf4conv.options import RunOptions
+from nf4conv.output.shared_folder import SharedFolder
+from nf4conv.output.workspace import Workspace
+from nf4conv.plan.parts import plan_part
+from nf4conv.report.results import RunReport
+from nf4conv.sources.unfinished import PARTS, finished_shards
+
+ReportT = TypeVar("ReportT", bound=RunReport)
+
+
+def is_spread(run: RunOptions) -> bool:
+    """Returns True if a run is to be spread over several workers."""
+    return run.ray or run.device == "cuda:all" or "," in run.device
+
+
+def carry_out(
+    plan: Any,
+    execute: Callable[..., ReportT],
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> ReportT:
+    """Has workers make all parts of a plan, and finishes the checkpoint.
+
+    Args:
+        plan: plan of `plan_quantization` or `plan_dequantization`.
+        execute: carries out a plan of that command.
+        out: output folder.
+        run: how to use the machine.
+        progress: is told how many more source bytes have been read.
+
+    Returns:
+        A report of the whole run.
+
+    Raises:
+        PlanError: the plan cannot be carried out in parts, there are no such devices, or Ray is
+            not installed.
+        Nf4convError: a worker died, or Ray failed.
+    """
+    if run.part is not None:
+        raise PlanError(
+            f"--part {run.part} is for one process: with --device cuda:N, on each GPU a part"
+        )
+    started = time.perf_counter()
+    shards = plan.totals().shards
+    alone = replace(run, ray=False, device="cpu", overwrite=False)
+    opened: AbstractContextManager[Crew]
+    if run.ray:
+        asked_by = "--ray"
+        opened = open_ray(run)
+    else:
+        asked_by = f"--device {run.device}"
+        places = find_places(run.device)
+        alone = replace(alone, device=places[0].device)
+        if len(places) == 1 or shards == 1:
+            return execute(plan, out, replace(alone, overwrite=run.overwrite), progress)
+        opened = open_processes(places, alone)
+    plan_part(plan, replace(alone, part="1/1"), asked_by)  # refuses what has no parts
+    with opened as crew:
+        if run.overwrite:
+            _empty(out)
+        reports = _make_parts(crew, plan, execute, out, shards, progress)
+    elapsed = time.perf_counter() - started
+    finish_checkpoint(out, reread=False)
+    report = execute(plan, out, alone)  # which computes nothing, and says what is there now
+    joined = _joined(report, reports, time.perf_counter() - started)
+    return replace(joined, pipeline_seconds=elapsed) if run.ray else joined
+
+
+def _empty(out: Path) -> None:
+    """Deletes what is in the output folder."""
+    with Workspace(out, {}, overwrite=True, checksum=False) as emptied:
+        emptied.complete({})
+
+
+def _make_parts(
+    crew: Crew,
+    plan: Any,
+    execute: Callable[..., ReportT],
+    out: Path,
+    shards: int,
+    progress: Callable[[int], None],
+) -> list[ReportT]:
+    """Has the crew make all parts; raises the first error of a worker."""
+    count = min(crew.parts, shards)
+    with suppress(OutputError):  # raised if nothing has begun there that could be resumed
+        count = SharedFolder(out).read_plan()[PARTS]
+    pending = set()
+    for number in range(1, count + 1):
+        run = replace(crew.run, part=f"{number}/{count}", overwrite=False)
+        again, request = plan.again.func, plan.again.args
+        work = PartWork(Path.cwd(), again, request, execute, out, run)
+        pending.add(crew.submit(work))
+    reports: list[ReportT] = []
+    told = 0
+    while pending:
+        done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+        for future in done:
+            report = future.result()
+            if isinstance(report, Exception):
+                raise report
+            reports.append(cast("ReportT", report))
+        read = _bytes_read(out, crew.run.verify)
+        progress(read - told)
+        told = read
+    return reports
+
+
+def _bytes_read(out: Path, is_verified: bool) -> int:
+    """Returns the bytes that have been read for the shards that are finished so far."""
+    read = 0
+    for shard in finished_shards(out).values():
+        read += shard.source_bytes
+        if is_verified:  # source and shard are read once more
+            read += shard.source_bytes + shard.size
+    return read
+
+
+def _joined(report: ReportT, parts: list[ReportT], seconds: float) -> ReportT:
+    """Puts the times and the memory of all parts into the report of the whole."""
+    seconds_by_activity: dict[str, float] = {}
+    for part in parts:
+        for name, spent in part.seconds_by_activity.items():
+            seconds_by_activity[name] = seconds_by_activity.get(name, 0) + spent
+    return replace(
+        report,
+        already_complete=all(part.already_complete for part in parts),
+        device=", ".join(sorted({part.device for part in parts})),
+        seconds=seconds,
+        seconds_by_activity=seconds_by_activity,
+        shards_resumed=sum(part.shards_resumed for part in parts),
+        # of one process, since parts run side by side
+        pipeline_seconds=max(part.pipeline_seconds for part in parts),
+        host_baseline_bytes=max(part.host_baseline_bytes for part in parts),
+        host_peak_bytes=max(part.host_peak_bytes for part in parts),
+        device_peak_bytes=max(part.device_peak_bytes for part in parts),
+    )

@@ -1,0 +1,188 @@
+"""Writes the submodels of a diffusers pipeline one after the other, and one result of all.
+
+OUT/.nf4conv            lock and fingerprint of the whole, and which submodels are finished
+OUT/<submodel>          a workspace of its own, see output/workspace.py
+OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nf4conv import __version__
+from nf4conv.options import RunOptions
+from nf4conv.output.workspace import CHECKSUMS, Workspace, tidy
+from nf4conv.plan.diffusers import DiffusersPlan, PlanT
+from nf4conv.plan.writing import WritingPlan
+from nf4conv.report.results import DequantizeReport, QuantizeReport
+from nf4conv.run.checkpoint import space_needed
+from nf4conv.sources.record import read_record
+from nf4conv.sources.source import source_changes, source_stamps
+from nf4conv.sources.unfinished import is_unfinished
+
+ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
+
+
+def write_submodels(
+    plan: DiffusersPlan[PlanT],
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+    join: Callable[[ReportT, Sequence[ReportT]], ReportT],
+    card: Callable[[ReportT], str | None],
+) -> ReportT:
+    """Carries out the plans of all submodels.
+
+    Args:
+        plan: plan of the pipeline.
+        out: output folder.
+        run: how to use the machine.
+        progress: is told how many more source bytes have been read, from any thread.
+        write: carries out the plan of one submodel.
+        join: adds what only this command reports to the joined report, given those of submodels.
+        card: writes the README.md of the whole; None for a result without one.
+    """
+    if not run.overwrite and _is_complete(plan, out):
+        reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
+        tidy(out)
+        return join(_joined(plan, out, reports, 0), reports)
+    stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
+    opened = Workspace(
+        out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False
+    )
+    with opened as workspace:
+        if run.verify:
+            workspace.forget()  # submodels of an earlier run, which nobody may have looked at
+        index = plan.folder.index
+        # it is there if an earlier run ended between its last two steps
+        (out / index.name).unlink(missing_ok=True)
+        reports, kept = _write_missing(plan, workspace, run, progress, write)
+        for file in plan.folder.files:
+            workspace.copy(str(file), plan.folder.folder / file)
+        report = join(_joined(plan, out, reports, kept), reports)
+        readme = card(report)
+        if readme is not None:
+            workspace.write("README.md", readme.encode(errors="backslashreplace"))
+        workspace.complete({index.name: index.read_bytes()})
+    return report
+
+
+def _write_missing(
+    plan: DiffusersPlan[PlanT],
+    workspace: Workspace,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+) -> tuple[list[ReportT], int]:
+    """Writes the submodels that are not finished.
+
+    Returns:
+        Their reports, and the number of shards of the others.
+    """
+    out = workspace.out
+    finished = set()
+    for name, part in plan.submodels.items():
+        if _is_finished(workspace, name, part, run):
+            finished.add(name)
+    needed = 0
+    for name, part in plan.submodels.items():
+        if name not in finished:
+            needed += _space_needed(out / name, part)
+    workspace.check_space(needed)
+    reports: list[ReportT] = []
+    kept = 0
+    last = list(plan.submodels)[-1]
+    for name, part in plan.submodels.items():
+        if name in finished:
+            kept += len(part.output.shards)
+            progress(part.bytes_to_read)
+            continue
+        # what is there but not begun was finished and not yet noted, or is to be overwritten
+        again = replace(run, overwrite=not is_unfinished(out / name))
+        reports.append(write(part, out / name, again, progress))
+        if name != last:  # the last one is never skipped, so that a run has something to report
+            for shard in _files(name, part):
+                workspace.record(shard, (out / shard).stat().st_size)
+    return reports, kept
+
+
+def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
+    """Returns True if an earlier run came to its end; each submodel then has its own record."""
+    index = out / plan.folder.index.name
+    if is_unfinished(out) or not index.is_file():
+        return False
+    if index.read_bytes() != plan.folder.index.read_bytes():
+        return False
+    return all(read_record(out / name) is not None for name in plan.submodels)
+
+
+def _files(name: str, plan: WritingPlan) -> set[str]:
+    """Returns the files by which a finished submodel is noted."""
+    return {f"{name}/{shard.name}" for shard in plan.output.shards}
+
+
+def _is_finished(workspace: Workspace, name: str, plan: WritingPlan, run: RunOptions) -> bool:
+    has_checksums = (workspace.out / name / CHECKSUMS).is_file()
+    is_noted = _files(name, plan) <= workspace.finished.keys()
+    return is_noted and has_checksums == run.checksum
+
+
+def _space_needed(folder: Path, plan: WritingPlan) -> int:
+    """Returns the bytes that a submodel takes beyond what lies in its folder.
+
+    What lies there is deleted, or kept as a part of the result.
+    """
+    present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return max(space_needed(plan, ()) - present, 0)
+
+
+def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
+    """Returns what a run must have in common with the one that it resumes.
+
+    Each submodel's workspace has a complete fingerprint. This one is for finished submodels, whose
+    own is gone.
+    """
+    submodels = {}
+    for name, part in plan.submodels.items():
+        submodels[name] = {
+            "source files": source_stamps(part.source),
+            "config": part.config,
+            "options": asdict(part.options),
+        }
+    return {
+        "command": type(next(iter(plan.submodels.values()))).__name__,
+        "version": __version__,
+        "--device": run.device,
+        "submodels": submodels,
+    }
+
+
+def _joined(plan: DiffusersPlan[Any], out: Path, reports: Sequence[ReportT], kept: int) -> ReportT:
+    """Joins the reports of submodels; `kept` shards of others were finished by an earlier run."""
+    first, totals = reports[0], plan.totals()
+    seconds_by_activity = {}
+    for activity in first.seconds_by_activity:
+        spent = [report.seconds_by_activity.get(activity, 0.0) for report in reports]
+        seconds_by_activity[activity] = math.fsum(spent)
+    return replace(
+        first,
+        out=str(out),
+        already_complete=all(report.already_complete for report in reports),
+        copied=totals.copied,
+        bytes_before=totals.bytes_before,
+        bytes_after=sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items()),
+        pipeline_seconds=sum(report.pipeline_seconds for report in reports),
+        seconds_by_activity=seconds_by_activity,
+        host_peak_bytes=max(report.host_peak_bytes for report in reports),
+        device_peak_bytes=max(report.device_peak_bytes for report in reports),
+        shards_resumed=kept + sum(report.shards_resumed for report in reports),
+        notes=plan.notes,
+    )
+
+
+def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:
+    """Returns the bytes of a submodel's weight files."""
+    return sum((out / submodel / shard.name).stat().st_size for shard in plan.output.shards)

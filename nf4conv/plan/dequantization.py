@@ -1,0 +1,222 @@
+"""Plans the dequantization of one checkpoint, from its headers, quant states and config.
+
+The source presents packed weights as the float tensors that they stand for (sources/encodings/).
+So all that is left to do is to store them as such, and to take the quantization out of config.json.
+Weights that are to stay in 4 bits are copied as they are, all their tensors into one shard.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from nf4conv.choose.evidence import Evidence
+from nf4conv.choose.formats import dominant_dtype
+from nf4conv.choose.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
+from nf4conv.errors import PlanError
+from nf4conv.format.layout import TAGS, Format
+from nf4conv.models.config import plain_config, without_quantization
+from nf4conv.models.module_names import ModuleNames
+from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions
+from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job, arrange
+from nf4conv.plan.rows import DequantizationTotals, PlanRow
+from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
+
+_STAYS: Final = "stays in 4 bits"
+_KEPT: Final = "not quantized"
+_MERGED: Final = "merged with an adapter"
+_DECODED: Final = "decoded"
+
+
+@dataclass(frozen=True)
+class DequantizationPlan(WritingPlan):
+    """Plans what becomes of a 4-bit checkpoint that is decoded."""
+
+    command: ClassVar[str] = "dequantize"
+
+    options: DequantizeOptions
+
+    def row(self, job: Job, file: str) -> PlanRow:
+        """Describes a weight that is decoded or a tensor that is kept; dtypes are the output's."""
+        assert isinstance(job, CopyJob)
+        return PlanRow(
+            name=job.name,
+            action=_action(job),
+            reason=job.reason,
+            dtype=job.dtype,
+            shape=job.source.shape,
+            parameters=job.elements,
+            bytes_before=job.source_bytes,
+            bytes_after=job.nbytes,
+            file=file,
+        )
+
+    def totals(self) -> DequantizationTotals:
+        """Adds up the rows."""
+        decoded = sum(job.source.encoding is not None for job in self.output.jobs)
+        jobs = sum(len(shard.jobs) for shard in self.output.shards)
+        return DequantizationTotals(
+            decoded=decoded,
+            copied=jobs - decoded,
+            shards=len(self.output.shards),
+            parameters=self.parameters,
+            bytes_before=self.bytes_to_read,
+            bytes_after=self.output.largest_size,
+        )
+
+
+def _action(job: CopyJob) -> str:
+    if job.source.unmerged is not job.source:
+        return "merge"
+    if job.source.encoding is not None:
+        return "decode"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
+def check_options(options: DequantizeOptions) -> None:
+    """Checks the values of options.
+
+    Raises:
+        PlanError: an option has a value that it cannot take.
+    """
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
+
+
+def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
+    """Plans the dequantization of one opened checkpoint.
+
+    Args:
+        place: name of the source, as the user gave it, for errors.
+        source: the checkpoint, with adapters merged into it.
+        options: what to make of it.
+
+    Raises:
+        PlanError: the request cannot be met for this checkpoint.
+    """
+    packed = {tensor.name for tensor in source.tensors if is_in_4_bits(tensor)}
+    if not packed and not options.lora:
+        raise PlanError(f"{place}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
+    wanted = {name for name in packed if is_wanted(name, options.include, options.exclude)}
+    if packed and not wanted:
+        raise PlanError(f"{place}: --include and --exclude leave no weight to decode")
+    config, still_packed = _partly_packed(source, packed - wanted, options)
+    groups = list(_groups(source, still_packed, options))
+    dtype = options.dtype or dominant_dtype(job.source for group in groups for job in group)
+    output = arrange(
+        groups,
+        Format("nf4", 64, False, dtype),
+        max_shard_size=options.max_shard_size,
+        stem=source.stem,
+    )
+    if config is not None and not still_packed:
+        config = _plain(config, dtype)
+    notes = notes_on_links(source)
+    if options.lora:
+        notes = (*source.notes, *notes)
+    return DequantizationPlan(options, source, output, config, notes)
+
+
+def _plain(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    if "_class_name" in config:  # a config of diffusers names no dtype
+        return without_quantization(config)
+    return plain_config(config, dtype)
+
+
+def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> DequantizationPlan:
+    """Plans a submodel of a diffusers pipeline in which nothing is decoded."""
+    format = Format("nf4", 64, False, dominant_dtype(source.tensors))
+    output = plan_unchanged(source, format, options.max_shard_size)
+    return DequantizationPlan(options, source, output, source.config, notes_on_links(source))
+
+
+def has_wanted_weights(source: Source, options: DequantizeOptions) -> bool:
+    """Returns True if the source has a packed weight that the options ask to decode."""
+    for tensor in source.tensors:
+        if is_in_4_bits(tensor) and is_wanted(tensor.name, options.include, options.exclude):
+            return True
+    return False
+
+
+def _partly_packed(
+    source: Source, packed: set[str], options: DequantizeOptions
+) -> tuple[Mapping[str, Any] | None, frozenset[str]]:
+    """Returns the config with a skip list for what stays packed, and the names that stay packed.
+
+    Weights that a loader could not tell from others are decoded too.
+
+    Args:
+        source: the checkpoint.
+        packed: names of weights that are to stay packed.
+        options: what the user asked for.
+
+    Raises:
+        PlanError: the options ask for a dtype of all tensors, and some are to stay packed.
+    """
+    if source.config is None or not packed:
+        return source.config, frozenset(packed)
+    if options.dtype is not None:
+        raise PlanError(
+            "--dtype changes all tensors, but --include or --exclude leaves weights in 4 bits"
+        )
+    rules = select(source.tensors, source.config, QuantizeOptions()).decisions
+    decisions: dict[str, Pack | Keep] = {}
+    for tensor in source.tensors:
+        rule = rules[tensor.name]
+        if tensor.name in packed:
+            decisions[tensor.name] = _stay_packed(tensor)
+        elif isinstance(rule, Pack) or is_in_4_bits(tensor):
+            decisions[tensor.name] = Keep(_KEPT, is_linear=True)
+        else:
+            decisions[tensor.name] = rule
+    selection = with_skip_list(decisions, ModuleNames.of(source.config), ())
+    config = dict(source.config)
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        skip_modules = list(selection.skip_modules)
+        config["quantization_config"] = {**quantization, "llm_int8_skip_modules": skip_modules}
+    still_packed = set()
+    for name, decision in selection.decisions.items():
+        if isinstance(decision, Pack):
+            still_packed.add(name)
+    return config, frozenset(still_packed)
+
+
+def _stay_packed(tensor: TensorInfo) -> Pack:
+    rows = tensor.shape[0]
+    return Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS)
+
+
+def _groups(
+    source: Source, still_packed: frozenset[str], options: DequantizeOptions
+) -> Iterator[list[CopyJob]]:
+    """Yields the jobs of each source tensor, which must be in one shard."""
+    evidence = Evidence.gather(source.tensors, source.config or {})
+    for tensor in source.tensors:
+        if tensor.name in still_packed and tensor.encoding is not None:
+            if tensor.unmerged is not tensor:
+                raise PlanError(
+                    f"{tensor.name}: --include or --exclude leaves it in 4 bits, but an adapter "
+                    f"changes it"
+                )
+            yield [CopyJob(part, part.dtype, _STAYS) for _, part in tensor.encoding.parts]
+        else:
+            yield [_decode_or_keep(tensor, _output_dtype(tensor, evidence, options))]
+
+
+def _output_dtype(tensor: TensorInfo, evidence: Evidence, options: DequantizeOptions) -> str:
+    """Returns the dtype tag that a tensor is stored in."""
+    if options.dtype is None or tensor.dtype not in FLOAT_TAGS:
+        return tensor.dtype
+    if evidence.is_float32_by_design(tensor):
+        return tensor.dtype
+    return TAGS[options.dtype]
+
+
+def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
+    if tensor.encoding is None:
+        return CopyJob(tensor, dtype, _KEPT)
+    reason = _DECODED if tensor.unmerged is tensor else _MERGED
+    # decoded to what it is stored in, not by way of another dtype, which would round twice
+    return CopyJob(tensor._replace(dtype=dtype), dtype, reason)

@@ -1,0 +1,102 @@
+"""Plans a diffusers pipeline: one plan for each submodel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Generic, TypeVar
+
+from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
+from nf4conv.plan.rows import PlanRow, add_totals
+from nf4conv.plan.writing import WritingPlan
+from nf4conv.sources.diffusers_folder import DiffusersFolder
+from nf4conv.sources.source import read_json
+
+PlanT = TypeVar("PlanT", bound=WritingPlan)
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)
+
+
+@dataclass(frozen=True)
+class DiffusersPlan(Generic[PlanT]):
+    """Plans what becomes of a diffusers pipeline."""
+
+    # the pipeline
+    folder: DiffusersFolder
+    # plan of each submodel, by its name
+    submodels: Mapping[str, PlanT]
+    # front matter of the pipeline's model card
+    front: Mapping[str, Any] = field(default_factory=dict)
+    # lines that the user should read, about what belongs to no submodel
+    complaints: tuple[str, ...] = ()
+
+    def rows(self) -> list[PlanRow]:
+        """Returns the rows of all submodels, with the submodel before names and files."""
+        rows: list[PlanRow] = []
+        for name, plan in self.submodels.items():
+            rows += [_inside(name, row) for row in plan.rows()]
+        return rows
+
+    def totals(self) -> Any:
+        """Adds up the totals of all submodels; returns what the plan of a submodel does."""
+        totals: list[Any] = [plan.totals() for plan in self.submodels.values()]
+        return add_totals(totals)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Returns the config of each submodel, by its name."""
+        return {name: plan.config for name, plan in self.submodels.items()}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Returns the notes of all submodels, then those of the whole."""
+        notes = []
+        for name, plan in self.submodels.items():
+            notes += [f"{name}: {note}" for note in plan.notes]
+        for name in self.folder.strays:
+            if name.partition("/")[0] not in self.submodels:
+                place = self.folder.folder
+                notes.append(f"{name}: a link that leads out of {place}; it is not copied")
+        return (*notes, *self.complaints)
+
+    @property
+    def class_name(self) -> str:
+        """Returns the name of the pipeline's class, by its model_index.json."""
+        found = read_json(self.folder.index).get("_class_name")
+        if isinstance(found, str) and found.isidentifier():
+            return found
+        return "DiffusionPipeline"
+
+
+def _inside(submodel: str, row: PlanRow) -> PlanRow:
+    return replace(row, name=f"{submodel}/{row.name}", file=f"{submodel}/{row.file}")
+
+
+def for_submodel(name: str, options: OptionsT) -> OptionsT:
+    """Returns the options that concern a submodel.
+
+    Globs may begin with the submodel's name and a slash; all others apply to every submodel.
+    """
+    include = applying(options.include, name)
+    exclude = applying(options.exclude, name)
+    return replace(options, include=include, exclude=exclude)
+
+
+def applying(patterns: tuple[str, ...], submodel: str) -> tuple[str, ...]:
+    """Returns the patterns that concern a submodel, without its name before them.
+
+    Names of tensors and modules have no slash, so a slash always ends the name of a submodel.
+    """
+    found = []
+    for pattern in patterns:
+        owner, _, rest = pattern.rpartition("/")
+        if not owner or fnmatchcase(submodel, owner):
+            found.append(rest)
+    return tuple(found)
+
+
+def is_included(
+    submodel: str, options: QuantizeOptions | DequantizeOptions | CompareOptions
+) -> bool:
+    """Returns True if the options' include patterns may match something in a submodel."""
+    if not options.include:
+        return True
+    return bool(applying(options.include, submodel))

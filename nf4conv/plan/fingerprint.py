@@ -1,0 +1,98 @@
+"""Tells plans apart: an interrupted run is resumed only by a run that would write the same bytes."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from nf4conv import __version__
+from nf4conv.errors import SourceError
+from nf4conv.options import RunOptions
+from nf4conv.plan.jobs import plan_fingerprint
+from nf4conv.plan.writing import Part, WritingPlan
+from nf4conv.sources.reader import digest_of
+from nf4conv.sources.record import MAKING
+from nf4conv.sources.source import Source, changed_files, source_stamps
+from nf4conv.sources.unfinished import PARTS, SHARDS
+
+
+def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
+    """Returns whatever decides the bytes of a result, as JSON values.
+
+    Args:
+        plan: what is to be written.
+        device: device that computes, such as "cuda:0"; only its kind counts.
+    """
+    options = {f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()}
+    return {
+        "command": plan.command,
+        "version": __version__,
+        "torch": version("torch"),
+        "device": device.partition(":")[0],
+        "source files": source_stamps(plan.source),
+        "source headers": plan.record["source"]["headers_sha256"],
+        "source config": plan.source.config,
+        "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
+        **options,
+        **plan.decided(),
+        "plan": plan_fingerprint(plan.whole),
+    }
+
+
+def shared_fingerprint(
+    plan: WritingPlan, part: Part, run: RunOptions, device: str, card: str | None
+) -> dict[str, Any]:
+    """Returns what all parts of a run agree on, as JSON values.
+
+    It holds all that decides the bytes, and all that `nf4conv finish` must know, because the
+    source is not there any more when it runs.
+
+    Args:
+        plan: plan of one part.
+        part: that part.
+        run: how the part is run.
+        device: device that computes.
+        card: model card of the result, without its figures; None for a result without one.
+    """
+    source = plan.source
+    sizes = {name: stamp[:1] for name, stamp in source_stamps(source).items()}
+    from_record = {f"source {name}": value for name, value in plan.record["source"].items()}
+    config = plan.config_bytes
+    return {
+        **fingerprint(plan, device),
+        "--checksum": run.checksum,
+        "--verify": run.verify,
+        "--tolerance": run.tolerance,
+        **from_record,
+        "source files": sizes,  # their times differ between hosts
+        "adapters": None,  # they may be paths, which differ between hosts
+        "--lora": None,
+        PARTS: part.count,
+        SHARDS: part.shares,
+        "auxiliary": {str(name): digest_of(source.folder / name) for name in plan.auxiliary},
+        "stem": source.stem,
+        "config.json": None if config is None else config.decode(),
+        "model card": card,
+        "bytes": sum(tensor.nbytes for tensor in source.tensors),
+        "parameters": sum(job.elements for job in part.whole.jobs),
+        MAKING: plan.record,
+    }
+
+
+def require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
+    """Checks that a source is what it was when it was planned.
+
+    Args:
+        source: the source.
+        what: ends the sentence "FILE: changed …" of the error.
+        files: weight files to look at; None for all.
+
+    Raises:
+        SourceError: a file has changed.
+    """
+    stamps = source.stamps
+    if files is not None:
+        stamps = {file: stamp for file, stamp in stamps.items() if file in files}
+    for file in changed_files(stamps):
+        raise SourceError(f"{file}: changed {what}")

@@ -1,0 +1,162 @@
+"""Divides a plan into parts: which shards a process makes, by its own number or a scheduler's."""
+
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.jobs import Shard, source_files
+from nf4conv.plan.writing import Part, WritingPlan
+
+_COUNT: Final = "NF4CONV_PARTS"
+
+
+@dataclass(frozen=True)
+class _Scheduler:
+    """Names the environment variables by which a scheduler numbers its processes."""
+
+    index: str  # index of the process
+    count: str  # number of processes
+    first: str | None = None  # first index; None where indices count from 0
+
+
+_SCHEDULERS: Final = (
+    _Scheduler("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    _Scheduler("JOB_COMPLETION_INDEX", _COUNT),  # an indexed job of Kubernetes
+    _Scheduler("RANK", "WORLD_SIZE"),  # torchrun
+)
+"""Of several that are set, the first counts."""
+
+
+def plan_part(plan: Any, run: RunOptions, asked_by: str = "--part") -> Any:
+    """Returns the part of a plan that `run.part` names.
+
+    Args:
+        plan: plan of `plan_quantization` or `plan_dequantization`.
+        run: how to use the machine. Without `run.part` the plan is returned as it is.
+        asked_by: option to name in errors.
+
+    Raises:
+        PlanError: there is no such part, or the plan cannot be carried out in parts.
+    """
+    if run.part is None:
+        return plan
+    if isinstance(plan, DiffusersPlan):
+        raise PlanError(
+            f"{plan.folder.place}: {asked_by} takes the components of a diffusers pipeline one by "
+            f"one: --subfolder NAME, into OUT/NAME"
+        )
+    _require_divisible(plan, run, asked_by)
+    number, count = number_of(run.part)
+    shares = _shares(plan.whole.shards, count)
+    mine = tuple(shard for shard in plan.whole.shards if shares[shard.name] == number)
+    part = Part(number, count, shares, plan.whole)
+    return replace(plan, output=replace(plan.whole, shards=mine), part=part)
+
+
+def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> None:
+    if run.overwrite:
+        raise PlanError(
+            f"{asked_by} does not go with --overwrite, which would delete what other parts make; "
+            f"remove OUT before they start"
+        )
+    if not isinstance(plan.options, QuantizeOptions):
+        return
+    if plan.options.single_file:
+        raise PlanError(f"{asked_by} does not go with --single-file: one file has no parts")
+    if plan.options.non_finite == "keep":
+        raise PlanError(
+            f"{asked_by} does not go with --non-finite keep: each part would read all weights "
+            f"first; name those to be kept with --exclude"
+        )
+
+
+def number_of(part: str) -> tuple[int, int]:
+    """Returns the number of a part, counting from 1, and the number of all parts.
+
+    Args:
+        part: such as "2/3", or "auto" for what a scheduler has put into the environment.
+
+    Raises:
+        PlanError: the one does not fit the other, or the environment says nothing.
+    """
+    if part == "auto":
+        return _from_environment()
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise PlanError(f"--part {part}: expected auto, or I/N with I from 1 to N, such as 2/3")
+    return int(match[1]), int(match[2])
+
+
+def _from_environment() -> tuple[int, int]:
+    scheduler = _scheduler()
+    index = _number(scheduler.index)
+    count = _number(_COUNT if _COUNT in os.environ else scheduler.count)
+    if scheduler.first is not None:
+        # An array of only some of the parts, to run these again, has a smaller count of its own.
+        # Its indices then count from 0, whatever its first one is.
+        is_whole = _number(scheduler.count) == count
+        if is_whole:
+            index -= _number(scheduler.first)
+    if not 0 <= index < count:
+        found = os.environ[scheduler.index]
+        raise PlanError(f"--part auto: {scheduler.index} is {found}, which fits no {count:,} parts")
+    return index + 1, count
+
+
+def _scheduler() -> _Scheduler:
+    for scheduler in _SCHEDULERS:
+        if scheduler.index in os.environ:
+            return scheduler
+    names = ", ".join(scheduler.index for scheduler in _SCHEDULERS)
+    raise PlanError(f"--part auto: none of {names} is set; give --part I/N")
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "not set")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise PlanError(
+            f"--part auto: {variable} is {text[:40]}, which is no number; give --part I/N"
+        )
+    return int(text)
+
+
+def _shares(shards: Sequence[Shard], count: int) -> dict[str, int]:
+    """Returns the number of the part that makes each shard, by the shard's name.
+
+    A part makes neighbouring shards, about as many bytes as the others. Two parts rather do not
+    read one source file.
+    """
+    sizes = [shard.largest_size + _source_bytes(shard) for shard in shards]
+    ends = list(accumulate(sizes))
+    costs = _cut_costs(shards, ends[-1])
+    cuts = []
+    for part in range(1, count):
+        # measured in bytes times `count`, to stay in integers
+        errors = [
+            abs(count * end - part * ends[-1]) + cost
+            for end, cost in zip(ends, costs, strict=False)  # no cut behind the last shard
+        ]
+        cuts.append(errors.index(min(errors)) if errors else 0)
+    cuts.sort()
+    return {shard.name: 1 + bisect_left(cuts, place) for place, shard in enumerate(shards)}
+
+
+def _source_bytes(shard: Shard) -> int:
+    return sum(job.source_bytes for job in shard.jobs)
+
+
+def _cut_costs(shards: Sequence[Shard], total: int) -> list[int]:
+    """Returns for each pair of neighbouring shards what a cut between them costs, in bytes."""
+    costs = []
+    for left, right in pairwise(source_files([shard]) for shard in shards):
+        # a cut through a file costs as much as an eighth of a share that is too large or too small
+        is_through_a_file = not left.isdisjoint(right)
+        costs.append(total // 8 if is_through_a_file else 0)
+    return costs

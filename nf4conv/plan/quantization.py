@@ -1,0 +1,199 @@
+"""Plans the quantization of one checkpoint, from its headers and its config alone.
+
+choose what is packed → choose the format → find what stays as it is → place every output tensor
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
+from nf4conv.choose.selection import Keep, Selection, demote, select
+from nf4conv.choose.unchanged import Stored, weights_that_stay
+from nf4conv.errors import PlanError
+from nf4conv.format.codebook import BLOCKSIZES
+from nf4conv.format.layout import Format
+from nf4conv.models.config import quantized_config
+from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
+from nf4conv.plan.jobs import Job, PackJob, make_plan
+from nf4conv.plan.rows import PlanRow, QuantizationTotals
+from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.sources.encodings.encoded import quantization_of
+from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo
+
+
+@dataclass(frozen=True)
+class QuantizationPlan(WritingPlan):
+    """Plans what becomes of a checkpoint that is quantized."""
+
+    command: ClassVar[str] = "quantize"
+
+    options: QuantizeOptions
+    # names of source tensors that are kept because they hold NaN, infinity, or values too large
+    non_finite: frozenset[str] = frozenset()
+    # True for a submodel of a diffusers pipeline: it gets no card, and may have nothing to pack
+    is_submodel: bool = False
+
+    @property
+    def packs_anything(self) -> bool:
+        """Returns True if any part of the plan packs a weight."""
+        return any(isinstance(job, PackJob) for job in self.whole.jobs)
+
+    def decided(self) -> dict[str, Any]:
+        """Returns what was found while planning and must be found again when a run resumes."""
+        return {"tensors kept for NaN or infinity": sorted(self.non_finite)}
+
+    def row(self, job: Job, file: str) -> PlanRow:
+        """Describes a weight that is packed or a tensor that is kept; dtypes are the source's."""
+        shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
+        return PlanRow(
+            name=job.name,
+            action=_action(job),
+            reason=job.reason,
+            dtype=job.source.dtype,
+            shape=shape,
+            parameters=job.elements,
+            bytes_before=job.source_bytes,
+            bytes_after=job.nbytes,
+            file=file,
+        )
+
+    def totals(self) -> QuantizationTotals:
+        """Adds up the rows."""
+        packed = sum(isinstance(job, PackJob) for job in self.output.jobs)
+        jobs = sum(len(shard.jobs) for shard in self.output.shards)
+        return QuantizationTotals(
+            packed=packed,
+            copied=jobs - packed,
+            shards=len(self.output.shards),
+            parameters=self.parameters,
+            bytes_before=self.bytes_to_read,
+            bytes_after=self.output.largest_size,
+        )
+
+
+def _action(job: Job) -> str:
+    if isinstance(job, PackJob):
+        return "pack" if job.stored is None else "stay"
+    return "copy" if job.dtype == job.source.dtype else "cast"
+
+
+def check_options(options: QuantizeOptions) -> None:
+    """Checks the values of options.
+
+    Raises:
+        PlanError: an option has a value that it cannot take.
+    """
+    for name, allowed in (*CHOICES.items(), ("blocksize", BLOCKSIZES)):
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            choices = ", ".join(map(str, allowed))
+            raise PlanError(f"--{name.replace('_', '-')} {value}: expected one of {choices}")
+
+
+def plan_source(
+    source: Source, options: QuantizeOptions, non_finite: frozenset[str] = frozenset()
+) -> QuantizationPlan:
+    """Plans the quantization of one opened checkpoint.
+
+    Args:
+        source: the checkpoint, with adapters merged into it and names as they are to be written.
+        options: what to make of it.
+        non_finite: names of tensors that must be kept because they cannot be packed.
+
+    Raises:
+        PlanError: the request cannot be met for this checkpoint.
+    """
+    selection = _select(source.tensors, source.config or {}, options)
+    if non_finite:
+        selection = demote(selection, sorted(non_finite), source.config or {})
+    format = choose_format(source, choose_dtype(source, selection, options), options)
+    selection = without_odd_sizes(source, selection, format)
+    if options.single_file:
+        selection = _kept_as_stored(selection)
+    unchanged = weights_that_stay(source, selection.decisions, format, options.dtype)
+    output = make_plan(
+        source.tensors,
+        selection.decisions,
+        format,
+        max_shard_size=options.max_shard_size,
+        stem=source.stem,
+        unchanged=unchanged,
+    )
+    config = _config(source, selection, format, options)
+    notes = (
+        *source.notes,
+        *selection.lines,
+        *_notes_on_unchanged(unchanged),
+        *notes_on_links(source),
+    )
+    return QuantizationPlan(options, source, output, config, notes, non_finite)
+
+
+def _select(
+    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
+) -> Selection:
+    if options.plan_with == "rules":
+        return select(tensors, config, options)
+    from nf4conv.choose.skeleton import select_with_transformers  # importing torch takes seconds
+
+    return select_with_transformers(tensors, config, options)
+
+
+def _kept_as_stored(selection: Selection) -> Selection:
+    """Keeps the dtypes of all tensors that are not packed.
+
+    Image tools load single files. Their float32 tensors, such as those of a VAE, are float32 for a
+    reason.
+    """
+    decisions = dict(selection.decisions)
+    for name, decision in decisions.items():
+        if isinstance(decision, Keep):
+            decisions[name] = decision._replace(keep_dtype=True)
+    return replace(selection, decisions=decisions)
+
+
+def _notes_on_unchanged(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
+    if not unchanged:
+        return
+    packed_anew = [(name, why) for name, why in unchanged.items() if isinstance(why, str)]
+    stay = len(unchanged) - len(packed_anew)
+    yield f"of {len(unchanged):,} weights in 4 bits {stay:,} stay as they are, bit for bit"
+    if packed_anew:
+        name, why = packed_anew[0]
+        yield f"{len(packed_anew):,} weights are packed anew, such as {name}: {why}"
+
+
+def _config(
+    source: Source, selection: Selection, format: Format, options: QuantizeOptions
+) -> Mapping[str, Any] | None:
+    """Returns the content of the output's config.json; None when the source has none."""
+    if source.config is None:
+        return None
+    is_of_diffusers = "_class_name" in source.config
+    return quantized_config(
+        source.config,
+        format,
+        compute_dtype=options.compute_dtype or _compute_dtype(source.config, format),
+        skip_modules=selection.skip_modules,
+        dtype=None if is_of_diffusers else format.dtype,  # diffusers does not know the key
+    )
+
+
+def _compute_dtype(config: Mapping[str, Any], format: Format) -> str:
+    """Returns the dtype that loaders compute in, where the user leaves it open."""
+    before = (quantization_of(config) or {}).get("bnb_4bit_compute_dtype")
+    if before in DTYPES:
+        return str(before)
+    if format.dtype == "float32":
+        return "bfloat16"  # computing in float32 would be slow
+    return format.dtype
+
+
+def plan_unchanged_submodel(source: Source, options: QuantizeOptions) -> QuantizationPlan:
+    """Plans a submodel of a diffusers pipeline in which nothing is packed."""
+    format = choose_format(None, "float32", options)
+    output = plan_unchanged(source, format, options.max_shard_size)
+    notes = notes_on_links(source)
+    return QuantizationPlan(options, source, output, source.config, notes, is_submodel=True)

@@ -1,0 +1,138 @@
+"""Holds everything that is known about an output checkpoint before a weight is read."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+from nf4conv import __version__
+from nf4conv.format.layout import Format
+from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, arrange
+from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
+from nf4conv.sources.auxiliary import auxiliary_files
+from nf4conv.sources.record import record_of
+from nf4conv.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the parts in which several processes make the shards of a plan."""
+
+    number: int  # counts from 1
+    count: int  # number of parts
+    shares: Mapping[str, int]  # number of the part that makes each shard, by the shard's name
+    whole: Plan  # the shards of all parts
+
+    @property
+    def name(self) -> str:
+        """Names the part as --part does: "2/3" is the second of three."""
+        return f"{self.number}/{self.count}"
+
+
+@dataclass(frozen=True)
+class WritingPlan:
+    """Plans one output checkpoint. Each command that writes has a subclass."""
+
+    # name of the command that makes it
+    command: ClassVar[str]
+
+    # options that the user gave
+    options: QuantizeOptions | DequantizeOptions
+    # checkpoint that is read
+    source: Source
+    # output files
+    output: Plan
+    # content of the output's config.json; None when the source has none
+    config: Mapping[str, Any] | None
+    # lines that the user should read
+    notes: tuple[str, ...]
+    # front matter of the source's model card, for a result that gets a card
+    front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    # part whose shards `output` holds; None when `output` holds all of them
+    part: Part | None = field(default=None, kw_only=True)
+    # makes the same plan in another process
+    again: Callable[[], Any] | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def auxiliary(self) -> tuple[PurePosixPath, ...]:
+        """Lists the files that are copied beside the weights, relative to the source's folder."""
+        if self.source.config is None:
+            return ()
+        return auxiliary_files(self.source.folder, self.source.root)
+
+    def rows(self) -> list[PlanRow]:
+        """Returns a row for each weight that is packed or decoded and each tensor that is kept."""
+        return [self.row(job, shard.name) for shard in self.output.shards for job in shard.jobs]
+
+    def row(self, job: Job, file: str) -> PlanRow:
+        """Describes one job, whose result is in this output file."""
+        raise NotImplementedError
+
+    def totals(self) -> QuantizationTotals | DequantizationTotals:
+        """Adds up the rows."""
+        raise NotImplementedError
+
+    @cached_property
+    def config_bytes(self) -> bytes | None:
+        """Returns the output's config.json; None when the source has none."""
+        if self.config is None:
+            return None
+        return (json.dumps(self.config, indent=2) + "\n").encode()
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Returns the content of nf4conv.json (sources/record.py).
+
+        Reads samples of a source that is on this disk.
+        """
+        options = asdict(self.options)
+        if self.command == "quantize":
+            # what the user left open has been decided by now
+            decided = asdict(self.output.format)
+            options |= {key: decided[key] for key in options if key in decided}
+        return record_of(self.source, self.command, __version__, options)
+
+    @property
+    def parameters(self) -> int:
+        """Counts the elements of all tensors that `output` holds."""
+        return sum(job.elements for job in self.output.jobs)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Counts the source bytes that stand for what `output` holds."""
+        return sum(job.source_bytes for job in self.output.jobs)
+
+    def changes_weights(self) -> bool:
+        """Returns True if any weight is packed or decoded."""
+        for job in self.output.jobs:
+            if isinstance(job, PackJob) or job.source.encoding is not None:
+                return True
+        return False
+
+    @property
+    def whole(self) -> Plan:
+        """Returns the output files of all parts."""
+        return self.output if self.part is None else self.part.whole
+
+    def decided(self) -> dict[str, Any]:
+        """Returns what decides the result's bytes beside source and options, as JSON values."""
+        return {}
+
+
+def plan_unchanged(submodel: Source, format: Format, max_shard_size: int) -> Plan:
+    """Plans the output files of a submodel of a diffusers pipeline in which nothing changes."""
+    reason = "the submodel stays as it is"
+    groups = [[CopyJob(tensor, tensor.dtype, reason)] for tensor in submodel.tensors]
+    return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
+
+
+def notes_on_links(source: Source) -> tuple[str, ...]:
+    """Returns a line for each file that is not copied because it is a link that leads elsewhere."""
+    if source.config is None:
+        return ()
+    strays = auxiliary_files(source.folder, source.root, strays=True)
+    why = f"a link that leads out of {source.root}; it is not copied"
+    return tuple(f"{name}: {why}" for name in strays)

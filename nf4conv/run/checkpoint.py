@@ -1,0 +1,331 @@
+"""Carries out the plan of one checkpoint: opens the folder, runs all tasks, writes the last files.
+
+    space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json
+
+config.json is last: it makes the folder a checkpoint.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+from nf4conv.errors import OutputError, VerificationError
+from nf4conv.options import RunOptions
+from nf4conv.output.finishing import LastFiles, finish, index_of
+from nf4conv.output.shared_folder import SharedFolder
+from nf4conv.output.workspace import OutputFolder, Workspace
+from nf4conv.output.writer import ShardWriter, let_go
+from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
+from nf4conv.plan.jobs import Shard, source_files
+from nf4conv.plan.writing import WritingPlan
+from nf4conv.report.results import RunReport
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.run.audit import AuditOfWritten
+from nf4conv.run.engines import writing_engine
+from nf4conv.run.loop import MemoryUse, Pipeline, Task, interleave, make_pipeline
+from nf4conv.run.shards import ShardProgress, ShardTask, streamed
+from nf4conv.sources.reader import Reader
+from nf4conv.sources.source import source_changes
+
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.stream import ShardStream
+
+Card: TypeAlias = Callable[[int, VerificationSummary | None], str | None]
+"""Writes the result's README.md, given the bytes of its weight files and what verification found;
+None for a result without one."""
+
+_SHARDS_AT_A_TIME: Final = 8
+"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk).
+Writes to several files do (8.5 GB/s to 4, 17 GB/s to 8). With more, an interrupted run would have
+more to do again."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Holds what came of writing a checkpoint."""
+
+    # sizes, times and memory
+    report: RunReport
+    # what the audit found; None if nothing was verified
+    verification: VerificationSummary | None
+
+
+def write_checkpoint(
+    plan: WritingPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    card: Card,
+    announce: Callable[[str, Path], None] | None = None,
+) -> Written:
+    """Carries out the plan of one checkpoint, or of a part of it.
+
+    Args:
+        plan: what is to be written.
+        out: output folder, which is a finished checkpoint afterwards.
+        run: how to use the machine. With `run.verify` everything that is written is read back and
+            compared; no shard of an earlier run then counts as finished.
+        progress: is told how many more source bytes have been read, from any thread.
+        card: writes the model card.
+        announce: is told name and path of every shard once it is complete, from any thread.
+
+    Raises:
+        SourceError: the source cannot be read, or has changed.
+        OutputError: the folder cannot be written.
+        VerificationError: what has been written is not what was to be; the folder then does not
+            look finished.
+    """
+    started = time.perf_counter()
+    require_apart(plan.source.folder, out)
+    engine, shard_tasks = writing_engine(plan.output, run)
+    pipeline = make_pipeline(engine, run, progress)
+    before = pipeline.memory()
+    with _open_folder(plan, out, run, engine.device) as folder:
+        _prepare_folder(plan, folder, run, engine.device, card)
+        resumed = len(folder.finished)
+        writing = _Writing(plan, folder, pipeline, shard_tasks, announce or _tell_nobody, run)
+        writing.write_shards()
+        verification = verification_of(folder) if run.verify else None
+        if isinstance(folder, Workspace):
+            writing.write_last_files(card, verification)
+        size = sum(shard.size for shard in folder.finished.values())
+        report = _report(plan, out, pipeline, before, started, size, resumed)
+    return Written(report, verification)
+
+
+def ignore(count: int) -> None:
+    """Stands for progress that nobody watches."""
+
+
+def _tell_nobody(name: str, path: Path) -> None:
+    """Stands for `announce` where nobody listens."""
+
+
+def require_apart(source: Path, out: Path) -> None:
+    """Checks that the output folder is apart from the source.
+
+    Raises:
+        OutputError: it is the source, lies in it, or holds it.
+    """
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents:
+        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
+    if out in source.parents:
+        raise OutputError(f"{out}: holds the source folder; choose another output folder")
+
+
+def _open_folder(
+    plan: WritingPlan, out: Path, run: RunOptions, device: str
+) -> Workspace | SharedFolder:
+    if plan.part is not None:
+        return SharedFolder(out)
+    require_unchanged(plan.source, "since it was planned; run again")
+    return Workspace(
+        out,
+        fingerprint(plan, device),
+        source_changes(plan.source),
+        overwrite=run.overwrite,
+        checksum=run.checksum,
+    )
+
+
+def _prepare_folder(
+    plan: WritingPlan,
+    folder: Workspace | SharedFolder,
+    run: RunOptions,
+    device: str,
+    card: Card,
+) -> None:
+    if isinstance(folder, SharedFolder):
+        assert plan.part is not None
+        described = shared_fingerprint(plan, plan.part, run, device, card(0, None))
+        folder.join(described, plan.source.folder, plan.output)
+    elif run.verify:
+        folder.forget()  # shards of an earlier run, which nobody has looked at
+
+
+def _report(
+    plan: WritingPlan,
+    out: Path,
+    pipeline: Pipeline[Any],
+    before: MemoryUse,
+    started: float,
+    bytes_after: int,
+    resumed: int,
+) -> RunReport:
+    after = pipeline.memory()
+    totals = plan.totals()
+    return RunReport(
+        out=str(out),
+        already_complete=False,
+        part=None if plan.part is None else plan.part.name,
+        device=pipeline.engine.device,
+        copied=totals.copied,
+        bytes_before=totals.bytes_before,
+        bytes_after=bytes_after,
+        seconds=time.perf_counter() - started,
+        pipeline_seconds=pipeline.elapsed,
+        seconds_by_activity={
+            activity.value: seconds for activity, seconds in pipeline.seconds.items()
+        },
+        host_baseline_bytes=before.host,
+        host_peak_bytes=after.host,
+        device_peak_bytes=after.device,
+        shards_resumed=resumed,
+        notes=plan.notes,
+    )
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Fills an opened folder."""
+
+    plan: WritingPlan
+    folder: Workspace | SharedFolder
+    pipeline: Pipeline[Any]
+    shard_tasks: Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
+    announce: Callable[[str, Path], None]
+    run: RunOptions
+
+    def write_shards(self) -> None:
+        """Writes all shards that are not finished yet."""
+        self.folder.check_space(space_needed(self.plan, self.folder.finished))
+        with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
+            self.pipeline.run(self._tasks(writers, reader), reader)
+
+    def write_last_files(self, card: Card, verification: VerificationSummary | None) -> None:
+        """Copies the auxiliary files and writes those that make the folder a checkpoint."""
+        plan, folder = self.plan, self.folder
+        require_unchanged(plan.source, "while it was read; start anew with --overwrite")
+        for name in plan.auxiliary:
+            folder.copy(str(name), plan.source.folder / name)
+        files = {}
+        for shard in plan.output.shards:
+            for tensor in shard.tensor_names():
+                files[tensor] = shard.name
+        size = sum(file.size for file in folder.finished.values())
+        headers = sum(shard.header_size for shard in plan.output.shards)
+        last = LastFiles(
+            index=index_of(plan.source.stem, size - headers, files),
+            card=card(size, verification),
+            record=plan.record,
+            config=plan.config_bytes,
+            verified=None if verification is None else verification.measured(),
+        )
+        finish(folder, last)
+
+    def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task[Any]]:
+        """Returns all tasks, of a few shards in turn.
+
+        One file takes the writes of one thread at a time.
+        """
+        self._count_finished()
+        shards = self._shard_tasks(writers)
+        fetched = self.plan.source.fetched
+        if fetched is None or not fetched.absent:
+            return interleave(shards, _SHARDS_AT_A_TIME)
+        return streamed(shards, cast("ShardStream", reader))
+
+    def _count_finished(self) -> None:
+        """Tells of the shards that an earlier run has finished."""
+        for shard in self.plan.output.shards:
+            if shard.name in self.folder.finished:
+                self.pipeline.advance(sum(job.source_bytes for job in shard.jobs))
+                self.announce(shard.name, self.folder.out / shard.name)
+
+    def _shard_tasks(self, writers: ExitStack) -> Iterator[Sequence[ShardTask[Any]]]:
+        finished = set(self.folder.finished)
+        for shard in self.plan.output.shards:
+            if shard.name not in finished:
+                yield self._tasks_of(shard, writers)
+
+    def _tasks_of(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask[Any]]:
+        writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
+        writers.callback(writer.close)
+        audit = None
+        if self.run.verify:
+            audit = AuditOfWritten(self.pipeline.piece, self.run.tolerance)
+        finished = partial(self._finish_shard, shard, writer, audit)
+        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
+        return self.shard_tasks(progress, self.pipeline.piece)
+
+    def _finish_shard(
+        self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int
+    ) -> None:
+        """Records a shard of this many bytes, whose file is complete."""
+        if audit is not None:
+            self._require_faultless(audit)
+        if isinstance(self.folder, SharedFolder):  # a later part cannot tell what has changed
+            files = source_files([shard])
+            require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
+        read = sum(job.source_bytes for job in shard.jobs)
+        verified = None if audit is None else asdict(audit.summary())
+        self.folder.record(shard.name, size, writer.crc32, read, verified)
+        path = self.folder.out / shard.name
+        self.announce(shard.name, path)
+        if self.plan.output.largest_size > _memory() // 4:
+            let_go(path)  # whoever reads it next would not find all of it in memory anyway
+
+    def _require_faultless(self, audit: AuditOfWritten) -> None:
+        faults = list(audit.faults())
+        if not faults:
+            return
+        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+        raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")
+
+
+def _memory() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def verification_of(folder: OutputFolder) -> VerificationSummary:
+    """Joins the summaries of the audits of all finished shards."""
+    found = [file.verified for file in folder.finished.values() if file.verified is not None]
+    return VerificationSummary.joined(found)
+
+
+def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
+    """Returns the most bytes that a plan still takes on disk.
+
+    Args:
+        plan: what is to be written.
+        finished: names of the shards that are there already.
+    """
+    unfinished = [shard for shard in plan.output.shards if shard.name not in finished]
+    needed = sum(shard.largest_size for shard in unfinished)
+    if plan.source.fetched is not None:
+        fetched = sorted(file.size for file in plan.source.fetched.absent.values())
+        needed += sum(fetched[-2:])  # one file in use, one on its way
+    for name in plan.auxiliary:
+        needed += (plan.source.folder / name).stat().st_size
+    return needed
+
+
+def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
+    """Opens a reader of the source.
+
+    One that streams fetches whole files for the unfinished shards. Of a file that other parts need
+    too, each part fetches only its own tensors.
+    """
+    fetched = plan.source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.sources.remote.stream import ShardStream  # importing huggingface_hub takes a while
+
+    mine = {shard.name for shard in plan.output.shards}
+    unfinished = [shard for shard in plan.output.shards if shard.name not in folder.finished]
+    others = [shard for shard in plan.whole.shards if shard.name not in mine]
+    needed = source_files(unfinished) - source_files(others)
+    return ShardStream(
+        fetched.repository,
+        fetched.absent,
+        order={file: number for number, file in enumerate(plan.source.files)},
+        needed=needed & fetched.absent.keys(),
+        folder=folder.downloads,
+    )

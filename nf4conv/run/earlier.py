@@ -1,0 +1,152 @@
+"""Recognises a folder that already holds a plan's result, so that nothing is computed again."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nf4conv.errors import Nf4convError, OutputError, VerificationError
+from nf4conv.options import RunOptions
+from nf4conv.output.workspace import CHECKSUMS, tidy
+from nf4conv.plan.writing import WritingPlan
+from nf4conv.report.results import RunReport
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.run.checkpoint import Written
+from nf4conv.sources.record import MAKING, read_record
+from nf4conv.sources.unfinished import is_unfinished
+
+
+def found_or_written(
+    plan: WritingPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    write: Callable[[], Written],
+) -> Written:
+    """Returns what an earlier run has made of the plan, or else what `write` makes of it.
+
+    Raises:
+        OutputError: the folder holds the result of another job, or lacks what this run asks for.
+        VerificationError: the result was verified, and is farther off than this run allows.
+        Nf4convError: `write` failed.
+    """
+    found = find_earlier(plan, out, run, progress)
+    if found is not None:
+        return found
+    try:
+        return write()
+    except Nf4convError:
+        if plan.part is None:
+            raise
+        # other processes may have made the same part, and finished the whole meanwhile
+        found = find_earlier(plan, out, run, progress)
+        if found is None:
+            raise
+        return found
+
+
+def find_earlier(
+    plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> Written | None:
+    """Returns what an earlier run has made, if the folder holds the plan's result already.
+
+    Raises:
+        OutputError: the folder holds the result of another job, or lacks what this run asks for.
+        VerificationError: the result was verified, and is farther off than this run allows.
+    """
+    if run.overwrite or is_unfinished(out):
+        return None
+    record = read_record(out)
+    if record is None:
+        return None
+    verification = VerificationSummary.from_measured(record.pop("verified", None))
+    _require_same(record, plan.record, out)
+    if not _is_whole(plan, out):
+        return None
+    _require_enough(run, verification, out)
+    tidy(out)
+    progress(plan.bytes_to_read)
+    size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
+    return Written(_report(plan, out, size), verification if run.verify else None)
+
+
+def _report(plan: WritingPlan, out: Path, bytes_after: int) -> RunReport:
+    """Returns the report of a run that computed nothing."""
+    totals = plan.totals()
+    return RunReport(
+        out=str(out),
+        already_complete=True,
+        part=None,
+        device="none",
+        copied=totals.copied,
+        bytes_before=totals.bytes_before,
+        bytes_after=bytes_after,
+        seconds=0,
+        pipeline_seconds=0,
+        seconds_by_activity={},
+        host_baseline_bytes=0,
+        host_peak_bytes=0,
+        device_peak_bytes=0,
+        shards_resumed=0,
+        notes=plan.notes,
+    )
+
+
+def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
+    """Checks that two contents of nf4conv.json describe one job."""
+    old, new = _flat(before), _flat(now)
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            what = _difference(key, old.get(key), new.get(key))
+            raise OutputError(
+                f"{out}: holds the result of another job ({MAKING}: {what}); "
+                f"choose another folder, or --overwrite"
+            )
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of nf4conv.json with those of its options and its source among them."""
+    flat = {**record, **record["options"], **record["source"]}
+    del flat["options"], flat["source"]
+    return flat
+
+
+def _difference(key: str, old: object, new: object) -> str:
+    if key.endswith("sha256"):
+        return "the source has changed since"
+    return f"{key.replace('_', '-')} was {json.dumps(old)} and is {json.dumps(new)} now"
+
+
+def _is_whole(plan: WritingPlan, out: Path) -> bool:
+    """Returns True if all files are there, as far as their names and sizes tell."""
+    for shard in plan.output.shards:
+        if not (out / shard.name).is_file():
+            return False
+    for name in plan.auxiliary:
+        copy, original = out / name, plan.source.folder / name
+        if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
+            return False
+    if plan.config_bytes is None:
+        return True
+    config = out / "config.json"
+    return config.is_file() and config.read_bytes() == plan.config_bytes
+
+
+def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: Path) -> None:
+    """Refuses a run that asks for what the earlier one has not done beside the weights."""
+    if run.checksum and not (out / CHECKSUMS).is_file():
+        raise OutputError(
+            f"{out}: is complete, but has no {CHECKSUMS}; --overwrite makes it anew, with one"
+        )
+    if run.verify and verified is None:
+        raise OutputError(
+            f"{out}: is complete, but was not verified when it was made: "
+            f"`nf4conv verify {out} --source SRC` does that, and --overwrite makes it anew"
+        )
+    if run.tolerance is None or verified is None:
+        return
+    error = verified.largest_relative_error
+    if not error <= run.tolerance:
+        raise VerificationError(
+            f"{out}: largest relative error {error:.4f}, more than {run.tolerance:g}"
+        )
