@@ -264,6 +264,14 @@ class Merged(_EncodingBase):
             and self.first_row == other.first_row
         )
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """True if a row of the result depends on other rows of the base."""
+        for delta in self.deltas:
+            if isinstance(delta, LowRankDelta) and delta.needs_all_rows:
+                return True
+        return False
+
 
 Encoding: TypeAlias = Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided | Joined | Merged
 """How a tensor is decoded from others.
@@ -273,29 +281,46 @@ of equal layout and equal bytes decode to equal tensors.
 """
 
 
-class Delta(NamedTuple):
-    """What an adapter does to a tensor: adds scale · up · down, and scales the rows if there is a
-    magnitude.
+@dataclass(frozen=True, slots=True)
+class LowRankDelta:
+    """Adds scale · up · down to a matrix, or to each matrix of a stack (LoRA).
+
+    With a magnitude, every row is then scaled to a given norm (DoRA).
     """
 
-    # [out, rank], of several experts [out, rank · experts]; with `indices` the rows that come in
-    # their place; without `down` a vector to be added
-    up: TensorInfo
-    down: TensorInfo | None = None  # [rank, in], of several experts [experts · rank, in]
-    scale: float = 1.0  # of the product
-    is_transposed: bool = False  # whether the tensor is [in, out]
-    rows: tuple[int, int] | None = (
-        None  # which rows of the product concern the tensor; None for all
-    )
-    experts: int = 0  # whose factors stand together; 0 if they are those of a single matrix
-    expert: int | None = None  # which of them the tensor is; None for a stack of all
-    magnitude: TensorInfo | None = None  # [out], of DoRA: the norms that the rows then get
-    indices: tuple[int, ...] = ()  # rows of the tensor that are replaced
+    up: TensorInfo  # [out, rank], of several experts [out, rank · experts]: lora_B
+    down: TensorInfo  # [rank, in], of several experts [experts · rank, in]: lora_A
+    scale: float
+    is_transposed: bool = False  # True if the tensor is [in, out]
+    magnitude: TensorInfo | None = None  # [out]: the norms that DoRA gives the rows
+    rows: tuple[int, int] | None = None  # rows of the product that are added; None for all
+    experts: int = 0  # how many experts the factors stack; 0 if they are those of a single matrix
+    expert: int | None = None  # which expert the tensor is; None if it is a stack of all of them
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether a row of the result depends on other rows of the tensor."""
+        """True if a row of the result depends on other rows of the tensor."""
         return self.magnitude is not None and self.is_transposed
+
+
+@dataclass(frozen=True, slots=True)
+class VectorDelta:
+    """Adds scale · vector to a bias."""
+
+    vector: TensorInfo  # of the shape of the bias
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDelta:
+    """Puts rows in the place of others: tokens that an adapter trained anew."""
+
+    rows: TensorInfo  # [rows, columns]
+    indices: tuple[int, ...]  # the row of the tensor that each of them replaces
+
+
+Delta: TypeAlias = LowRankDelta | VectorDelta | RowsDelta
+"""What an adapter does to a tensor."""
 
 
 def is_in_4_bits(tensor: TensorInfo) -> bool:

@@ -1,121 +1,175 @@
-"""What adapters add to a tensor: scale · B · A, and DoRA's scaling of the rows.
+"""Merges adapters into tensors: adds scale · up · down (LoRA), scales the rows (DoRA).
 
-Everything is summed in float64 and rounded once, so that neither the device nor how a weight is cut
-into pieces, and so in which order a library adds, changes a byte: what remains of such differences
-is some 2^-50 of a value.
+Everything is summed in float64 and rounded once. So neither the device, nor how a weight is cut
+into pieces, nor the order in which a library adds, changes a byte: the differences that remain are
+some 2^-50 of a value.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import torch
 
-from nf4conv.sources.tensors import Delta
+from nf4conv.sources.tensors import LowRankDelta
 
 _AT_A_TIME: Final = {"cpu": 2**20, "cuda": 2**22}
-"""Elements that are summed at a time, in float64, by each of several workers: fewer would keep a
-GPU waiting.
-"""
+"""Elements that each of several workers sums in float64 at a time; fewer would keep a GPU waiting."""
 
 
-class Factors(NamedTuple):
-    """A delta and its tensors, whole, on the device that computes."""
+@dataclass(frozen=True)
+class Factors:
+    """A low-rank delta and its tensors, whole, on the device that computes."""
 
-    delta: Delta
+    delta: LowRankDelta
     up: torch.Tensor
-    down: torch.Tensor | None
+    down: torch.Tensor
     magnitude: torch.Tensor | None
 
 
-def merge_deltas(
-    base: torch.Tensor, factors: Sequence[Factors], first: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A vector, rows of a matrix behind `first` others, or a stack of matrices, with everything
-    added to it, in order.
+@dataclass(frozen=True)
+class AddedVector:
+    """A vector that is added to a bias, on the device that computes."""
 
-    The base is of any float dtype, the result of the one that is asked for.
+    vector: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows that are put in the place of others, on the device that computes."""
+
+    rows: torch.Tensor  # [rows, columns]
+    indices: Sequence[int]  # the row of the whole tensor that each of them replaces
+
+
+Change: TypeAlias = Factors | AddedVector | NewRows
+
+
+def merge_deltas(
+    base: torch.Tensor, changes: Sequence[Change], first: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make changes to a tensor, in order.
+
+    Args:
+        base: a vector, some rows of a matrix, or a stack of matrices, of any float dtype.
+        changes: what is done to it.
+        first: how many rows of the whole matrix are before those of `base`.
+        dtype: of the result.
+
+    Returns:
+        A tensor of the base's shape, on its device.
     """
+    merged = torch.empty(base.shape, dtype=dtype, device=base.device)
     if base.dim() == 3:
-        merged = torch.empty(base.shape, dtype=dtype, device=base.device)
         for index, matrix in enumerate(base):
-            chosen = [part._replace(delta=part.delta._replace(expert=index)) for part in factors]
+            chosen = [_of_expert(change, index) for change in changes]
             merged[index] = merge_deltas(matrix, chosen, 0, dtype)
         return merged
-    factors = [_of_matrix(part) for part in factors]
-    is_cut = base.dim() == 2 and not any(part.delta.needs_all_rows for part in factors)
-    step = (
-        max(_AT_A_TIME[base.device.type] // max(base.shape[1], 1), 1)
-        if is_cut
-        else max(base.shape[0], 1)
-    )
-    merged = torch.empty(base.shape, dtype=dtype, device=base.device)
-    for start in range(0, base.shape[0], step):
-        _merge_rows(
-            base[start : start + step], factors, first + start, merged[start : start + step]
-        )
+    changes = [_prepared(change) for change in changes]
+    rows = base.shape[0]
+    step = max(rows, 1)
+    if base.dim() == 2 and not any(_needs_all_rows(change) for change in changes):
+        step = max(_AT_A_TIME[base.device.type] // max(base.shape[1], 1), 1)
+    for start in range(0, rows, step):
+        stop = start + step
+        _merge_rows(base[start:stop], changes, first + start, merged[start:stop])
     return merged
 
 
-def _of_matrix(part: Factors) -> Factors:
-    """The factors of the one matrix that a tensor is; those that all its rows need in float64."""
-    delta, up, down, magnitude = part
-    if down is not None and delta.experts:
+def _of_expert(change: Change, expert: int) -> Change:
+    """Return what a change of a stack of experts does to one of them."""
+    if isinstance(change, Factors):
+        return replace(change, delta=replace(change.delta, expert=expert))
+    return change
+
+
+def _needs_all_rows(change: Change) -> bool:
+    return isinstance(change, Factors) and change.delta.needs_all_rows
+
+
+def _prepared(change: Change) -> Change:
+    """Cut factors to those of one matrix, and convert what all its rows need to float64."""
+    if not isinstance(change, Factors):
+        return change
+    delta = change.delta
+    up, down, magnitude = change.up, change.down, change.magnitude
+    if delta.experts:
         assert delta.expert is not None
         rank = down.shape[0] // delta.experts
         down = down[delta.expert * rank : (delta.expert + 1) * rank]
         up = up[:, delta.expert :: delta.experts]
     if delta.rows is not None:
-        up = up[slice(*delta.rows)]
-    magnitude = None if magnitude is None else magnitude.view(-1).double()
-    return Factors(delta, up, None if down is None else down.double(), magnitude)
+        start, stop = delta.rows
+        up = up[start:stop]
+    if magnitude is not None:
+        magnitude = magnitude.view(-1).double()
+    return Factors(delta, up, down.double(), magnitude)
 
 
 def _merge_rows(
-    base: torch.Tensor, factors: Sequence[Factors], first: int, out: torch.Tensor
+    base: torch.Tensor, changes: Sequence[Change], first: int, out: torch.Tensor
 ) -> None:
-    """Into `out`, [rows, columns] (PEFT: Linear.merge, DoraLinearVariant.merge_unsafe,
-    TrainableTokensLayer.merge).
+    """Make prepared changes to some rows and write the result to `out`, [rows, columns].
+
+    The arithmetic is that of PEFT: Linear.merge, DoraLinearVariant.merge_unsafe,
+    TrainableTokensLayer.merge.
     """
     # what is added is in float64, and so is each sum but the last, which is rounded as it is
     # written
     total = base
-    here = slice(first, first + base.shape[0])
-    for number, (delta, up, down, magnitude) in enumerate(factors, start=1):
-        target = out if number == len(factors) else None
-        if delta.indices:
-            total = _replaced_rows(total, up, delta.indices, first)
-            continue
-        added = up.double() if down is None else torch.matmul(*_sides(up, down, here, delta))
-        if magnitude is None:
-            total = torch.add(total, added, alpha=delta.scale, out=target)
-        else:
-            added *= delta.scale
-            # the norm is that of the base with this delta alone, whatever has been merged before
-            norm = torch.linalg.vector_norm(base + added, dim=0 if delta.is_transposed else 1)
-            factor = magnitude / norm if delta.is_transposed else (magnitude[here] / norm)[:, None]
-            total = torch.mul(total + added, factor, out=target)
+    for number, change in enumerate(changes, start=1):
+        target = out if number == len(changes) else None
+        match change:
+            case NewRows():
+                total = _with_new_rows(total, change, first)
+            case AddedVector():
+                added = change.vector.double()
+                total = torch.add(total, added, alpha=change.scale, out=target)
+            case Factors(magnitude=None):
+                added = _product(change, first, base.shape[0])
+                total = torch.add(total, added, alpha=change.delta.scale, out=target)
+            case Factors():
+                added = _product(change, first, base.shape[0])
+                added *= change.delta.scale
+                # the norm is that of the base with this delta alone, whatever was merged before
+                factor = _row_factor(change, base + added, first)
+                total = torch.mul(total + added, factor, out=target)
     if total is not out:
         out.copy_(total)
 
 
-def _sides(
-    up: torch.Tensor, down: torch.Tensor, here: slice, delta: Delta
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is multiplied for some rows of a matrix."""
-    return (
-        (down[:, here].t(), up.double().t()) if delta.is_transposed else (up[here].double(), down)
-    )
+def _product(factors: Factors, first: int, rows: int) -> torch.Tensor:
+    """Return `rows` rows of up · down from row `first` of the matrix on, in float64."""
+    here = slice(first, first + rows)
+    if factors.delta.is_transposed:
+        return torch.matmul(factors.down[:, here].t(), factors.up.double().t())
+    return torch.matmul(factors.up[here].double(), factors.down)
 
 
-def _replaced_rows(
-    total: torch.Tensor, rows: torch.Tensor, indices: Sequence[int], first: int
-) -> torch.Tensor:
-    here = [
-        (index - first, place)
-        for place, index in enumerate(indices)
-        if first <= index < first + total.shape[0]
-    ]
+def _row_factor(factors: Factors, changed: torch.Tensor, first: int) -> torch.Tensor:
+    """Return what DoRA multiplies rows with, from row `first` of the matrix on.
+
+    A matrix that is stored transposed is whole here, and its columns are multiplied.
+    """
+    assert factors.magnitude is not None
+    if factors.delta.is_transposed:
+        norms: torch.Tensor = torch.linalg.vector_norm(changed, dim=0)
+        return factors.magnitude / norms
+    norms = torch.linalg.vector_norm(changed, dim=1)
+    magnitude = factors.magnitude[first : first + changed.shape[0]]
+    return (magnitude / norms)[:, None]
+
+
+def _with_new_rows(total: torch.Tensor, change: NewRows, first: int) -> torch.Tensor:
+    """Return a copy of some rows, from row `first` of the matrix on, with the new ones among them."""
+    replaced = []
+    chosen = []
+    for place, index in enumerate(change.indices):
+        if first <= index < first + total.shape[0]:
+            replaced.append(index - first)
+            chosen.append(place)
     total = total.to(torch.float64, copy=True)
-    if here:
-        total[[row for row, _ in here]] = rows[[place for _, place in here]].double()
+    if replaced:
+        total[replaced] = change.rows[chosen].double()
     return total

@@ -15,18 +15,22 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.loop import Activity
 from nf4conv.run.shards import CastError
-from nf4conv.run.with_torch.merge import Factors, merge_deltas
+from nf4conv.run.with_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
 from nf4conv.run.with_torch.worker import TorchWorker
 from nf4conv.sources.encodings.pieces import is_stack_of_matrices, matrix_of
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
+    Delta,
     Fp4,
     Joined,
+    LowRankDelta,
     Merged,
+    RowsDelta,
     Scaled,
     Strided,
     TensorInfo,
+    VectorDelta,
 )
 
 TORCH_DTYPES: Final = {
@@ -112,16 +116,26 @@ def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
 
 
 def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:
-    factors = []
-    for delta in encoding.deltas:
-        rest = (
-            None if part is None else worker.kept(part, _read_whole)
-            for part in (delta.down, delta.magnitude)
-        )
-        factors.append(Factors(delta, worker.kept(delta.up, _read_whole), *rest))
+    changes = [_read_delta(worker, delta) for delta in encoding.deltas]
     values = _read_whole(worker, encoding.base)
     with worker.timed(Activity.COMPUTE):
-        return merge_deltas(values, factors, encoding.first_row, TORCH_DTYPES[tensor.dtype])
+        return merge_deltas(values, changes, encoding.first_row, TORCH_DTYPES[tensor.dtype])
+
+
+def _read_delta(worker: TorchWorker, delta: Delta) -> Change:
+    """Read the tensors of a delta; the worker keeps them for other pieces of the same tensor."""
+    match delta:
+        case LowRankDelta():
+            up = worker.kept(delta.up, _read_whole)
+            down = worker.kept(delta.down, _read_whole)
+            magnitude = None
+            if delta.magnitude is not None:
+                magnitude = worker.kept(delta.magnitude, _read_whole)
+            return Factors(delta, up, down, magnitude)
+        case VectorDelta():
+            return AddedVector(worker.kept(delta.vector, _read_whole), delta.scale)
+        case RowsDelta():
+            return NewRows(worker.kept(delta.rows, _read_whole), delta.indices)
 
 
 def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:

@@ -22,7 +22,15 @@ from nf4conv.models.name_patterns import is_embedding
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted, open_adapter
 from nf4conv.sources.source import Source, open_source, stamp_of
-from nf4conv.sources.tensors import Delta, Merged, Strided, TensorInfo
+from nf4conv.sources.tensors import (
+    Delta,
+    LowRankDelta,
+    Merged,
+    RowsDelta,
+    Strided,
+    TensorInfo,
+    VectorDelta,
+)
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts, in the order in which PEFT wraps them: the last one is the
@@ -171,7 +179,8 @@ class _Merging:
                 or max(indices, default=0) >= found.shape[0]
             ):
                 raise _misfit(adapter, rows, found)
-            yield from ((tensor, Delta(rows, indices=indices)) for tensor in self._with_head(found))
+            for tensor in self._with_head(found):
+                yield tensor, RowsDelta(rows, indices)
         if not roles:
             return
         weight = f"{part.module}.weight"
@@ -183,7 +192,7 @@ class _Merging:
                 raise self._lacking(adapter, f"{part.module}.bias")
             if target.shape != bias.shape:
                 raise _misfit(adapter, bias, target)
-            yield target, Delta(bias, scale=adapter.scale(path))
+            yield target, VectorDelta(bias, adapter.scale(path))
         up, down = _factors(adapter, part)
         transposed = self._is_product_transposed(adapter, up, down, found)
         if down.shape[0] != adapter.rank(path) or up.shape[1] != down.shape[0]:
@@ -193,7 +202,7 @@ class _Merging:
         magnitude = roles.get("lora_magnitude_vector")
         if magnitude is not None and magnitude.elements != up.shape[0]:
             raise _misfit(adapter, magnitude, found)
-        yield found, Delta(up, down, adapter.scale(path), transposed, magnitude=magnitude)
+        yield found, LowRankDelta(up, down, adapter.scale(path), transposed, magnitude)
 
     def _is_product_transposed(
         self, adapter: Adapter, up: TensorInfo, down: TensorInfo, found: TensorInfo
@@ -263,10 +272,16 @@ class _Merging:
                 is_square and self._is_stacked_transposed(part.module)
             )
             rows = None if place.shares == 1 else (place.share * height, (place.share + 1) * height)
-            yield (
-                place.tensor,
-                Delta(up, down, adapter.scale(path), transposed, rows, experts, place.expert),
+            delta = LowRankDelta(
+                up,
+                down,
+                adapter.scale(path),
+                transposed,
+                rows=rows,
+                experts=experts,
+                expert=place.expert,
             )
+            yield place.tensor, delta
 
     def _is_stacked_transposed(self, module: str) -> bool:
         """Whether experts are stacked as [in, out]: the square ones of GPT-OSS do not tell."""

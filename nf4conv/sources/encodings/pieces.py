@@ -17,9 +17,11 @@ from nf4conv.sources.tensors import (
     DTYPE_BITS,
     Bitsandbytes4bit,
     Bitsandbytes8bit,
+    Delta,
     Encoding,
     Fp4,
     Joined,
+    LowRankDelta,
     Merged,
     Scaled,
     Strided,
@@ -79,11 +81,8 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
     matrix: Encoding
     match encoding:
         case Merged():
-            matrix = Merged(
-                base=matrix_of(encoding.base, index),
-                deltas=tuple(delta._replace(expert=index) for delta in encoding.deltas),
-                first_row=encoding.first_row,
-            )
+            deltas = tuple(_delta_of_expert(delta, index) for delta in encoding.deltas)
+            matrix = Merged(matrix_of(encoding.base, index), deltas, encoding.first_row)
         case Scaled():
             scale = encoding.scale
             if scale is not None:
@@ -99,6 +98,11 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
         case _:
             raise AssertionError(f"{tensor.name}: {encoding.name} is no stack of matrices")
     return tensor._replace(shape=shape, encoding=matrix)
+
+
+def _delta_of_expert(delta: Delta, expert: int) -> Delta:
+    """Return what a delta of a stack of experts does to one of them."""
+    return replace(delta, expert=expert) if isinstance(delta, LowRankDelta) else delta
 
 
 def _matrix_part(part: TensorInfo, matrices: int, index: int) -> TensorInfo:
@@ -119,9 +123,7 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
         case None:
             return True
         case Merged():
-            if any(delta.needs_all_rows for delta in encoding.deltas):
-                return False
-            return can_cut_rows(encoding.base, start)
+            return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
         case Scaled() | Bitsandbytes8bit() | Fp4() | Bitsandbytes4bit():
