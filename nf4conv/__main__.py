@@ -1,9 +1,9 @@
-"""`nf4conv`, and `python -m nf4conv`. Signals are answered before anything is imported that takes
-time.
+"""Runs the command line as a program: `nf4conv`, or `python -m nf4conv`.
 
-The answer is to end at once. An exception could come anywhere, be lost in the import of another
-library, or abort its threads in C++; and nothing has to be put in order: a run may be killed at any
-time, and the next one takes over there.
+SIGINT and SIGTERM get their handlers here, before any slow import. The handler ends the process at
+once. It does not raise an exception: one that is raised during the import of another library may
+get lost, or abort the library's C++ threads. Nothing needs to be tidied up either, because a run
+may be killed at any time and the next run continues from what it left.
 """
 
 import gc
@@ -17,43 +17,53 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    is_terminal = os.isatty(2)
-    error = "\033[31mError:\033[0m" if is_terminal and not os.environ.get("NO_COLOR") else "Error:"
-    wipe = "\r\033[K" if is_terminal else ""  # what is there of a bar
+    """Handles a signal: writes one line to stderr and ends the process."""
+    word = _WORDS[signal.Signals(number)]
+    line = f"Error: {word}; the same command resumes\n"
+    if os.isatty(2):
+        if not os.environ.get("NO_COLOR"):
+            line = line.replace("Error:", "\033[31mError:\033[0m")
+        line = f"\r\033[K{line}"  # wipes what is there of a progress bar
     try:
-        os.write(
-            2,
-            f"{wipe}{error} {_WORDS[signal.Signals(number)]}; the same command resumes\n".encode(),
-        )
+        os.write(2, line.encode())
     finally:
         os._exit(128 + number)
 
 
-def run() -> NoReturn:
-    """The command line, as a program of its own."""
-    for number in _WORDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a shell
-            signal.signal(number, _leave)
-    gc.set_threshold(
-        200_000
-    )  # of many small objects that live on, looking for dead ones takes a sixth of the time
-    from nf4conv.cli import main  # importing it takes a moment, in which signals may come
+def _exit_code(code: object) -> int:
+    """Returns the exit code that Python would use for the argument of SystemExit."""
+    if isinstance(code, int):
+        return code
+    if code is None:
+        return 0
+    return 1
 
-    code: object = 0
+
+def run() -> NoReturn:
+    """Runs the command line and ends the process."""
+    for number in _WORDS:
+        # a shell makes its background jobs ignore SIGINT, which must stay so
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+    # A plan makes many small objects that live on. With Python's own threshold, looking for dead
+    # ones takes a sixth of the time.
+    gc.set_threshold(200_000)
+    from nf4conv.cli import main  # this import takes a moment, in which signals may come
+
+    code = 0
     try:
         try:
             main(prog_name="nf4conv")
         except SystemExit as end:
-            code = end.code
+            code = _exit_code(end.code)
         sys.stdout.flush()
-    except (
-        OSError
-    ) as error:  # of --help and --version, which no command writes, and of what was left to write
+    except OSError as error:
+        # Stdout cannot be written: --help, --version, or what was left in the buffer.
         os.write(2, f"Error: {error.strerror}\n".encode())
         code = code or 2
-    # not by way of the interpreter's end, where signals go unanswered, and stalled threads of
-    # transfers are torn down
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    # The usual end of the interpreter would leave signals unanswered, and tear down threads of
+    # stalled transfers.
+    os._exit(code)
 
 
 if __name__ == "__main__":

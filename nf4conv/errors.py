@@ -1,18 +1,18 @@
-"""What can go wrong, said to the user in one line: where it is, what was found, what to do.
+"""Defines the errors that a user meets. Each message is one line: where, what is wrong, what to do.
 
-Nf4convError            everything below; the command line prints it as one line and exits with 2
-├── SourceError         the input cannot be read: missing, truncated, malformed, unsupported
-│   ├── DiffusersFolderError    it is a diffusers pipeline, where one checkpoint was expected
-│   ├── NoDiffusersFolderError  it is no diffusers pipeline, where one was expected
-│   ├── AdapterError    it is a LoRA adapter, where a model was expected
-│   ├── NonFiniteError  a weight that was to be packed holds NaN or infinity   (run/shards.py)
-│   └── CastError       a tensor does not fit into the dtype that it would be cast to   (run/shards.py)
-├── PlanError           the input is readable, but the request cannot be met
-├── OutputError         the destination: exists, in use, disk full
-├── VerificationError   what has been written is not what was to be written; the command line exits with 1
-├── CodecError          a tensor or quant state that the codec cannot take (also a ValueError)
-└── CudaError           a call of the CUDA driver failed   (run/without_torch/driver.py)
-    └── CudaOutOfMemoryError    the device, or what the host may pin, is full
+Nf4convError                    base of all; the command line prints the line and exits with 2
+├── SourceError                 the input is missing, truncated, malformed or unsupported
+│   ├── DiffusersFolderError    the input is a diffusers pipeline, but must be one checkpoint
+│   ├── NoDiffusersFolderError  the input is no diffusers pipeline, but must be one
+│   ├── AdapterError            the input is a LoRA adapter, but must be a model
+│   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/shards.py)
+│   └── CastError               a value is too large for the dtype to cast to (run/shards.py)
+├── PlanError                   the input is readable, but the options do not fit it
+├── OutputError                 the output exists already, is in use, or the disk is full
+├── VerificationError           the output differs from what was planned; exit code 1
+├── CodecError                  the codec cannot take a tensor or quant state; also a ValueError
+└── CudaError                   a call of the CUDA driver failed (run/without_torch/driver.py)
+    └── CudaOutOfMemoryError    the GPU is full, or the host can pin no more memory
 """
 
 from collections.abc import Iterator
@@ -20,50 +20,57 @@ from contextlib import contextmanager
 
 
 class Nf4convError(Exception):
-    """Base of every error that is meant for the user."""
+    """Is the base of every error that is meant for the user. Its text is one line."""
 
 
 class SourceError(Nf4convError):
-    """The source checkpoint cannot be read."""
+    """Says that the source checkpoint cannot be read."""
 
 
 class DiffusersFolderError(SourceError):
-    """The source is a diffusers pipeline, several checkpoints in one folder, where one was
-    expected.
-    """
+    """Says that the source is a diffusers pipeline, which holds several checkpoints, not one."""
 
 
 class NoDiffusersFolderError(SourceError):
-    """The source is no diffusers pipeline, where one was expected."""
+    """Says that the source is no diffusers pipeline, although one was expected."""
 
 
 class AdapterError(SourceError):
-    """The source is a LoRA adapter, where a model was expected."""
+    """Says that the source is a LoRA adapter, although a model was expected."""
 
 
 class PlanError(Nf4convError):
-    """The request cannot be met for this source."""
+    """Says that the options do not fit the source, or each other."""
 
 
 class VerificationError(Nf4convError):
-    """What was written is not what was to be written."""
+    """Says that the written output is not what the plan required."""
 
 
 class OutputError(Nf4convError):
-    """The destination cannot be written."""
+    """Says that the output cannot be written."""
 
 
 class CodecError(Nf4convError, ValueError):
-    """A tensor or quant state outside what the codec accepts."""
+    """Says that the codec cannot take a tensor or a quant state."""
 
 
 @contextmanager
 def named(path: object, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
-    """Turn what the operating system says into an error of a kind that names a file: this one, or
-    one `inside` it.
+    """Turns an OSError of the `with` block into an error that names a file.
+
+    Args:
+        path: the file or folder that the error names.
+        kind: the class of the error to raise.
+        inside: True names the file inside `path` that the OSError tells, if it tells one.
+
+    Raises:
+        Nf4convError: of the class `kind`, with the words of the operating system.
     """
     try:
         yield
     except OSError as error:
-        place = (inside and error.filename) or path
+        place = path
+        if inside and error.filename:
+            place = error.filename
         raise kind(f"{place}: {error.strerror or error}") from error

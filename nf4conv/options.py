@@ -1,187 +1,265 @@
-"""What the user can choose, with its defaults: the one home of both. No torch here."""
+"""Defines the options of every command, with their defaults. Imports no torch.
+
+The command line offers the same options under the same names; docs/options.md lists them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+QUANT_TYPES: Final = ("nf4", "fp4")
+SCALES: Final = ("absmax", "search")
 DTYPES: Final = ("bfloat16", "float16", "float32")
+QUANT_STORAGES: Final = ("uint8", *DTYPES)
+MOE: Final = ("portable", "per-expert")
+PLANNERS: Final = ("rules", "transformers")
+NON_FINITE: Final = ("refuse", "keep")
+
+# The values that a field of QuantizeOptions may have, besides None.
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "quant_type": ("nf4", "fp4"),
-    "scales": ("absmax", "search"),
-    "quant_storage": ("uint8", *DTYPES),
+    "quant_type": QUANT_TYPES,
+    "scales": SCALES,
+    "quant_storage": QUANT_STORAGES,
     "dtype": DTYPES,
     "compute_dtype": DTYPES,
-    "moe": ("portable", "per-expert"),
-    "plan_with": ("rules", "transformers"),
-    "non_finite": ("refuse", "keep"),
+    "moe": MOE,
+    "plan_with": PLANNERS,
+    "non_finite": NON_FINITE,
 }
-"""What an option of QuantizeOptions may be, if it is not None."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run uses the machine. None of it changes a byte of the result."""
+    """Says how a run uses the machine. None of these options changes a byte of the result.
 
-    # "auto", "cpu", "cuda" or "cuda:N"; auto takes the first GPU if there is one. `quantize` and
-    # `dequantize` spread over "cuda:all", or a list such as "cuda:0,cuda:1": `workers` and
-    # `buffer_size` are then of each.
+    Attributes:
+        device: the device that computes: "auto" (default), "cpu", "cuda" or "cuda:N". "auto" takes
+            the first GPU if there is one, and otherwise the CPU. `quantize` and `dequantize` also
+            use several GPUs: "cuda:all", or a list such as "cuda:0,cuda:1". `workers` and
+            `buffer_size` then count for each GPU.
+        workers: the number of threads; each of them reads, computes and writes. 0 (default) takes
+            one per CPU core, and at most 8 for a GPU.
+        buffer_size: bytes of host memory for reading, for all workers together. Default: 64 MB.
+        overwrite: True deletes what is in the output folder. Default: False.
+        checksum: True writes SHA256SUMS, a manifest of the output that `sha256sum -c` checks.
+            Default: False.
+        verify: True reads back what was written and compares it with the source. Default: False.
+            Only `quantize` has it.
+        tolerance: with `verify`, the largest relative Frobenius error ‖W - Ŵ‖ / ‖W‖ that a packed
+            weight may have. None (default) takes the usual limit of the weight's format, 0.112 for
+            NF4 in blocks of 64 (docs/verify.md).
+        part: "I/N" makes only part I of N parts of the output, with I from 1 to N;
+            `finish_checkpoint` puts the parts together. "auto" takes I and N from the environment
+            variables that SLURM, Kubernetes or torchrun set. None (default) makes the whole output.
+        ray: True spreads the work over the Ray cluster that RAY_ADDRESS names, or over a local one.
+            `workers` then counts for each Ray task. Default: False.
+    """
+
     device: str = "auto"
-    workers: int = (
-        0  # threads that each read, compute and write; 0 chooses: one a core, at most 8 for a GPU
-    )
-    buffer_size: int = 64 * 10**6  # bytes of host memory for reading, all workers together
-    overwrite: bool = False  # delete what is in the output folder
-    checksum: bool = False  # write SHA256SUMS, a manifest of the output that `sha256sum -c` checks
-    verify: bool = (
-        False  # read back what has been written and compare it with the source; `quantize` only
-    )
-    tolerance: float | None = None  # as of VerifyOptions, with `verify`
-    # "I/N" makes only the I-th of N parts of the output, I counting from 1, for `finish` to put
-    # together; "auto" takes I and N from the environment that SLURM, Kubernetes or torchrun sets.
-    # None makes all.
+    workers: int = 0
+    buffer_size: int = 64 * 10**6
+    overwrite: bool = False
+    checksum: bool = False
+    verify: bool = False
+    tolerance: float | None = None
     part: str | None = None
-    # spread over the Ray cluster of RAY_ADDRESS, or a local one; `workers` is then of each task
     ray: bool = False
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Where a checkpoint comes from. On the Hub, what huggingface_hub reads from the environment
-    applies as well.
+    """Says where a checkpoint comes from.
+
+    For models on the Hub, the environment variables of huggingface_hub apply as well.
+
+    Attributes:
+        revision: a branch, tag or commit on the Hub. None (default) takes the main branch.
+        token: the access token for reading from the Hub. None (default) takes the token of
+            `hf auth login`.
+        cache_dir: the folder that keeps downloads. None (default) takes huggingface_hub's cache.
+        local_files_only: True uses only files that are in the cache, and does not contact the Hub.
+            Default: False.
+        subfolder: the folder that holds the checkpoint, inside the repository or the local folder.
+            None (default) takes the top folder.
+        variant: a word in the names of the weight files, such as "fp16". None (default) takes the
+            weight files without such a word.
+        stream: True fetches weights from the Hub when they are needed, and keeps no copy. Default:
+            False, which downloads whole files.
     """
 
-    revision: str | None = None  # branch, tag or commit; None for the main branch
-    token: str | None = field(
-        default=None, repr=False
-    )  # to read with; None for the one that is logged in
-    cache_dir: Path | None = None  # where downloads are kept; None for huggingface_hub's
-    local_files_only: bool = False  # take what is in the cache, and ask nobody
-    subfolder: str | None = None  # of the repository or folder that holds the checkpoint
-    variant: str | None = None  # such as "fp16", in the names of the weight files
-    stream: bool = False  # fetch weights as they are needed and keep no copy
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path | None = None
+    local_files_only: bool = False
+    subfolder: str | None = None
+    variant: str | None = None
+    stream: bool = False
 
 
 @dataclass(frozen=True)
 class PushOptions:
-    """Where a result goes on the Hub."""
+    """Says where a result goes on the Hub.
 
-    push_to_hub: str | None = (
-        None  # "org/name" of a model repository, made if it does not exist; None to push nothing
-    )
-    public: bool = False  # whether everybody may see it
-    token: str | bool | None = field(
-        default=None, repr=False
-    )  # to write with; None for the one that is logged in
+    Attributes:
+        push_to_hub: the model repository "org/name"; the push creates it if it does not exist. None
+            (default) pushes nothing.
+        public: True lets everybody see the repository. False (default) creates a private one, and
+            refuses a repository that is public.
+        token: the access token for writing to the Hub. None (default) takes the token of
+            `hf auth login`.
+    """
+
+    push_to_hub: str | None = None
+    public: bool = False
+    token: str | bool | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What `quantize` makes of a checkpoint."""
+    """Says what `quantize` makes of a checkpoint.
 
-    quant_type: str | None = (
-        None  # "nf4" or "fp4"; None takes what most of a 4-bit source has, or else "nf4"
-    )
-    blocksize: int | None = (
-        None  # elements that share one absmax; None as for quant_type, or else 64
-    )
-    double_quant: bool | None = (
-        None  # whether absmax is quantized too; None as for quant_type, or else True
-    )
-    # what loaders compute in: "bfloat16", "float16" or "float32"; None takes what the config of a
-    # 4-bit source says, or else `dtype` unless that is float32, which is slow
+    If the source is in 4 bits already, None in `quant_type`, `blocksize`, `double_quant`,
+    `quant_storage` and `scales` takes what most of its weights have.
+
+    Attributes:
+        quant_type: the 4-bit data type, "nf4" or "fp4". None (default) is "nf4" for a source that
+            is not in 4 bits.
+        blocksize: the number of weights that share one absmax: 32, 64, 128, … 4096. None (default)
+            is 64 for a source that is not in 4 bits.
+        double_quant: True quantizes absmax too. None (default) is True for a source that is not in
+            4 bits.
+        compute_dtype: the dtype that loaders compute in: "bfloat16", "float16" or "float32". None
+            (default) takes what the config of a 4-bit source says; otherwise `dtype`, or bfloat16
+            if `dtype` is float32, which is slow.
+        dtype: the dtype that stores unpacked tensors, and to which weights are cast before they are
+            packed: "bfloat16", "float16" or "float32". None (default) takes the dtype in
+            config.json, or else the dtype that most of the checkpoint is stored in.
+        include: glob patterns. Only tensors that match one are packed, also tensors that the rules
+            are unsure about. Empty (default) packs everything that the rules allow.
+        exclude: glob patterns of tensors to keep unpacked, besides those that are kept anyway.
+            Default: empty.
+        skip_modules: names of modules to keep unpacked. They match as `llm_int8_skip_modules` does
+            in transformers 4 or 5. Default: empty.
+        quantize_towers: True packs vision and audio towers too. Default: False.
+        moe: how to store experts. "portable" keeps them in 16 bits, which loads everywhere.
+            "per-expert" packs experts that are stored one by one; transformers 4 and vLLM load
+            them, transformers 5 does not. None (default) is "portable", but leaves packed what a
+            4-bit source has packed.
+        plan_with: who decides which modules are linear: nf4conv's "rules" (default), or the
+            installed "transformers".
+        max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes
+            several files at a time, which is faster than one.
+        non_finite: what to do with a weight that holds NaN or infinity: "refuse" (default) to
+            quantize the checkpoint, or "keep" the weight unpacked.
+        lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
+            Hub. Default: empty.
+        single_file: True writes one file for image tools, with the tensor names of the original
+            authors. Default: False.
+        quant_storage: the dtype that stores packed codes: "uint8", or for FSDP "bfloat16",
+            "float16" or "float32". None (default) is "uint8" for a source that is not in 4 bits.
+        base_model: the original "org/name" that the model card names. None (default) takes the
+            repository that the source is from, or the one that its config.json names.
+        scales: how to scale each block. "absmax" writes the bytes of bitsandbytes. "search" chooses
+            a scale, of either sign, that makes the squared error of the block smaller in as many
+            bytes. None (default) is "absmax" for a source that is not in 4 bits.
+    """
+
+    quant_type: str | None = None
+    blocksize: int | None = None
+    double_quant: bool | None = None
     compute_dtype: str | None = None
-    # what unquantized tensors are stored in and weights are cast to before they are packed; None
-    # takes the config's, or else the dtype that most of the checkpoint is stored in
     dtype: str | None = None
-    # glob patterns; only tensors that match one are packed, those included of which the rules are
-    # unsure. Empty: all that can be.
     include: tuple[str, ...] = ()
-    exclude: tuple[
-        str, ...
-    ] = ()  # glob patterns of tensors to keep, beside those that are kept anyway
-    skip_modules: tuple[
-        str, ...
-    ] = ()  # modules to keep, as `llm_int8_skip_modules` in transformers 4 or 5
-    quantize_towers: bool = False  # whether to pack vision and audio towers too
-    # how experts are stored: "portable" keeps them in 16 bits, which loads everywhere; "per-expert"
-    # packs those that are stored one by one, which transformers 4 and vLLM load but transformers 5
-    # does not. None is "portable", but leaves packed what a 4-bit source has packed.
+    exclude: tuple[str, ...] = ()
+    skip_modules: tuple[str, ...] = ()
+    quantize_towers: bool = False
     moe: str | None = None
-    plan_with: str = (
-        "rules"  # who says which modules are linear: our "rules", or the installed "transformers"
-    )
-    # bytes of an output file. Several files are written at a time, which is faster than one.
+    plan_with: str = "rules"
     max_shard_size: int = 10**9
-    # what to do with a weight that holds NaN or infinity: "refuse" or "keep" it unquantized
     non_finite: str = "refuse"
-    # adapters of PEFT to merge first: folders, or "org/name" or "org/name@revision" on the Hub
     lora: tuple[str, ...] = ()
-    # whether the output is one file for image tools, under the names that the authors gave the
-    # weights
     single_file: bool = False
-    # what packed codes are stored as: "uint8", or for FSDP "bfloat16", "float16" or "float32"; None
-    # as for quant_type, or else "uint8"
     quant_storage: str | None = None
-    # "org/name" of the original, for the model card; None takes where the source is from, or what
-    # its config.json says
     base_model: str | None = None
-    # "absmax", with the bytes of bitsandbytes; or "search", which makes the squared error of every
-    # block smaller in as many bytes, by a scale of its own, of either sign. None as for quant_type,
-    # or else "absmax".
     scales: str | None = None
 
 
 @dataclass(frozen=True)
 class DequantizeOptions:
-    """What `dequantize` makes of a 4-bit checkpoint."""
+    """Says what `dequantize` makes of a 4-bit checkpoint.
 
-    # what all float tensors are stored in, except those that are float32 by design; None decodes
-    # each weight to the dtype that it had before it was quantized, and leaves the rest as it is
+    Attributes:
+        dtype: the dtype that stores all float tensors, except those that are float32 by design:
+            "bfloat16", "float16" or "float32". None (default) decodes each weight to the dtype that
+            it had before it was quantized, and leaves all other tensors as they are.
+        include: glob patterns. Only weights that match one are decoded. Empty (default) decodes all
+            of them.
+        exclude: glob patterns of weights to leave in 4 bits. Default: empty.
+        max_shard_size: the largest size of an output file in bytes. Default: 1 GB.
+        lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
+            Hub. With adapters, the checkpoint need not be in 4 bits. Default: empty.
+    """
+
     dtype: str | None = None
-    include: tuple[
-        str, ...
-    ] = ()  # glob patterns; only weights that match one are decoded. Empty: all.
-    exclude: tuple[str, ...] = ()  # glob patterns of weights to leave in 4 bits
-    max_shard_size: int = 10**9  # bytes of an output file
-    lora: tuple[
-        str, ...
-    ] = ()  # as of QuantizeOptions; with them the checkpoint need not be in 4 bits
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    max_shard_size: int = 10**9
+    lora: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What `compare` looks at, and what it lets pass."""
+    """Says which tensors `compare` looks at, and which differences it accepts.
 
-    # the largest relative Frobenius error of a tensor, 0 asking for equal values however they are
-    # stored; None asks for equal bytes
+    Attributes:
+        tolerance: the largest relative Frobenius error ‖A - B‖ / ‖A‖ that a tensor may have. 0
+            requires equal values, in whatever format they are stored. None (default) requires equal
+            bytes.
+        include: glob patterns. Only tensors that match one are compared. Empty (default) compares
+            all of them.
+        exclude: glob patterns of tensors to leave out. Default: empty.
+    """
+
     tolerance: float | None = None
-    include: tuple[
-        str, ...
-    ] = ()  # glob patterns; only tensors that match one are compared. Empty: all.
-    exclude: tuple[str, ...] = ()  # glob patterns of tensors to leave out
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What `verify` requires of a checkpoint that is compared with its source."""
+    """Says what `verify` requires of a checkpoint that it compares with its source.
 
-    # the largest relative Frobenius error of a packed weight; None for that of its data type and
-    # blocksize, see tolerance.py
+    Attributes:
+        tolerance: the largest relative Frobenius error ‖W - Ŵ‖ / ‖W‖ that a packed weight may have.
+            None (default) takes the usual limit of the weight's format, 0.112 for NF4 in blocks of
+            64 (docs/verify.md).
+        exact: True requires the bytes that quantizing the source gives. Default: False.
+        lora: PEFT adapters that were merged into the source before it was quantized: folders, or
+            "org/name" or "org/name@revision" on the Hub. Default: empty.
+    """
+
     tolerance: float | None = None
-    exact: bool = False  # require the bytes that quantizing the source gives
-    lora: tuple[str, ...] = ()  # adapters that were merged into the source; as of QuantizeOptions
+    exact: bool = False
+    lora: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """How `evaluate` compares two models."""
+    """Says how `evaluate` compares two models.
 
-    # a file of UTF-8 text, or of token ids (.npy); None takes the reference of the Python language
+    Attributes:
+        text: a file of UTF-8 text, or of token ids (.npy). None (default) takes the reference of
+            the Python language.
+        tokens: the number of tokens to read, at least 2. None (default) reads 16,384, or as many
+            as give 2 GiB of log-probabilities if that is fewer.
+        max_kl: the largest mean divergence, in nats, with which the evaluation passes. None
+            (default) lets every divergence pass.
+        card: True writes the figures into OUT/README.md and updates its line in SHA256SUMS.
+            Default: False.
+    """
+
     text: Path | None = None
-    tokens: int | None = (
-        None  # how many to read; None: 16,384, or as many as 2 GiB of log-probabilities are of
-    )
-    max_kl: float | None = None  # fail if the mean divergence is larger, in nats
-    # whether to write the figures into OUT/README.md, and to renew its line in SHA256SUMS
+    tokens: int | None = None
+    max_kl: float | None = None
     card: bool = False

@@ -23,7 +23,8 @@ from pace import unit
 from safetensors.torch import save_file
 
 import nf4conv
-from nf4conv.cli import Size, main
+from nf4conv.cli import main
+from nf4conv.cli.parameters import Size
 from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.report.text import inspection_lines, plan_lines, progress
 

@@ -16,7 +16,7 @@ from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-import nf4conv.cli
+import nf4conv
 
 
 def with_state(**fields: Any) -> dict[str, torch.Tensor]:
@@ -259,14 +259,14 @@ def broken(*_: object) -> None:
 def test_an_error_that_is_not_ours_is_one_line_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nf4conv.cli.nf4conv, "plan_quantization", broken, raising=False)
+    monkeypatch.setattr(nf4conv, "plan_quantization", broken, raising=False)
     with pytest.raises(KeyError):
         command("quantize", tmp_path, tmp_path / "out")
     monkeypatch.delenv("NF4CONV_DEBUG")
     line = refused(command("quantize", tmp_path, tmp_path / "out"))
     assert (
         line
-        == r"KeyError: 'some\nthing': this is a bug of nf4conv, please report it; NF4CONV_DEBUG=1 "
+        == r"KeyError: 'some\nthing': this is a bug in nf4conv, please report it; NF4CONV_DEBUG=1 "
         r"shows where it is"
     )
 

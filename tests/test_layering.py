@@ -133,10 +133,11 @@ def test_what_libraries_a_module_may_know(name):
         )  # compiles with torch, once
 
 
-def test_the_command_line_calls_public_names_only():
+@pytest.mark.parametrize("name", [name for name in MODULES if name.partition(".")[0] == "cli"])
+def test_the_command_line_calls_public_names_only(name):
     used = {
         node.attr
-        for node in ast.walk(ast.parse(MODULES["cli"].read_text()))
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "nf4conv"
@@ -194,3 +195,15 @@ def test_public_names_exist_and_are_sorted():
     assert {*nf4conv.__all__} <= {*dir(nf4conv)}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         nf4conv.nothing  # noqa: B018
+
+
+def test_type_checkers_see_the_public_names_where_they_are():
+    seen = {}
+    for node in ast.parse(MODULES[""].read_text()).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                assert isinstance(statement, ast.ImportFrom)
+                for alias in statement.names:
+                    assert alias.asname == alias.name, "without `as` it is not exported"
+                    seen[alias.name] = statement.module
+    assert seen == nf4conv._MODULE_OF

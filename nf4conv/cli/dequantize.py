@@ -1,0 +1,67 @@
+"""`nf4conv dequantize`: decodes a 4-bit checkpoint."""
+
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display, silence_libraries, terminal_width
+from nf4conv.cli.help import Command, examples
+from nf4conv.cli.options import (
+    check_hub_options,
+    chosen,
+    dtype_option,
+    exclude_option,
+    include_option,
+    lora_to_merge_option,
+    max_shard_size_option,
+    repository_and_stream_options,
+    writing_display_options,
+    writing_machine_options,
+)
+from nf4conv.cli.parameters import Place
+from nf4conv.report.text import dequantization_lines, plan_lines, progress
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
+        "dequantize ./model-4bit ./out --dtype fp16",
+        "dequantize ./model-4bit ./out --include '*.layers.0.*'      the rest stays in 4 bits",
+    ),
+)
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@lora_to_merge_option
+@dtype_option("Store weights in this dtype.  [default: as before they were quantized]")
+@max_shard_size_option
+@include_option("Decode only weights whose names match. May be given again.")
+@exclude_option("Leave weights whose names match in 4 bits. May be given again.")
+@repository_and_stream_options
+@writing_machine_options
+@writing_display_options
+def dequantize(source: str, out: str, **values: Any) -> None:
+    """Decode the 4-bit checkpoint SRC into the folder OUT.
+
+    SRC is any bitsandbytes 4-bit checkpoint: a folder, a .safetensors file, or a model on the
+    Hugging Face Hub. OUT loads without bitsandbytes, and llama.cpp converts it to GGUF.
+    """
+    display = chosen(Display, values)
+    run = chosen(nf4conv.RunOptions, values)
+    options = chosen(nf4conv.DequantizeOptions, values)
+    where = chosen(nf4conv.SourceOptions, values)
+    display.check_all()
+    check_hub_options(where, source)
+    if display.quiet:
+        silence_libraries()
+    whole = nf4conv.plan_dequantization(source, options, where)
+    plan = nf4conv.plan_part(whole, run)
+    if display.dry_run:
+        described = nf4conv.describe_plan(plan)
+        display.show(described, plan_lines(described, terminal_width(), every=display.every))
+        return
+    display.tell_notes(plan.notes)
+    with progress("decoding", plan.totals().bytes_before, hidden=display.quiet) as advance:
+        report = nf4conv.execute_dequantization(plan, out, run, advance)
+    display.show(report, dequantization_lines(report))

@@ -1,0 +1,99 @@
+"""Shows results, notes and progress the way the user asked for."""
+
+import logging
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import click
+
+import nf4conv
+from nf4conv.cli.options import refuse_alone
+from nf4conv.report.text import tell_notes
+
+Result: TypeAlias = (
+    nf4conv.PlanReport
+    | nf4conv.QuantizeReport
+    | nf4conv.DequantizeReport
+    | nf4conv.FinishReport
+    | nf4conv.VerifyReport
+    | nf4conv.ComparisonReport
+    | nf4conv.Evaluation
+    | nf4conv.Inspection
+    | nf4conv.Environment
+)
+
+
+@dataclass(frozen=True)
+class Display:
+    """Shows what a command found, the way the user asked for.
+
+    Attributes:
+        as_json: True prints the result as JSON.
+        json_file: the file that gets the result as JSON, too.
+        quiet: True prints no progress, no notes and no lines about the result.
+        every: True lists every tensor.
+        dry_run: True shows the plan and does not carry it out.
+    """
+
+    as_json: bool = False
+    json_file: Path | None = None
+    quiet: bool = False
+    every: bool = False
+    dry_run: bool = False
+
+    def show(self, result: Result, lines: Iterable[str]) -> None:
+        """Prints a result as JSON or as `lines`, and writes it to the file that was asked for."""
+        if self.json_file is not None:
+            nf4conv.write_json(result, self.json_file)
+        if self.as_json:
+            click.echo(nf4conv.to_json(result), nl=False)
+        elif not self.quiet:
+            text = "\n".join(_wrapped(line) for line in lines)
+            if text:
+                click.echo(text)
+
+    def tell_notes(self, notes: tuple[str, ...]) -> None:
+        """Prints notes on stderr."""
+        if not self.quiet:
+            tell_notes(notes)
+
+    def check_all(self) -> None:
+        """Refuses --all without --dry-run: a command that writes lists no tensors."""
+        if self.every and not self.dry_run:
+            refuse_alone("--all", needed="--dry-run")
+
+
+def silence_libraries() -> None:
+    """Turns off the progress bars of huggingface_hub and the warnings of nf4conv's log."""
+    # huggingface_hub reads this when it is imported
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    logging.getLogger("nf4conv").setLevel(logging.ERROR)
+
+
+def terminal_width() -> int | None:
+    """Returns the columns of the terminal; None if stdout is a file or a pipe.
+
+    A file or a program gets names in full.
+    """
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _wrapped(line: str) -> str:
+    """Breaks a sentence into lines of the terminal.
+
+    Lines that a user copies stay whole. Rows of tables fit already.
+    """
+    width = terminal_width()
+    if width is None or line.startswith(("load:", "push:")):
+        return line
+    return textwrap.fill(
+        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,20 @@
+"""`nf4conv env`: shows versions and the compute engine."""
+
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display
+from nf4conv.cli.help import Command
+from nf4conv.cli.options import chosen, json_options
+from nf4conv.report.text import environment_lines
+
+
+@click.command(cls=Command)
+@json_options
+def env(**values: Any) -> None:
+    """Show versions, and what nf4conv would compute with, for a bug report."""
+    display = chosen(Display, values)
+    found = nf4conv.environment()
+    display.show(found, environment_lines(found))

@@ -1,0 +1,82 @@
+"""Turns every error into one line on stderr and an exit code."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from nf4conv.errors import Nf4convError, VerificationError
+from nf4conv.report.text import printable, tell
+
+
+class _Terminated(BaseException):
+    """Ends a command that received SIGTERM."""
+
+
+def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Handles SIGTERM: ends the command that runs."""
+    raise _Terminated
+
+
+class CommandGroup(click.Group):
+    """Runs a command and handles its errors, expected and unexpected ones."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Returns the names of the commands in the order in which they were added."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command. An error ends the process with one line on stderr and an exit code.
+
+        The environment variable NF4CONV_DEBUG lets unexpected errors through.
+        """
+        try:
+            return super().invoke(ctx)
+        except VerificationError as error:
+            _fail(str(error), 1)
+        except Nf4convError as error:
+            _fail(str(error), 2)
+        except _Terminated:
+            _fail("stopped; the same command resumes", 128 + signal.SIGTERM)
+        except KeyboardInterrupt:
+            _fail("interrupted; the same command resumes", 128 + signal.SIGINT)
+        except BrokenPipeError:
+            _leave_quietly()
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("NF4CONV_DEBUG"):
+                raise
+            _fail(_explained(error, ctx.command_path), 2)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    """Prints an error and ends the process."""
+    tell(f"{click.style('Error:', fg='red')} {printable(message)}")
+    sys.exit(code)
+
+
+def _leave_quietly() -> NoReturn:
+    """Ends the process after the program that reads our output has left.
+
+    Sends what is left in the buffer to /dev/null, because the interpreter would otherwise complain
+    at its exit that stdout is closed.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
+
+
+def _explained(error: Exception, command: str) -> str:
+    """Returns the message for an error that nobody expected."""
+    if isinstance(error, OSError):
+        return f"{error.filename or command}: {error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "out of memory; try fewer --workers, or a smaller --buffer-size"
+    found = f"{type(error).__name__}: {error}"
+    return (
+        f"{found[:300]}: this is a bug in nf4conv, please report it; "
+        "NF4CONV_DEBUG=1 shows where it is"
+    )

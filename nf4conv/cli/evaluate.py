@@ -1,0 +1,85 @@
+"""`nf4conv evaluate`: compares the predictions of two models."""
+
+import sys
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display, silence_libraries
+from nf4conv.cli.help import Command, Group, option
+from nf4conv.cli.options import (
+    FILE,
+    check_hub_options,
+    chosen,
+    device_option,
+    json_options,
+    quiet_option,
+    repository_options,
+    source_option,
+)
+from nf4conv.cli.parameters import Place
+
+
+@click.command(cls=Command)
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@source_option("Compare OUT with this model, from which it was made.", required=True)
+@option(
+    "--text",
+    group=Group.CHECKS,
+    type=FILE,
+    help="Let both models read this text, or these token ids (.npy).  "
+    "[default: Python's own reference]",
+)
+@option(
+    "--tokens",
+    group=Group.CHECKS,
+    type=click.IntRange(2),
+    metavar="N",
+    help="Read this number of tokens.  [default: 16384, or fewer, to write no more than 2 GiB]",
+)
+@option(
+    "--max-kl",
+    group=Group.CHECKS,
+    type=click.FloatRange(0),
+    metavar="NATS",
+    help="Let the mean divergence be no larger, in nats.",
+)
+@option(
+    "--card",
+    group=Group.CHECKS,
+    is_flag=True,
+    help="Write the figures into OUT/README.md, and update its line in SHA256SUMS.",
+)
+@repository_options
+@device_option("Compute on this device: auto, cpu, cuda or cuda:N.")
+@json_options
+@quiet_option("Show no progress and no table: the exit code tells the result.")
+def evaluate(out: str, source: str, device: str, **values: Any) -> None:
+    """Compare what the models OUT and SRC predict on the same text.
+
+    Either may be on the Hub; nf4conv takes OUT from its main branch. Needs pip install
+    'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use the model or the
+    tokens.
+    """
+    from tqdm import tqdm  # this import takes a moment, for which --help must not wait
+
+    display = chosen(Display, values)
+    options = chosen(nf4conv.EvaluateOptions, values)
+    where = chosen(nf4conv.SourceOptions, values)
+    check_hub_options(where, source)
+    hide_bar = None  # tqdm then hides the bar if stderr is not a terminal
+    if display.quiet:
+        silence_libraries()
+        hide_bar = True
+    with tqdm(
+        desc="evaluating",
+        total=1,
+        bar_format="{l_bar}{bar}| {elapsed}<{remaining}",
+        leave=False,
+        disable=hide_bar,
+    ) as bar:
+        found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
+    lines = [f"{name:<20}{value}" for name, value in found.rows().items()]
+    display.show(found, lines)
+    sys.exit(0 if found.passed else 1)

@@ -1,0 +1,31 @@
+"""`nf4conv finish`: completes an output folder that several runs have filled."""
+
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display
+from nf4conv.cli.help import Command, examples
+from nf4conv.cli.options import chosen, json_options
+from nf4conv.cli.parameters import Place
+from nf4conv.report.text import finish_lines
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "finish ./shared/out                                    when all parts are there"
+    ),
+)
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@json_options
+def finish(out: str, **values: Any) -> None:
+    """Make a checkpoint of the folder OUT, after runs with --part have filled it.
+
+    Names every missing or damaged file, and the part that makes it. Does not need the source, and
+    may be repeated.
+    """
+    display = chosen(Display, values)
+    found = nf4conv.finish_checkpoint(out)
+    display.show(found, finish_lines(found))

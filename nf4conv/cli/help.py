@@ -1,0 +1,78 @@
+"""Shows the options of a command in groups, and examples below them."""
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import click
+
+
+class Group(Enum):
+    """Names the groups of options, in the order in which --help shows them."""
+
+    RESULT = "What is made"
+    WEIGHTS = "Which weights"
+    CHECKS = "Checks"
+    PUBLISHING = "Publishing"
+    SOURCE = "Where it comes from"
+    MACHINE = "This machine"
+    DISPLAY = "What is shown"
+
+
+class GroupedOption(click.Option):
+    """Is an option that --help shows in a group."""
+
+    def __init__(self, *names: Any, group: Group, **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.group = group
+
+
+def option(
+    *names: str, group: Group, help: str, **attributes: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declares an option of a command, as a decorator.
+
+    Args:
+        names: its spellings, and the name of its parameter if that is another.
+        group: the group in which --help shows it. A group shows its options in the order in which
+            they are declared.
+        help: a sentence. A default that click cannot show comes behind it in brackets.
+        attributes: what else `click.option` takes.
+    """
+    return click.option(*names, cls=GroupedOption, group=group, help=help, **attributes)
+
+
+class Command(click.Command):
+    """Is a command whose --help shows options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options that are not hidden, group after group."""
+        for title, options in grouped(self, ctx):
+            records = []
+            for one in options:
+                record = one.get_help_record(ctx)
+                if record is not None:
+                    records.append(record)
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def grouped(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
+    """Yields the title of each group that a command has, and the group's options."""
+    members: dict[Group, list[click.Option]] = {group: [] for group in Group}
+    for parameter in command.get_params(ctx):
+        if isinstance(parameter, GroupedOption):
+            members[parameter.group].append(parameter)
+        elif isinstance(parameter, click.Option):
+            members[Group.DISPLAY].append(parameter)  # --help, which click adds by itself
+    for group, options in members.items():
+        if options:
+            yield group.value, options
+
+
+def examples(*lines: str) -> str:
+    """Returns the end of a help text: command lines, to which this adds the program's name."""
+    text = "\b\nExamples:"  # \b keeps click from joining the lines
+    for line in lines:
+        text += f"\n  nf4conv {line}"
+    return text

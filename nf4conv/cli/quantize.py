@@ -1,0 +1,204 @@
+"""`nf4conv quantize`: quantizes a checkpoint."""
+
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display, silence_libraries, terminal_width
+from nf4conv.cli.help import Command, Group, examples, option
+from nf4conv.cli.options import (
+    check_hub_options,
+    chosen,
+    dtype_option,
+    exclude_option,
+    include_option,
+    lora_to_merge_option,
+    max_shard_size_option,
+    refuse_alone,
+    repository_and_stream_options,
+    tolerance_option,
+    writing_display_options,
+    writing_machine_options,
+)
+from nf4conv.cli.parameters import Dtype, Place
+from nf4conv.options import MOE, NON_FINITE, PLANNERS, QUANT_STORAGES, QUANT_TYPES, SCALES
+from nf4conv.report.text import plan_lines, progress, quantization_lines
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
+        "quantize ./model ./out --quant-type fp4 --dry-run",
+        "quantize ./my-fine-tune ./out --verify --push-to-hub me/my-fine-tune-nf4",
+        "quantize meta-llama/Llama-3.1-70B ./out --stream      fetches and drops shard by shard",
+        "quantize ./DeepSeek-V3 ./shared/out --part 2/8       and 1/8, 3/8, … on other hosts",
+    ),
+)
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@option(
+    "--quant-type",
+    group=Group.RESULT,
+    type=click.Choice(QUANT_TYPES),
+    help="Pack weights to this data type.  [default: nf4, or SRC's own]",
+)
+@option(
+    "--blocksize",
+    group=Group.RESULT,
+    type=int,
+    metavar="N",
+    help="Let this many weights share one scale: 32, 64, … 4096.  [default: 64, or SRC's own]",
+)
+@option(
+    "--double-quant/--no-double-quant",
+    group=Group.RESULT,
+    default=None,
+    help="Quantize the scales too: 4.13 instead of 4.5 bits per weight.  "
+    "[default: do, or as in SRC]",
+)
+@option(
+    "--scales",
+    group=Group.RESULT,
+    type=click.Choice(SCALES),
+    help="Scale each block by its largest value, as bitsandbytes does, or search for the scale "
+    "with the smallest error.  [default: absmax, or SRC's own]",
+)
+@option(
+    "--quant-storage",
+    group=Group.RESULT,
+    type=click.Choice(QUANT_STORAGES),
+    help="Store packed bytes in this dtype; FSDP needs a float dtype.  "
+    "[default: uint8, or SRC's own]",
+)
+@lora_to_merge_option
+@dtype_option(
+    "Store what is not packed in this dtype; bf16, fp16 and fp32 are short names.  "
+    "[default: that of config.json]"
+)
+@option(
+    "--compute-dtype",
+    group=Group.RESULT,
+    type=Dtype(),
+    help="Let loaders compute in this dtype.  [default: that of --dtype, but bfloat16 for float32]",
+)
+@max_shard_size_option
+@option(
+    "--single-file",
+    group=Group.RESULT,
+    is_flag=True,
+    help="Make OUT one file for ComfyUI and Forge, with the tensor names of the model's authors.",
+)
+@include_option("Pack only tensors whose names match, such as '*.layers.0.*'. May be given again.")
+@exclude_option("Keep tensors whose names match. May be given again.")
+@option(
+    "--skip-modules",
+    group=Group.WEIGHTS,
+    multiple=True,
+    metavar="NAME",
+    help="Keep this module; its name matches as in llm_int8_skip_modules of transformers. May be "
+    "given again.",
+)
+@option(
+    "--quantize-towers",
+    group=Group.WEIGHTS,
+    is_flag=True,
+    help="Pack vision and audio towers too.",
+)
+@option(
+    "--moe",
+    group=Group.WEIGHTS,
+    type=click.Choice(MOE),
+    help="Keep experts in 16 bits, which loads everywhere, or pack them one by one, which "
+    "transformers 5 cannot load.  [default: portable]",
+)
+@option(
+    "--plan-with",
+    group=Group.WEIGHTS,
+    type=click.Choice(PLANNERS),
+    default="rules",
+    show_default=True,
+    help="Let nf4conv's rules, or the installed transformers, decide which modules are linear.",
+)
+@option(
+    "--non-finite",
+    group=Group.WEIGHTS,
+    type=click.Choice(NON_FINITE),
+    default="refuse",
+    show_default=True,
+    help="Refuse weights that hold NaN or infinity, or keep them unpacked.",
+)
+@option(
+    "--verify",
+    group=Group.CHECKS,
+    is_flag=True,
+    help="Read back what was written, and compare it with SRC.",
+)
+@tolerance_option(
+    "With --verify, let no weight have a larger relative error.  "
+    "[default: 0.112 for NF4 in blocks of 64]"
+)
+@option(
+    "--push-to-hub",
+    group=Group.PUBLISHING,
+    metavar="REPO",
+    help="Upload the result to this model repository, shard by shard.",
+)
+@option(
+    "--public",
+    group=Group.PUBLISHING,
+    is_flag=True,
+    help="With --push-to-hub, let everybody see the repository.",
+)
+@option(
+    "--base-model",
+    group=Group.PUBLISHING,
+    metavar="REPO",
+    help="Name this original in the model card.  "
+    "[default: where SRC is from, or what its config.json says]",
+)
+@repository_and_stream_options
+@writing_machine_options
+@writing_display_options
+def quantize(source: str, out: str, **values: Any) -> None:
+    """Quantize the checkpoint SRC into the folder OUT.
+
+    SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. If SRC
+    is quantized by another method, nf4conv decodes it on the way: FP8, MXFP4, NVFP4 and 8-bit
+    weights. If SRC is in 4 bits, nf4conv writes it anew for current loaders: weights in the format
+    asked for, by default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs
+    denoisers and text encoders; --include 'transformer/*' chooses submodels.
+    """
+    display = chosen(Display, values)
+    run = chosen(nf4conv.RunOptions, values)
+    options = chosen(nf4conv.QuantizeOptions, values)
+    where = chosen(nf4conv.SourceOptions, values)
+    push = chosen(nf4conv.PushOptions, values)
+    if run.tolerance is not None and not run.verify:
+        refuse_alone("--tolerance", needed="--verify")
+    if push.public and push.push_to_hub is None:
+        refuse_alone("--public", needed="--push-to-hub")
+    display.check_all()
+    check_hub_options(where, source)
+    if display.quiet:
+        silence_libraries()
+    whole = nf4conv.plan_quantization(source, options, where)
+    plan = nf4conv.plan_part(whole, run)
+    if display.dry_run:
+        described = nf4conv.describe_plan(plan)
+        display.show(described, plan_lines(described, terminal_width(), every=display.every))
+        return
+    display.tell_notes(plan.notes)
+    totals = plan.totals()
+    work = totals.bytes_before
+    verb = "quantizing"
+    if run.verify:
+        work += totals.bytes_before + totals.bytes_after
+        verb = "quantizing and verifying"
+    last = "finishing"
+    if push.push_to_hub is not None:
+        last = f"uploading to {push.push_to_hub}"
+    with progress(verb, work, hidden=display.quiet, last=last) as advance:
+        report = nf4conv.execute_quantization(plan, out, run, advance, push)
+    display.show(report, quantization_lines(report))

@@ -1,0 +1,80 @@
+"""`nf4conv verify`: verifies a 4-bit checkpoint."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.display import Display, silence_libraries, terminal_width
+from nf4conv.cli.help import Command, Group, examples, option
+from nf4conv.cli.options import (
+    FILE,
+    check_hub_options,
+    chosen,
+    json_options,
+    lora_option,
+    machine_options,
+    quiet_option,
+    repository_options,
+    source_option,
+    tolerance_option,
+)
+from nf4conv.cli.parameters import Place
+from nf4conv.report.text import progress, verification_lines
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "verify ./Llama-3.1-8B-nf4",
+        "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report report.html",
+    ),
+)
+@click.argument("path", metavar="PATH", type=Place("file"))
+@lora_option("Merge this adapter into SRC before the comparison. May be given again.")
+@source_option("Compare every value with this checkpoint, from which PATH was made.")
+@tolerance_option(
+    "With --source, let no weight have a larger relative error.  "
+    "[default: 0.112 for NF4 in blocks of 64]"
+)
+@option(
+    "--exact",
+    group=Group.CHECKS,
+    is_flag=True,
+    help="With --source, require the bytes that quantizing SRC gives.",
+)
+@repository_options
+@machine_options
+@json_options
+@option(
+    "--report",
+    group=Group.DISPLAY,
+    type=FILE,
+    help="Write a page to look at, in HTML, to this file.",
+)
+@quiet_option("Show no progress and no tables: the exit code tells the result.")
+def verify(path: str, source: str | None, report: Path | None, **values: Any) -> None:
+    """Verify the 4-bit checkpoint PATH.
+
+    PATH is a folder or a .safetensors file, made by any tool. Exit codes: 0 everything is right, 1
+    something is wrong, 2 nf4conv could not verify it.
+    """
+    display = chosen(Display, values)
+    run = chosen(nf4conv.RunOptions, values)
+    options = chosen(nf4conv.VerifyOptions, values)
+    where = chosen(nf4conv.SourceOptions, values)
+    if source is None:
+        check_hub_options(where)
+    else:
+        check_hub_options(where, source)
+    if display.quiet:
+        silence_libraries()
+    plan = nf4conv.plan_verification(path, source, options, where)
+    with progress("verifying", plan.bytes_to_read, hidden=display.quiet) as advance:
+        found = nf4conv.execute_verification(plan, run, advance)
+    if report is not None:
+        nf4conv.write_page(found, report)
+    display.show(found, verification_lines(found, terminal_width()))
+    sys.exit(0 if found.passed else 1)
