@@ -1,5 +1,6 @@
-"""Writes docs/options.md and docs/json.md from the code that they describe; tests/test_docs.py
-holds them to it.
+"""Writes docs/options.md and docs/json.md from the command line and from the docstrings of classes.
+
+tests/test_docs.py fails if a page is not what this writes.
 
 Usage: python docs/generate.py
 """
@@ -7,162 +8,217 @@ Usage: python docs/generate.py
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
 import click
 
-from nf4conv.cli import grouped, main
-from nf4conv.report import results
+import nf4conv
+from nf4conv.cli import main
+from nf4conv.cli.help import grouped
 from nf4conv.report.as_json import SCHEMA_VERSION
 
 HERE: Final = Path(__file__).parent
+OPTIONS: Final = (
+    nf4conv.QuantizeOptions,
+    nf4conv.DequantizeOptions,
+    nf4conv.VerifyOptions,
+    nf4conv.CompareOptions,
+    nf4conv.EvaluateOptions,
+    nf4conv.SourceOptions,
+    nf4conv.PushOptions,
+    nf4conv.RunOptions,
+)
 RESULTS: Final = {
-    results.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
-    results.QuantizeReport: "`quantize`",
-    results.DequantizeReport: "`dequantize`",
-    results.FinishReport: "`finish`",
-    results.VerifyReport: "`verify`",
-    results.ComparisonReport: "`compare`",
-    results.Evaluation: "`evaluate`",
-    results.Inspection: "`inspect`",
-    results.Environment: "`env`",
+    nf4conv.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
+    nf4conv.QuantizeReport: "`quantize`",
+    nf4conv.DequantizeReport: "`dequantize`",
+    nf4conv.FinishReport: "`finish`",
+    nf4conv.VerifyReport: "`verify`",
+    nf4conv.ComparisonReport: "`compare`",
+    nf4conv.Evaluation: "`evaluate`",
+    nf4conv.Inspection: "`inspect`",
+    nf4conv.Environment: "`env`",
 }
+
+_OPTIONS_INTRODUCTION: Final = """\
+# Commands and options
+
+*Made by docs/generate.py from the command line and from the option classes.*
+"""
+
+_PYTHON_INTRODUCTION: Final = """\
+## Options in Python
+
+The functions of [the Python API](python.md) take these classes.
+"""
 
 _JSON_INTRODUCTION: Final = f"""\
 # What --json prints
 
-*Made by docs/generate.py from the results' own classes.*
+*Made by docs/generate.py from the classes of the results.*
 
-Each begins with `schema_version`, `nf4conv` (the version), `command`, and of `verify` and `compare` the `verdict`
-in one line. `schema_version` is {SCHEMA_VERSION}; it grows when a field is renamed, removed, or means something else,
-not when one is added. Sizes are in bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are the
-strings `"nan"`, `"inf"` and `"-inf"`. The same results come from Python, as dataclasses."""
+Each result begins with `schema_version`, `nf4conv` (the version) and `command`. Results of `verify`
+and `compare` then have the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows when a field is
+renamed, removed, or gets another meaning, not when a field is added. Sizes are in bytes, times in
+seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`, `"inf"` and
+`"-inf"`. The functions of the Python API return the same results as dataclasses.
+"""
 
 
 def options_page() -> str:
-    """Every command, and its options by purpose."""
-    return "\n".join(
-        [
-            "# Commands and options",
-            "",
-            "*Made by docs/generate.py from the command line itself.*",
-            *_commands(),
-        ]
-    )
-
-
-def _commands() -> Iterator[str]:
+    """Returns docs/options.md: the options of every command, then those of every option class."""
+    lines = [_OPTIONS_INTRODUCTION]
     context = click.Context(main, info_name="nf4conv", **main.context_settings)
     for name in main.list_commands(context):
         command = main.commands[name]
         with click.Context(command, parent=context, info_name=name) as inner:
-            usage = " ".join(command.collect_usage_pieces(inner))
-        yield from ("", f"## nf4conv {name}", "", f"`nf4conv {name} {usage}`")
-        yield from (
-            f"\n{textwrap.fill(paragraph, 116)}" for paragraph in str(command.help).split("\n\n")
-        )
-        for title, options in grouped(command, inner):
-            yield from ("", f"**{title}**", "", "| option | default | meaning |", "|---|---|---|")
-            yield from (_option(option, inner) for option in options)
+            lines += _command(name, command, inner)
+    lines.append(_PYTHON_INTRODUCTION)
+    for kind in OPTIONS:
+        lines += [f"### {kind.__name__}", "", *_class(kind, _python_type)]
+    return "\n".join(lines)
+
+
+def _command(name: str, command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yields the lines about a command."""
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield from (f"## nf4conv {name}", "", f"`nf4conv {name} {usage}`", "")
+    for paragraph in str(command.help).split("\n\n"):
+        yield from (textwrap.fill(" ".join(paragraph.split()), 100), "")
+    for title, options in grouped(command, context):
+        yield from (f"**{title}**", "", "| option | default | meaning |", "|---|---|---|")
+        for option in options:
+            yield _option(option, context)
+        yield ""
 
 
 def _option(option: click.Option, context: click.Context) -> str:
+    """Returns an option as a row of a table."""
     record = option.get_help_record(context)
     assert record is not None
-    spelled, meaning = (text.replace("|", "\\|") for text in record)
-    sentence, _, rest = meaning.partition("  [")
-    default = re.search(r"default: ([^\]]*?)(?:;.*)?\]?$", rest)
-    return f"| `{spelled}` | {default[1] if default else ''} | {sentence} |"
+    spelled, help = record
+    meaning, _, extra = help.partition("  [")
+    default = ""
+    found = re.search(r"\bdefault: ([^\];]*)", extra)
+    if found is not None:
+        default = found[1]
+    return f"| `{_escaped(spelled)}` | {_escaped(default)} | {_escaped(meaning)} |"
 
 
 def json_page() -> str:
-    """Every field of every result."""
-    return "\n".join(_json())
+    """Returns docs/json.md: every field of every result, then of every row inside results."""
+    lines = [_JSON_INTRODUCTION]
+    for kind, commands in RESULTS.items():
+        lines += [f"## {kind.__name__}: {commands}", "", *_class(kind, _json_type)]
+    for kind in sorted(row_classes(), key=lambda kind: kind.__name__):
+        lines += [f"### {kind.__name__}", "", *_class(kind, _json_type)]
+    return "\n".join(lines)
 
 
-def _json() -> Iterator[str]:
-    yield _JSON_INTRODUCTION
-    seen: dict[type[Any], None] = {}
-    for kind, command in RESULTS.items():
-        yield from ("", f"## {kind.__name__}: {command}", "", _summary(kind), "", *_table(kind))
-        seen |= dict.fromkeys(_rows(kind))
-    pending = list(seen)
-    for kind in pending:
-        pending += [row for row in _rows(kind) if row not in pending]
-    for kind in sorted(pending, key=lambda kind: kind.__name__):
-        yield from ("", f"### {kind.__name__}", "", _summary(kind), "", *_table(kind))
+def row_classes() -> list[type[Any]]:
+    """Returns the dataclasses that fields of results hold, directly or in each other."""
+    found: list[type[Any]] = []
+    ahead: list[type[Any]] = list(RESULTS)
+    while ahead:
+        for hint in get_type_hints(ahead.pop()).values():
+            for part in _parts(hint):
+                if is_dataclass(part) and part not in found:
+                    assert isinstance(part, type)
+                    found.append(part)
+                    ahead.append(part)
+    return found
+
+
+def _class(kind: type[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
+    """Yields the summary of a dataclass, and a table of its fields.
+
+    Args:
+        kind: the dataclass.
+        name_of: returns the name of a field's type.
+    """
+    yield from (" ".join(_summary(kind).split()), "")
+    meanings = attributes(kind)
+    hints = get_type_hints(kind)
+    yield from ("| field | type | meaning |", "|---|---|---|")
+    for field in fields(kind):
+        meaning = _escaped(meanings.get(field.name, ""))
+        yield f"| `{field.name}` | {name_of(hints[field.name])} | {meaning} |"
     yield ""
 
 
 def _summary(kind: type[Any]) -> str:
-    return inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
+    """Returns the docstring of a class without its Attributes."""
+    return inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[0]
 
 
-def _table(kind: type[Any]) -> Iterator[str]:
-    meanings = _meanings(kind)
-    hints = get_type_hints(kind)
-    yield from ("| field | type | meaning |", "|---|---|---|")
-    for field in fields(kind):
-        yield f"| `{field.name}` | {_type(hints[field.name])} | {meanings.get(field.name, '')} |"
+def attributes(kind: type[Any]) -> dict[str, str]:
+    """Returns what the docstrings of a class and of its bases say of each field, in one line each.
 
-
-def _meanings(kind: type[Any]) -> dict[str, str]:
-    """What the comments beside, or above, the fields of a class and its bases say of each."""
+    The section is in Google style: "name: text." for each field, with more lines indented below it.
+    """
     found: dict[str, str] = {}
-    for base in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
-        above: list[str] = []
-        for line in inspect.getsource(base).splitlines():
-            above += re.findall(r"^    # (.*)", line)
-            if field := re.match(r"    (\w+): [^#]*(?:  # (.*))?$", line):
-                text = " ".join([*above, field[2] or ""]).strip(" .").replace("|", "\\|")
-                found[field[1]] = f"{text}." if text else ""
-                above = []
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
+        name = ""
+        for line in section.splitlines():
+            entry = re.fullmatch(r" {4}(\w+): (.*)", line)
+            if entry is not None:
+                name = entry[1]
+                found[name] = entry[2]
+            elif line.startswith(" " * 8):
+                found[name] += f" {line.strip()}"
+            elif line:
+                break  # the section has ended
     return found
 
 
-def _parts(hint: Any) -> Iterable[Any]:
-    """A type, and what it is made of."""
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yields a type and the types that it is made of."""
     yield hint
     for part in get_args(hint):
         yield from _parts(part)
 
 
-def _rows(kind: type[Any]) -> list[type[Any]]:
-    return [
-        part
-        for hint in get_type_hints(kind).values()
-        for part in _parts(hint)
-        if is_dataclass(part)
-    ]  # type: ignore[misc]
+def _python_type(hint: Any) -> str:
+    """Returns a type as Python spells it, without the names of modules."""
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    return _escaped(str(hint).replace("pathlib.", ""))
 
 
-def _type(hint: Any) -> str:
-    rows = [part.__name__ for part in _parts(hint) if is_dataclass(part)]
-    if rows:
-        linked = " or ".join(f"[{name}](#{name.lower()})" for name in dict.fromkeys(rows))
-        return (
-            f"list of {linked}"
-            if "tuple" in str(hint)
-            else f"object: {linked}"
-            if "Mapping" in str(hint)
-            else linked
-        )
+def _json_type(hint: Any) -> str:
+    """Returns a type in words of JSON, with links to the tables of classes."""
+    links: list[str] = []
+    for part in _parts(hint):
+        if is_dataclass(part):
+            assert isinstance(part, type)
+            links.append(f"[{part.__name__}](#{part.__name__.lower()})")
+    if links:
+        linked = " or ".join(links)
+        if "tuple" in str(hint):
+            return f"list of {linked}"
+        if "Mapping" in str(hint):
+            return f"object: {linked}"
+        return linked
     text = re.sub(r"<(?:class|enum) '(?:\w+\.)*(\w+)'>|(?:\w+\.)+(\w+)", r"\1\2", str(hint))
-    text = re.sub(r"(?:Mapping|dict)\[(.*?)\]", "object", text).replace("Status", "str")
-    return (
-        text.replace("|", "or")
-        .replace("tuple[", "list[")
-        .replace(", ...]", "]")
-        .replace("Any", "any")
-    )
+    text = re.sub(r"(?:Mapping|dict)\[(.*?)\]", "object", text)
+    text = text.replace("tuple[", "list[").replace(", ...]", "]")
+    return text.replace("|", "or").replace("Status", "str").replace("Any", "any")
+
+
+def _escaped(text: str) -> str:
+    """Returns a text that does not end the cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def pages() -> dict[str, str]:
-    """What is generated, by file name."""
-    return {"options.md": options_page() + "\n", "json.md": json_page()}
+    """Returns the generated pages by the names of their files."""
+    return {"options.md": options_page(), "json.md": json_page()}
 
 
 if __name__ == "__main__":

@@ -150,8 +150,8 @@ class QuantizeOptions:
             installed "transformers".
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes
             several files at a time, which is faster than one.
-        non_finite: what to do with a weight that holds NaN or infinity: "refuse" (default) to
-            quantize the checkpoint, or "keep" the weight unpacked.
+        non_finite: what to do with a weight that holds NaN or infinity. "refuse" (default) ends the
+            run with an error. "keep" leaves the weight unpacked.
         lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
             Hub. Default: empty.
         single_file: True writes one file for image tools, with the tensor names of the original

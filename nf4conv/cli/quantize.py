@@ -62,8 +62,8 @@ from nf4conv.report.text import plan_lines, progress, quantization_lines
     "--scales",
     group=Group.RESULT,
     type=click.Choice(SCALES),
-    help="Scale each block by its largest value, as bitsandbytes does, or search for the scale "
-    "with the smallest error.  [default: absmax, or SRC's own]",
+    help="Scale each block by its largest value, as bitsandbytes does, or search for a scale "
+    "with a smaller error.  [default: absmax, or SRC's own]",
 )
 @option(
     "--quant-storage",

@@ -27,13 +27,21 @@ kernels decode with.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or worth knowing."""
+    """Describes something that is wrong with a checkpoint, or worth knowing.
 
-    check: str  # which of CHECKS found it
-    file: str  # name of the file, relative to the checkpoint
-    tensor: str  # name of the tensor; empty if it concerns the file
-    text: str  # what was found, what was expected
-    is_fault: bool = True  # whether verification fails for it
+    Attributes:
+        check: the name of the check that found it.
+        file: the file, relative to the checkpoint.
+        tensor: the name of the tensor. Empty if the finding is about the whole file.
+        text: what was found, and what was expected.
+        is_fault: True if verification fails because of it.
+    """
+
+    check: str
+    file: str
+    tensor: str
+    text: str
+    is_fault: bool = True
 
     def line(self) -> str:
         """The finding as one line."""
