@@ -106,3 +106,25 @@ def test_links_between_documents_lead_somewhere(page: Path):
     for link in re.findall(r"\]\(([^)#…]+)[^)]*\)", page.read_text()):
         is_elsewhere = link.startswith("http")
         assert is_elsewhere or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_named_in_documents_exist(page: Path):
+    """A path may begin at the top, in the package or in tests/. It ends with a suffix or a slash."""
+    tops = [ROOT, ROOT / "nf4conv", ROOT / "tests"]
+    ours = {path.name for top in tops for path in top.iterdir()}
+    for found in re.finditer(
+        r"(?<![\w./:~*-])(?:[\w-]+/)+(?:[\w-]+\.\w+)?|(?<![\w./])\w+\.py\b", page.read_text()
+    ):
+        path = found[0]
+        is_ours = path.partition("/")[0] in ours or page.name == "CONTRIBUTING.md"
+        assert not is_ours or any((top / path).exists() for top in tops), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_has_lines_of_100_columns(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        is_prose = not line.startswith(("|", "    ", "<"))
+        without_links = re.sub(r"\]\([^)]*\)", "]()", line)
+        assert not is_prose or len(without_links) <= 100, line
