@@ -32,38 +32,47 @@ from nf4conv.options import QuantizeOptions
 
 INTRODUCTION = """# Architectures
 
-For each of these architectures a small random checkpoint is made with transformers {transformers}, quantized by
-nf4conv, and loaded. `make test-architectures` does so and fails on any difference that is not listed; CI does so for
-some of them.
+`make test-architectures` makes a small random checkpoint of each architecture with transformers
+{transformers}, quantizes it with nf4conv, and loads the result. It fails on any difference that is not
+listed here. CI runs it for some of the architectures.
 
-- **packed**: linear layers that are packed, of all that transformers could pack.
-- **5**: it loads in transformers {transformers}; its packed weights are, byte for byte, those of the model that
-  transformers quantizes itself with the same skip list (bitsandbytes {bitsandbytes}, CPU), and so is the model's
-  output. "bytes": the sweep has no inputs for the model, and the weights alone were compared.
-- **4**: the same in transformers 4.57.6. A dash: it does not know the architecture. "its own": it cannot read what
-  transformers 5 saves for this architecture, but what it saved itself loads in both, quantized. "cannot read": neither
-  could be tried.
-- **kept on purpose**: what transformers, left to its own list, packs and nf4conv does not, and why.
+- **packed**: the number of linear layers that nf4conv packs, and the number that transformers could
+  pack.
+- **5**: "yes" means that transformers {transformers} loads the result. Its packed weights are, byte for
+  byte, those of the model that transformers itself quantizes with the same skip list (bitsandbytes
+  {bitsandbytes}, CPU), and the model gives the same output. "bytes": the sweep has no inputs for the model,
+  and compared only the weights.
+- **4**: the same with transformers 4.57.6. A dash means that it does not know the architecture.
+  "its own": it cannot read the checkpoint that transformers 5 saves for this architecture, but
+  nf4conv quantized the checkpoint that it saves itself, and both load the result. "cannot read":
+  neither could be tried.
+- **kept on purpose**: the layers that transformers packs by its own list and nf4conv does not, and
+  why.
 
-The same checkpoints load, too, as the model without its head (`AutoModel`) and with one for sequence classification,
-where transformers has such classes, except {one_class}.
+The same checkpoints also load as the model without its head (`AutoModel`), and with a head for
+sequence classification, if transformers has such classes. These load only as the class that saved
+them:
 
+{one_class}
 """
 
 
 CLOSING = """## Known gaps
 
-transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon TTS, NeMo SpeechLM
-and Jev. `--plan-with transformers` reads the names from the installed transformers and is right about them. Falcon (not
-Falcon 3, H1 or Mamba) and I-BERT use linear layers of their own, which transformers 5 does not quantize; they are
-refused, as are purely convolutional networks. Architectures that need timm are not in the sweep; Gemma 3n with pictures
-and sound, and FastVLM, were tried by hand. Llama 4, whose experts are split, has tests of its own.
+transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon
+TTS, NeMo SpeechLM and Jev. `--plan-with transformers` reads the names from the installed
+transformers, so it plans these correctly. Falcon (not Falcon 3, H1 or Mamba) and I-BERT use linear
+layers of their own, which transformers 5 does not quantize. nf4conv refuses them, and it refuses
+purely convolutional networks. Architectures that need timm are not in the sweep: Gemma 3n with
+pictures and sound, and FastVLM, were tried by hand. Llama 4, whose experts are split, has tests of
+its own.
 
-What transformers 4.57 saved was loaded, once, by 4.53.3 and by 5.0.0 as well: 432 of the 435 that 4.53 knows (it looks
-for the quant states of ColPali, ShieldGemma 2 and CANINE under wrong names), and all 494 that 5.0 can read.
+transformers 4.53.3 and 5.0.0 once loaded the checkpoints that transformers 4.57 saved. 4.53.3
+loaded 432 of the 435 that it knows: it looks for the quant states of ColPali, ShieldGemma 2 and
+CANINE under wrong names. 5.0.0 loaded all 494 that it can read.
 
-bitsandbytes' CPU kernels want rows in multiples of 32 and columns in multiples of 64 (on AVX-512 some other shapes are
-decoded wrongly); its CUDA kernels do not.
+bitsandbytes' CPU kernels require rows in multiples of 32 and columns in multiples of 64. On AVX-512
+they decode some other shapes wrongly. Its CUDA kernels have no such limits.
 """
 
 SHORT_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)", re.DOTALL)
@@ -161,7 +170,7 @@ def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[st
     for row in (rows[name] for name in MOST_USED):
         loads_in_4 = {"its own": "yes"}.get(in_4[row.architecture], in_4[row.architecture])
         loads = row.in_5.replace("bytes", "yes")
-        yield f"| {row.model_type} | {loads} | {loads_in_4} | {(row.kept and f'but for {row.kept}') or 'yes'} |\n"
+        yield f"| {row.model_type} | {loads} | {loads_in_4} | {(row.kept and f'except {row.kept}') or 'yes'} |\n"
     yield "\n</details>\n"
 
 
@@ -183,7 +192,7 @@ def main(python: str) -> None:
     introduction = INTRODUCTION.format(
         transformers=transformers.__version__,
         bitsandbytes=bitsandbytes.__version__,
-        one_class=", ".join(ONE_CLASS),
+        one_class="".join(f"- {name}\n" for name in ONE_CLASS),
     )
     Path("docs/architectures.md").write_text(
         introduction + "".join(full_table(rows, in_4)) + CLOSING

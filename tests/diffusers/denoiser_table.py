@@ -19,34 +19,39 @@ from tiny_pipelines import PIPELINES
 
 INTRODUCTION = """# Denoisers of diffusers
 
-What nf4conv makes of the classes of diffusers {diffusers} that denoise, or steer what does. `make test-diffusers` fails
-on any difference that is not listed.
+This page shows what nf4conv does with the classes of diffusers {diffusers} that denoise, or that steer a
+denoiser. `make test-diffusers` fails on any difference that is not listed here.
 
-- **packed**: linear layers that are packed, of all, in the class at the size it has by default.
-- **loads**: a small random one, quantized by nf4conv, loads in diffusers; its packed weights and scales are, byte for
-  byte, those of the model that diffusers quantizes itself with the same skip list (bitsandbytes {bitsandbytes}, CPU),
-  and so is its output. "planned": only the plan was held against the layers that diffusers would make 4-bit; they are
-  the same.
-- **kept on purpose**: what diffusers, left alone, packs and nf4conv does not, and why.
+- **packed**: the number of linear layers that nf4conv packs, and the number of all linear layers,
+  in the class at its default size.
+- **loads**: "yes" means that diffusers loads a small random model that nf4conv quantized. Its
+  packed weights and scales are, byte for byte, those of the model that diffusers itself quantizes
+  with the same skip list (bitsandbytes {bitsandbytes}, CPU), and the model gives the same output.
+  "planned": a test compared only the plan with the layers that diffusers would make 4-bit, and they
+  are the same.
+- **kept on purpose**: the layers that diffusers packs by default and nf4conv does not, and why.
 
-Whole pipelines, with their text encoders, are made, quantized and loaded, too: {pipelines}.
+The tests also make, quantize and load whole pipelines, with their text encoders:
 
+{pipelines}
 """
 
 CLOSING = """
-## What else is decided
+## Other rules
 
-- Layers that diffusers keeps in float32 (`_keep_in_fp32_modules`, such as the modulation of Kandinsky 5) it does not
-  pack either, and they do not count as kept on purpose. What is stored in float32 of them, `--dtype` does not cast.
-- `proj_out` outside the blocks is packed where blocks have layers of that name, as in Flux: diffusers looks for the
-  last component of a name in the skip list, which would skip those too. The `norm_out` of HunyuanVideo's refiner stays
-  in 16 bits for a like reason.
-- Experts that are layers of their own (HiDream) are packed, which those of language models are not: diffusers loads
-  them. Experts stacked in one tensor (Nucleus) stay in 16 bits, as in diffusers.
-- Weights whose dtype diffusers reads, to cast what goes into their layer (the time embedders of Z-Image, Bria Fibo 2
-  and Wan), are all outside the blocks.
-- A class that is not listed follows the same rules. If it keeps layers of its blocks in float32, it does not load until
-  they are named with `--skip-modules`.
+- nf4conv does not pack layers that diffusers keeps in float32 (`_keep_in_fp32_modules`, such as the
+  modulation of Kandinsky 5). diffusers does not pack them either, so they do not count as kept on
+  purpose. `--dtype` does not cast those of them that are stored in float32.
+- nf4conv packs `proj_out` outside the blocks if the blocks have layers of that name, as in Flux.
+  diffusers looks for the last part of a name in the skip list, and would also skip the layers in
+  the blocks. The `norm_out` of HunyuanVideo's refiner stays in 16 bits for a similar reason.
+- nf4conv packs experts that are layers of their own (HiDream), because diffusers loads them. It
+  does not pack such experts in language models. Experts that are stacked in one tensor (Nucleus)
+  stay in 16 bits, as in diffusers.
+- diffusers reads the dtype of some weights to cast the input of their layer (the time embedders of
+  Z-Image, Bria Fibo 2 and Wan). All of these are outside the blocks.
+- A class that is not listed follows the same rules. If it keeps layers of its blocks in float32, it
+  does not load until you name them with `--skip-modules`.
 """
 
 
@@ -78,7 +83,8 @@ def main() -> None:
         loads = loading()
     pipelines = sorted(type(make().whole).__name__ for make in PIPELINES.values())
     versions = {"diffusers": diffusers.__version__, "bitsandbytes": bitsandbytes.__version__}
-    sys.stdout.write(INTRODUCTION.format(**versions, pipelines=", ".join(pipelines)))
+    listed = "".join(f"- {name}\n" for name in pipelines)
+    sys.stdout.write(INTRODUCTION.format(**versions, pipelines=listed))
     sys.stdout.write("| denoiser | packed | loads | kept on purpose |\n|---|---|---|---|\n")
     plans = {kind.__name__: plan(kind) for kind in classes()}
     for name in sorted(plans, key=lambda name: (name not in loads, name)):
