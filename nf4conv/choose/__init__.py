@@ -1,5 +1,6 @@
 """Decides which tensors become 4-bit, which are kept, and why. Reads headers and config alone.
 
+choice.py       chooses everything about the quantization of one checkpoint
 selection.py    decides for every tensor
 evidence.py     collects what names, shapes and the config tell about a tensor
 skip_list.py    builds and checks llm_int8_skip_modules, as each loader matches it

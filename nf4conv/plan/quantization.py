@@ -3,13 +3,13 @@
 choose what is packed → choose the format → find what stays as it is → place every output tensor
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
-from nf4conv.choose.selection import Keep, Selection, demote, select
-from nf4conv.choose.unchanged import Stored, weights_that_stay
+from nf4conv.choose.choice import Choice, choose
+from nf4conv.choose.formats import choose_format
+from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import Format
@@ -20,7 +20,6 @@ from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.encoded import quantization_of
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -105,53 +104,23 @@ def plan_source(
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
-    selection = _select(source.tensors, source.config or {}, options)
-    if non_finite:
-        selection = demote(selection, sorted(non_finite), source.config or {})
-    format = choose_format(source, choose_dtype(source, selection, options), options)
-    selection = without_odd_sizes(source, selection, format)
-    if options.single_file:
-        selection = _kept_as_stored(selection)
-    unchanged = weights_that_stay(source, selection.decisions, format, options.dtype)
+    choice = choose(source, options, non_finite)
     output = make_plan(
         source.tensors,
-        selection.decisions,
-        format,
+        choice.selection.decisions,
+        choice.format,
         max_shard_size=options.max_shard_size,
         stem=source.stem,
-        unchanged=unchanged,
+        unchanged=choice.unchanged,
     )
-    config = _config(source, selection, format, options)
+    config = _config(source, choice, options)
     notes = (
         *source.notes,
-        *selection.lines,
-        *_notes_on_unchanged(unchanged),
+        *choice.selection.lines,
+        *_notes_on_unchanged(choice.unchanged),
         *notes_on_links(source),
     )
     return QuantizationPlan(options, source, output, config, notes, non_finite)
-
-
-def _select(
-    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
-) -> Selection:
-    if options.plan_with == "rules":
-        return select(tensors, config, options)
-    from nf4conv.choose.skeleton import select_with_transformers  # importing torch takes seconds
-
-    return select_with_transformers(tensors, config, options)
-
-
-def _kept_as_stored(selection: Selection) -> Selection:
-    """Keeps the dtypes of all tensors that are not packed.
-
-    Image tools load single files. Their float32 tensors, such as those of a VAE, are float32 for a
-    reason.
-    """
-    decisions = dict(selection.decisions)
-    for name, decision in decisions.items():
-        if isinstance(decision, Keep):
-            decisions[name] = decision._replace(keep_dtype=True)
-    return replace(selection, decisions=decisions)
 
 
 def _notes_on_unchanged(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
@@ -165,19 +134,17 @@ def _notes_on_unchanged(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
         yield f"{len(packed_anew):,} weights are packed anew, such as {name}: {why}"
 
 
-def _config(
-    source: Source, selection: Selection, format: Format, options: QuantizeOptions
-) -> Mapping[str, Any] | None:
+def _config(source: Source, choice: Choice, options: QuantizeOptions) -> Mapping[str, Any] | None:
     """Returns the content of the output's config.json; None when the source has none."""
     if source.config is None:
         return None
     is_of_diffusers = "_class_name" in source.config
     return quantized_config(
         source.config,
-        format,
-        compute_dtype=options.compute_dtype or _compute_dtype(source.config, format),
-        skip_modules=selection.skip_modules,
-        dtype=None if is_of_diffusers else format.dtype,  # diffusers does not know the key
+        choice.format,
+        compute_dtype=options.compute_dtype or _compute_dtype(source.config, choice.format),
+        skip_modules=choice.selection.skip_modules,
+        dtype=None if is_of_diffusers else choice.format.dtype,  # diffusers does not know the key
     )
 
 

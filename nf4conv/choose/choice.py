@@ -1,0 +1,68 @@
+"""Chooses everything about the quantization of one checkpoint: what is packed, how, what stays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
+from nf4conv.choose.selection import Keep, Selection, demote, select
+from nf4conv.choose.unchanged import Stored, weights_that_stay
+from nf4conv.format.layout import Format
+from nf4conv.options import QuantizeOptions
+from nf4conv.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds what was chosen for one checkpoint."""
+
+    # what becomes of each tensor, and the modules that loaders must skip
+    selection: Selection
+    # how weights are packed
+    format: Format
+    # for weights that are in 4 bits already and are to be packed, by name: what their components
+    # are copied from, or a text that says why they are packed anew
+    unchanged: Mapping[str, Stored | str]
+
+
+def choose(source: Source, options: QuantizeOptions, non_finite: frozenset[str]) -> Choice:
+    """Chooses what is packed, in which format, and what stays as it is.
+
+    Args:
+        source: the checkpoint.
+        options: what the user asked for.
+        non_finite: names of tensors that must be kept because they cannot be packed.
+
+    Raises:
+        PlanError: the request cannot be met for this checkpoint.
+    """
+    config = source.config or {}
+    if options.plan_with == "rules":
+        selection = select(source.tensors, config, options)
+    else:
+        from nf4conv.choose.skeleton import (
+            select_with_transformers,  # importing torch takes seconds
+        )
+
+        selection = select_with_transformers(source.tensors, config, options)
+    if non_finite:
+        selection = demote(selection, sorted(non_finite), config)
+    dtype = choose_dtype(source, selection, options)
+    format = choose_format(source, dtype, options)
+    selection = without_odd_sizes(source, selection, format)
+    if options.single_file:
+        selection = _kept_as_stored(selection)
+    unchanged = weights_that_stay(source, selection.decisions, format, options.dtype)
+    return Choice(selection, format, unchanged)
+
+
+def _kept_as_stored(selection: Selection) -> Selection:
+    """Keeps the dtypes of all tensors that are not packed.
+
+    Image tools load single files. Their float32 tensors, such as those of a VAE, are float32 for a
+    reason.
+    """
+    decisions = dict(selection.decisions)
+    for name, decision in decisions.items():
+        if isinstance(decision, Keep):
+            decisions[name] = decision._replace(keep_dtype=True)
+    return replace(selection, decisions=decisions)
