@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pace import Stopwatch
 
-from nf4conv.choose.selection import Keep, Pack, PackedMatrix, select
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
+from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions

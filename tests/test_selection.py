@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.evidence import Why
-from nf4conv.choose.selection import Keep, Pack, demote, select
-from nf4conv.choose.skip_list import transformers_5, vllm
+from nf4conv.choose.loader_rules import transformers_5, vllm
+from nf4conv.choose.selection import demote, select
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo

@@ -9,7 +9,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from nf4conv.choose.selection import Pack, select
+from nf4conv.choose.decisions import Pack
+from nf4conv.choose.selection import select
 from nf4conv.choose.skeleton import read_skeleton, select_with_transformers
 from nf4conv.cli import main
 from nf4conv.errors import PlanError

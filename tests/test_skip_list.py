@@ -9,18 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import Stopwatch
 
+from nf4conv.choose.loader_rules import (
+    RULES,
+    transformers_4,
+    transformers_5,
+    transformers_5_0,
+    vllm,
+)
 from nf4conv.choose.skip_list import (
-    MATCHERS,
     build_skip_modules,
     check_skip_modules,
     complete_for_base,
     fused_modules,
     hits,
     mistaken_for_skipped,
-    transformers_4,
-    transformers_5,
-    transformers_5_0,
-    vllm,
 )
 from nf4conv.errors import PlanError
 
@@ -82,7 +84,7 @@ def test_a_module_whose_name_transformers_5_cannot_take_is_refused_by_name(name)
 
 
 def test_an_empty_list_hits_nothing():
-    for rule in MATCHERS.values():
+    for rule in RULES.values():
         assert not any(rule([])(path) for path in LLAMA)
 
 
@@ -126,7 +128,7 @@ def test_a_list_that_passes_the_check_parts_packed_from_kept_for_every_loader(pa
             check_skip_modules(entries, packed, kept)
         return
     check_skip_modules(entries, packed, kept)
-    for rule in MATCHERS.values():
+    for rule in RULES.values():
         assert not any(rule(entries)(path) for path in packed)
         assert all(rule(entries)(path) for path in kept)
 

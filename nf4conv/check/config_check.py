@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.evidence import Evidence, Why
-from nf4conv.choose.selection import Keep, Pack, select
-from nf4conv.choose.skip_list import LITERAL, MATCHERS, Predicate, is_name
+from nf4conv.choose.loader_rules import LITERAL, RULES, Predicate, is_name
+from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS
 from nf4conv.models.config import (
@@ -238,7 +239,7 @@ def _matchers(structure: Structure, entries: Sequence[str]) -> dict[str, Predica
         text = f"llm_int8_skip_modules: {pattern[:100]!r} is {text}"
         structure.note("skip list", "config.json", "", text, is_fault=is_fault)
     return {
-        name: match(entries) for name, match in MATCHERS.items() if not patterns or name in LITERAL
+        name: match(entries) for name, match in RULES.items() if not patterns or name in LITERAL
     }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.choose.selection import PackedMatrix, split_experts
+from nf4conv.choose.decisions import PackedMatrix
+from nf4conv.choose.selection import split_experts
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nf4conv.choose.decisions import Keep, Selection
 from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
-from nf4conv.choose.selection import Keep, Selection, demote, select
+from nf4conv.choose.selection import demote, select
 from nf4conv.choose.unchanged import Stored, weights_that_stay
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions

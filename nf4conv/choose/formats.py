@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable
 
-from nf4conv.choose.selection import Keep, Pack, Selection, demote
+from nf4conv.choose.decisions import Keep, Pack, Selection
+from nf4conv.choose.selection import demote
 from nf4conv.choose.unchanged import common_format
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, Format

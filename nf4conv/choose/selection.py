@@ -1,121 +1,68 @@
-"""Which tensors become 4-bit, which are kept, and why: decided from names, shapes and config.json
-alone.
+"""Decides for every tensor whether it becomes 4-bit, from names, shapes and config.json alone.
 
 A 2-D float `*.weight` is an `nn.Linear`, unless its name, its shape, the tensors beside it, the
 config or the family says otherwise. Where the rule is unsure it keeps the tensor and lists its
 module as skipped: that always loads.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from nf4conv.choose import skip_list
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import Evidence, Why
+from nf4conv.choose.wishes import Wishes
 from nf4conv.errors import PlanError
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
-from nf4conv.sources.source import Source
+from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
-NOTES: Final = {
-    Why.EXPERT: "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; "
-    "such a checkpoint "
-    "loads in transformers 4, vLLM and Unsloth, and in transformers 5 not at all",
+_HINTS: Final = {
+    Why.EXPERT: (
+        "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a "
+        "checkpoint loads in transformers 4, vLLM and Unsloth, and in transformers 5 not at all"
+    ),
     Why.STACKED_EXPERTS: "experts that are stacked in one tensor, which no loader takes in 4-bit",
     Why.TOWER: "the vision and audio parts. --quantize-towers packs them too",
 }
 """What to tell the user when many bytes are kept for a reason."""
 
-Parts = Sequence[
-    tuple[str, Source]
-]  # the submodels of a diffusers pipeline by name, or one checkpoint without one
-
 FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
-
-class PackedMatrix(NamedTuple):
-    """One 4-bit weight of the output."""
-
-    name: (
-        str  # of the weight in the output, such as "model.layers.0.mlp.experts.3.gate_proj.weight"
-    )
-    shape: tuple[int, int]  # [out, in], as stored
-    transpose: bool = False  # whether the source holds [in, out]
-    expert: int | None = None  # which matrix along dimension 0 of a 3-D source
-    columns: tuple[int, int] | None = None  # range of the source's columns, before transposing
-    rows: tuple[int, int] | None = None  # range of the source's rows, before transposing
-
-
-class Pack(NamedTuple):
-    """A tensor that becomes one 4-bit weight, or several."""
-
-    matrices: tuple[PackedMatrix, ...]
-    reason: str
-
-
-class Keep(NamedTuple):
-    """A tensor that is copied."""
-
-    why: Why | str  # one of the reasons that code asks for, or any other, as a text
-    keep_dtype: bool = False  # float32 by design, not to be cast to the checkpoint's dtype
-    is_linear: bool = (
-        False  # whether a loader may hold it in an `nn.Linear`, which the skip list must then name
-    )
-    detail: str = ""  # what follows the reason; empty if nothing does
-
-    @property
-    def reason(self) -> str:
-        """The reason as a text."""
-        text = self.why.value if isinstance(self.why, Why) else self.why
-        return f"{text}: {self.detail}" if self.detail else text
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The decisions for a whole checkpoint."""
-
-    decisions: dict[str, Pack | Keep]  # for every tensor of the source, in its order
-    skip_modules: tuple[str, ...]  # content of llm_int8_skip_modules
-    notes: tuple[str, ...] = ()  # what the user should know, a line each
-    split: tuple[
-        str, ...
-    ] = ()  # modules that vLLM fuses, of which some parts are packed and others are not
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The notes, and a line about what is split."""
-        if not self.split:
-            return self.notes
-        more = f" and {len(self.split) - 1:,} more" if len(self.split) > 1 else ""
-        what = f"of {self.split[0]}{more}, which it fuses, some parts are packed and others are not"
-        return (*self.notes, f"vLLM cannot load this: {what}")
+"""safetensors' dtype tags of tensors that can be packed."""
 
 
 def select(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
 ) -> Selection:
-    """Decide for every tensor of a checkpoint with this config; the user's wishes add to the rules
-    and replace none.
+    """Decides for every tensor of a checkpoint.
 
-    A PlanError if no skip list can tell the packed modules from the others.
+    Args:
+        tensors: all tensors of the checkpoint.
+        config: the content of its config.json.
+        options: what the user asked for. It adds to the rules and replaces none of them.
+
+    Raises:
+        PlanError: no skip list can tell the packed modules from the others.
     """
-    evidence, names = Evidence.gather(tensors, config), ModuleNames.of(config)
-    why_unwanted = _by_wishes(options, names)
+    evidence = Evidence.gather(tensors, config)
+    names = ModuleNames.of(config)
+    wishes = Wishes(options, names)
     decisions: dict[str, Pack | Keep] = {}
-    alike: dict[Hashable, Pack | Keep] = {}
+    known: dict[Hashable, Pack | Keep] = {}
     for tensor in tensors:
-        unwanted = why_unwanted(tensor.name)
+        unwanted = wishes.why_unwanted(tensor.name)
         kind = (unwanted, evidence.kind_of(tensor))
-        decision = alike.get(kind)
+        decision = known.get(kind)
         if decision is None:
-            decision = alike[kind] = _decide(tensor, evidence, options, unwanted)
-        elif isinstance(decision, Pack):  # of one matrix, as all of several experts
-            decision = Pack(
-                (PackedMatrix(tensor.name, *decision.matrices[0][1:]),), decision.reason
-            )
+            decision = _decide(tensor, evidence, options, unwanted)
+            known[kind] = decision
+        elif isinstance(decision, Pack):
+            # another of many experts, each of which becomes one whole matrix
+            first = decision.matrices[0]
+            matrix = PackedMatrix(tensor.name, first.shape, first.transpose)
+            decision = Pack((matrix,), decision.reason)
         decisions[tensor.name] = decision
     return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
 
@@ -126,13 +73,22 @@ def demote(
     config: Mapping[str, Any],
     why: str = "holds NaN or infinity",
 ) -> Selection:
-    """Keep the named tensors, which were to be packed, and say why.
+    """Decides again with some tensors kept that were to be packed.
 
-    A PlanError if one is not to be packed, or becomes several weights, of which loaders expect all.
+    Args:
+        selection: the decisions so far.
+        names: the tensors to keep.
+        config: the content of config.json.
+        why: the reason, which the user reads.
+
+    Raises:
+        PlanError: one of them is not to be packed, or it becomes several weights, all of which
+            loaders expect.
     """
     decisions = dict(selection.decisions)
     for name in names:
-        if [matrix.name for matrix in _matrices(decisions[name])] != [name]:
+        packed = [matrix.name for matrix in _matrices_of(decisions[name])]
+        if packed != [name]:
             raise PlanError(f"{name}: {why}, but it cannot be kept in 16 bits on its own")
         decisions[name] = Keep(why, is_linear=True)
     return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
@@ -144,74 +100,94 @@ def with_skip_list(
     notes: Sequence[str],
     not_on_disk: Collection[str] = (),
 ) -> Selection:
-    """Complete the decisions for all tensors with the list of modules to skip.
+    """Completes the decisions for all tensors with the list of modules to skip.
 
     Where loaders could not tell a packed module from one that they must skip, it is kept too.
-    `not_on_disk` are modules in memory that are `nn.Linear` and must be skipped, though no tensor
-    is theirs. Errors as `select`.
+
+    Args:
+        decisions: the decision for every tensor, by name.
+        names: how loaders rename the modules.
+        notes: what the user should know, one line each.
+        not_on_disk: modules in memory that are `nn.Linear` and must be skipped, although no tensor
+            belongs to them.
+
+    Raises:
+        PlanError: no skip list can tell the packed modules from the others.
     """
     decisions = dict(decisions)
     while True:
-        packed = {
-            matrix.name: name
-            for name, decision in decisions.items()
-            for matrix in _matrices(decision)
-        }
-        kept = [
-            name
-            for name, decision in decisions.items()
-            if isinstance(decision, Keep) and decision.is_linear
-        ]
-        modules = [module_of(name) for name in kept]
-        fused, split = skip_list.fused_modules(map(module_of, packed), modules)
-        spelled = {
-            path: name
-            for matrix, name in packed.items()
-            for path in names.spellings(module_of(matrix))
-        }
-        skipped = [
-            path for module in (*modules, *fused) for path in names.spellings(module)
-        ] + list(not_on_disk)
-        skip_modules, mistaken = skip_list.build_skip_modules(spelled, skipped, names.absent)
+        packed = _packed_modules(decisions)
+        kept = _kept_modules(decisions)
+        fused = skip_list.fused_modules(packed, kept)
+        packed_paths = {}
+        for module, tensor in packed.items():
+            for path in names.spellings(module):
+                packed_paths[path] = tensor
+        skipped_paths: list[str] = []
+        for module in (*kept, *fused.unpacked):
+            skipped_paths += names.spellings(module)
+        skipped_paths += not_on_disk
+
+        entries, mistaken = skip_list.build_skip_modules(packed_paths, skipped_paths, names.absent)
         if not mistaken:
-            skip_modules = skip_list.complete_for_base(skip_modules, spelled, skipped)
-            skip_list.check_skip_modules(skip_modules, mistaken, skipped)
-            return Selection(decisions, skip_modules, tuple(notes), tuple(split))
-        for name in {spelled[path] for path in mistaken}:
-            if len(_matrices(decisions[name])) > 1:
+            entries = skip_list.complete_for_base(entries, packed_paths, skipped_paths)
+            # no packed module has been found mistaken, so the other direction is left
+            skip_list.check_skip_modules(entries, (), skipped_paths)
+            return Selection(decisions, entries, tuple(notes), fused.split)
+        for tensor in {packed_paths[path] for path in mistaken}:
+            if len(_matrices_of(decisions[tensor])) > 1:
                 raise PlanError(
-                    f"{name}: loaders cannot tell its weights from modules that they must skip"
+                    f"{tensor}: loaders cannot tell its weights from modules that they must skip"
                 )
-            decisions[name] = Keep(
+            decisions[tensor] = Keep(
                 "a loader could not tell its name from that of a skipped module", is_linear=True
             )
 
 
-def _matrices(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
+def _packed_modules(decisions: Mapping[str, Pack | Keep]) -> dict[str, str]:
+    """Returns the name of the source's tensor for each module that is packed, by its path."""
+    modules = {}
+    for tensor, decision in decisions.items():
+        for matrix in _matrices_of(decision):
+            modules[module_of(matrix.name)] = tensor
+    return modules
+
+
+def _kept_modules(decisions: Mapping[str, Pack | Keep]) -> list[str]:
+    """Returns the paths of modules that may be `nn.Linear` and are not packed."""
+    return [
+        module_of(tensor)
+        for tensor, decision in decisions.items()
+        if isinstance(decision, Keep) and decision.is_linear
+    ]
+
+
+def _matrices_of(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
     return decision.matrices if isinstance(decision, Pack) else ()
 
 
 def _decide(
     tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, unwanted: str | None
 ) -> Pack | Keep:
-    keep_dtype = evidence.is_float32_by_design(tensor)
+    """Decides for one tensor, of which the user may have said why it is unwanted."""
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
-    module = module_of(tensor.name)
-    splits_experts = any(family.splits_experts for family in evidence.families)
-    if splits_experts and tensor.elements and (matrices := split_experts(tensor)):
+    experts = _split_experts_of(tensor, evidence)
+    if experts:
         if unwanted:
             raise PlanError(
                 f"{tensor.name}: {unwanted}, but transformers loads the experts of this family "
                 f"packed only"
             )
-        return Pack(matrices, "experts, one nn.Linear each")
+        return Pack(experts, "experts, one nn.Linear each")
+    keep_dtype = evidence.is_float32_by_design(tensor)
     why = evidence.why_not_linear(tensor.name, tensor.shape)
     if why is not None:
         return Keep(why, keep_dtype)
-    is_packed = is_in_4_bits(
-        tensor
-    )  # what a 4-bit source has packed is a linear layer, and stays packed
+
+    module = module_of(tensor.name)
+    # what a 4-bit source has packed is a linear layer, and stays packed
+    is_packed = is_in_4_bits(tensor)
     why = unwanted or evidence.why_kept(
         module,
         tensor.shape,
@@ -220,120 +196,74 @@ def _decide(
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    is_sure = is_packed or options.include  # which it matches, or it would be unwanted
-    doubt = None if is_sure else evidence.why_unsure(module, tensor.shape)
-    if doubt is not None:
-        return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
+    # what the user includes is sure, and this tensor is included: else it would be unwanted
+    if not is_packed and not options.include:
+        doubt = evidence.why_unsure(module, tensor.shape)
+        if doubt is not None:
+            return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
+
     rows, columns = tensor.shape
     if is_transposed(module, evidence.families):
-        return Pack(
-            (PackedMatrix(tensor.name, (columns, rows), transpose=True),),
-            "Conv1D, stored as [in, out]",
-        )
+        matrix = PackedMatrix(tensor.name, (columns, rows), transpose=True)
+        return Pack((matrix,), "Conv1D, stored as [in, out]")
     return Pack((PackedMatrix(tensor.name, (rows, columns)),), "nn.Linear")
 
 
-def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
-    """The weights of Llama 4's experts, which transformers loads as one `nn.Linear` each when they
-    are packed.
+def _split_experts_of(tensor: TensorInfo, evidence: Evidence) -> tuple[PackedMatrix, ...]:
+    """Returns the weights of experts, if loaders of the family split them; else none."""
+    if tensor.elements and any(family.splits_experts for family in evidence.families):
+        return split_experts(tensor)
+    return ()
 
-    gate_up_proj is [expert, in, 2 × intermediate], the gate in the first half; down_proj is
-    [expert, intermediate, out] (transformers, models/llama4 and quantizers/base.py:
-    SequentialLlama4TextExperts). There are one or two for each expert; none when the tensor holds
-    no experts.
+
+def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
+    """Returns the weights into which transformers splits Llama 4's experts when it packs them.
+
+    They are loaded as one `nn.Linear` each (transformers, models/llama4 and quantizers/base.py:
+    SequentialLlama4TextExperts). gate_up_proj is [expert, in, 2 × intermediate], with the gate in
+    the first half of the columns; down_proj is [expert, intermediate, out].
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        Two weights for each expert of a gate_up_proj, and one for each expert of a down_proj; none
+        when the tensor holds no experts.
     """
     prefix, _, leaf = tensor.name.rpartition(".")
     if len(tensor.shape) != 3 or not prefix.endswith("feed_forward.experts"):
         return ()
     experts, rows, columns = tensor.shape
-    half = columns // 2
-    parts = {
-        "gate_up_proj": (("gate_proj", (0, half)), ("up_proj", (half, columns))),
-        "down_proj": (("down_proj", (0, columns)),),
-    }.get(leaf, ())
-    return tuple(
-        PackedMatrix(
-            f"{prefix}.{index}.{name}.weight", (span[1] - span[0], rows), True, index, span
-        )
-        for index in range(experts)
-        for name, span in parts
-    )
+    if leaf == "gate_up_proj":
+        half = columns // 2
+        parts = [("gate_proj", 0, half), ("up_proj", half, columns)]
+    elif leaf == "down_proj":
+        parts = [("down_proj", 0, columns)]
+    else:
+        return ()
+    matrices = []
+    for expert in range(experts):
+        for name, start, stop in parts:
+            matrix = PackedMatrix(
+                name=f"{prefix}.{expert}.{name}.weight",
+                shape=(stop - start, rows),
+                transpose=True,
+                expert=expert,
+                columns=(start, stop),
+            )
+            matrices.append(matrix)
+    return tuple(matrices)
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
-    sizes = [(getattr(decisions[tensor.name], "why", None), tensor.nbytes) for tensor in tensors]
-    total = sum(size for _, size in sizes)
-    for why, hint in NOTES.items():
-        size = sum(size for reason, size in sizes if reason is why)
-        if size:
-            yield f"{size / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
-
-
-def _by_wishes(options: QuantizeOptions, names: ModuleNames) -> Callable[[str], str | None]:
-    """Why the user does not want a tensor to be packed, by its name; None where it is not known
-    that he does not.
-    """
-    is_skipped = _are_skipped(options.skip_modules, names)
-
-    def why_unwanted(name: str) -> str | None:
-        if _matches(name, options.exclude):
-            return "excluded by the user"
-        if options.skip_modules and is_skipped(name):
-            return "in a module that the user skips"
-        if options.include and not _matches(name, options.include):
-            return "not included by the user"
-        return None
-
-    return why_unwanted
-
-
-def _are_skipped(modules: Sequence[str], names: ModuleNames) -> Callable[[str], bool]:
-    """Whether modules that the user skips, as transformers 4 or 5 would, are that of a tensor, by
-    its name.
-    """
-    rules = (skip_list.transformers_4(modules), skip_list.transformers_5(modules))
-    return lambda name: any(
-        rule(path) for path in names.spellings(module_of(name)) for rule in rules
-    )
-
-
-def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a name matches one of the globs to include, of which none means all, and none to
-    exclude.
-    """
-    return (not include or _matches(name, include)) and not _matches(name, exclude)
-
-
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)
-
-
-def unmatched(
-    options: QuantizeOptions | DequantizeOptions | CompareOptions, parts: Parts
-) -> Iterator[str]:
-    """A line for each pattern that matches no tensor, or no module, of any part: a slip of the pen,
-    else unnoticed.
-    """
-    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
-        for pattern in patterns:
-            meant = _meant(pattern, parts)
-            if not any(
-                fnmatchcase(tensor.name, rest)
-                for source, rest in meant
-                for tensor in source.tensors
-            ):
-                yield f"{option} {pattern!r} matches no tensor"
-    for name in options.skip_modules if isinstance(options, QuantizeOptions) else ():
-        if not any(_has_module(source, rest) for source, rest in _meant(name, parts)):
-            yield f"--skip-modules {name!r} matches no module"
-
-
-def _meant(pattern: str, parts: Parts) -> Iterator[tuple[Source, str]]:
-    """The parts that a pattern is about, and the pattern without their name."""
-    owner, _, rest = pattern.rpartition("/")
-    return ((source, rest) for name, source in parts if not owner or fnmatchcase(name, owner))
-
-
-def _has_module(source: Source, name: str) -> bool:
-    is_named = _are_skipped([name], ModuleNames.of(source.config or {}))
-    return any(is_named(tensor.name) for tensor in source.tensors)
+    """Yields a line for each reason that an option could change, if bytes are kept for it."""
+    total = 0
+    kept: Counter[Why | str] = Counter()
+    for tensor in tensors:
+        total += tensor.nbytes
+        decision = decisions[tensor.name]
+        if isinstance(decision, Keep):
+            kept[decision.why] += tensor.nbytes
+    for why, hint in _HINTS.items():
+        if kept[why]:
+            yield f"{kept[why] / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"

@@ -1,21 +1,22 @@
-"""`--plan-with transformers`: the module tree of the installed transformers as the truth about what
-is an `nn.Linear`.
+"""Asks the installed transformers what is an `nn.Linear`, for `--plan-with transformers`.
 
-The model is built on the meta device, so it costs no memory, and every name on disk is followed to
-the module that transformers would load it into. The rules of choose/selection.py still say which of
-the linear modules stay in 16 bits: heads, routers, towers. This is the only module that imports
-transformers, and it does so when it is called.
+The module tree of transformers is then the truth. The model is built on the meta device, so it
+costs no memory, and every name on disk is followed to the module that transformers would load it
+into. The rules of choose/selection.py still say which of the linear modules stay in 16 bits: heads,
+routers, towers. This is the only module that imports transformers, and it does so when it is
+called.
 """
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import Why, numbers_of
-from nf4conv.choose.selection import Keep, Pack, PackedMatrix, Selection, select, with_skip_list
+from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.module_names import ModuleNames, module_of
@@ -31,76 +32,114 @@ _MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if wit
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What transformers makes of the names of a checkpoint."""
+    """Describes what transformers makes of the names of a checkpoint.
 
-    # tensor on disk → path of the module whose weight it becomes; tensors that are split, merged or
-    # otherwise changed on the way are not here
+    Attributes:
+        modules: the path of the module whose weight a tensor becomes, by the tensor's name on disk.
+            Tensors that are split, merged or otherwise changed on the way are not here.
+        linear: paths of the modules that transformers replaces when it loads in 4-bit.
+        transposed: paths of those of them that are Conv1D.
+        version: the version of transformers that was asked.
+    """
+
     modules: Mapping[str, str]
-    linear: frozenset[str]  # paths of the modules that transformers replaces when it loads in 4-bit
-    transposed: frozenset[str]  # those of them that are Conv1D
-    version: str  # of the transformers that was asked
+    linear: frozenset[str]
+    transposed: frozenset[str]
+    version: str
+
+
+@dataclass(frozen=True)
+class _TwoOpinions:
+    """Holds what the rules decide, and what becomes of it by the module tree."""
+
+    by_rule: Selection
+    by_skeleton: Mapping[str, Pack | Keep]
+    skeleton: Skeleton
+
+    def disagreements(self) -> list[str]:
+        """Returns a line for each tensor that one would pack and the other keep."""
+        lines = []
+        for name, decision in self.by_skeleton.items():
+            other = self.by_rule.decisions[name]
+            if isinstance(decision, Pack) != isinstance(other, Pack):
+                lines.append(
+                    f"{name}: transformers {self.skeleton.version} says {decision.reason!r}, "
+                    f"the rules say {other.reason!r}"
+                )
+        return lines
 
 
 def select_with_transformers(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
 ) -> Selection:
-    """Decide for every tensor of a checkpoint, asking the installed transformers which of them are
-    linear.
+    """Decides for every tensor, asking the installed transformers which of them are linear.
 
-    Notes name every tensor of which the rules alone would have thought otherwise. Arguments as
-    `selection.select`.
+    The notes name every tensor of which the rules alone would have thought otherwise.
+
+    Args:
+        tensors: all tensors of the checkpoint.
+        config: the content of its config.json.
+        options: what the user asked for.
 
     Raises:
-        PlanError: transformers is not installed or cannot build the model.
+        PlanError: transformers is not installed or cannot build the model, or no skip list can tell
+            the packed modules from the others.
     """
-    by_rule, decisions, skeleton = _select_twice(tensors, config, options)
+    opinions = _select_twice(tensors, config, options)
+    skeleton = opinions.skeleton
     in_memory = {module_of(name): path for name, path in skeleton.modules.items()}
     names = replace(ModuleNames.of(config), in_memory=in_memory)
-    on_disk = set(skeleton.modules.values())
-    differences = disagreements(by_rule.decisions, decisions, skeleton)
-    return with_skip_list(
-        decisions, names, [*by_rule.notes, *differences], skeleton.linear - on_disk
-    )
+    not_on_disk = skeleton.linear - set(skeleton.modules.values())
+    notes = [*opinions.by_rule.notes, *opinions.disagreements()]
+    return with_skip_list(opinions.by_skeleton, names, notes, not_on_disk)
 
 
 def second_opinion(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any] | None, options: QuantizeOptions
 ) -> tuple[str, ...]:
-    """One line about the tensors of which the installed transformers thinks otherwise than the
-    rules.
+    """Compares what the rules decide with what the installed transformers thinks.
 
-    Arguments as `select_with_transformers`. There is no line where the two agree, or where
-    transformers cannot tell.
+    Args:
+        tensors: all tensors of the checkpoint.
+        config: the content of its config.json; None if it has none.
+        options: what the user asked for.
+
+    Returns:
+        One line about the tensors of which transformers thinks otherwise. No line where the two
+        agree, or where transformers cannot tell.
     """
     if config is None:
         return ()
     try:
-        by_rule, decisions, skeleton = _select_twice(tensors, config, options)
+        found = _select_twice(tensors, config, options).disagreements()
     except PlanError:
         return ()
-    found = disagreements(by_rule.decisions, decisions, skeleton)
-    more = f"; and {len(found) - 3:,} more" if len(found) > 3 else ""
-    return (
-        (f"--plan-with transformers would differ: {'; '.join(found[:3])}{more}",) if found else ()
-    )
+    if not found:
+        return ()
+    line = f"--plan-with transformers would differ: {'; '.join(found[:3])}"
+    if len(found) > 3:
+        line += f"; and {len(found) - 3:,} more"
+    return (line,)
 
 
 def _select_twice(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
-) -> tuple[Selection, dict[str, Pack | Keep], Skeleton]:
-    """What the rules decide, what becomes of that by the module tree, and the tree."""
+) -> _TwoOpinions:
     by_rule = select(tensors, config, options)
     skeleton = read_skeleton([tensor.name for tensor in tensors], config)
-    decisions = {
-        tensor.name: _correct(tensor, by_rule.decisions[tensor.name], skeleton, options)
-        for tensor in tensors
-    }
-    return by_rule, decisions, skeleton
+    corrected = {}
+    for tensor in tensors:
+        decision = by_rule.decisions[tensor.name]
+        corrected[tensor.name] = _correct(tensor, decision, skeleton, options)
+    return _TwoOpinions(by_rule, corrected, skeleton)
 
 
 def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
-    """Build the model of a config.json on the meta device, and follow the names of tensors on disk
-    into it.
+    """Builds the model of a config.json on the meta device, and follows names on disk into it.
+
+    Args:
+        names: the names of the tensors on disk.
+        config: the content of config.json.
 
     Raises:
         PlanError: transformers is not installed, is older than 5, or cannot build the model.
@@ -132,9 +171,14 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
             )
             if converter is None and renamed.endswith(".weight") and renamed in meta_state:
                 modules[name] = module_of(renamed)
-        linear, transposed = _linear_modules(model)
         protected = list(model._keep_in_fp32_modules or ())
-        linear = {path for path in linear if should_convert_module(path, protected)}
+        linear = set()
+        transposed = set()
+        for layer in _linear_layers(model):
+            if should_convert_module(layer.path, protected):
+                linear.add(layer.path)
+                if layer.is_transposed:
+                    transposed.add(layer.path)
     except PlanError:
         raise
     except Exception as error:
@@ -142,12 +186,16 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
         raise PlanError(
             f"{version} cannot build {architecture_of(config) or 'a model'}: {str(error)[:300]}"
         ) from error
-    return Skeleton(
-        modules, frozenset(linear), frozenset(transposed & linear), transformers.__version__
-    )
+    return Skeleton(modules, frozenset(linear), frozenset(transposed), transformers.__version__)
 
 
 def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Builds a model without weights.
+
+    Raises:
+        PlanError: transformers has no class for it.
+        ValueError: it has so many layers or experts that building it would take too long.
+    """
     import torch
     import transformers
 
@@ -161,55 +209,52 @@ def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
             f"--plan-with transformers: transformers {transformers.__version__} has no "
             f"{architecture or 'architecture'}"
         )
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # only a file goes through all that transformers reads it with
+    # only a file goes through all the code by which transformers reads a config
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
         parsed = model_class.config_class.from_pretrained(folder)
     with torch.device("meta"):
         return model_class(parsed)  # type: ignore[no-any-return]
 
 
-def _linear_modules(model: "PreTrainedModel") -> tuple[set[str], set[str]]:
-    """Paths of the modules that are replaced, subclasses of `nn.Linear` excepted, and those that
-    are Conv1D.
-    """
+@dataclass(frozen=True)
+class _LinearLayer:
+    """Names a module that transformers replaces when it loads in 4-bit."""
+
+    path: str
+    is_transposed: bool  # a Conv1D, which stores [in, out]
+
+
+def _linear_layers(model: "PreTrainedModel") -> Iterator[_LinearLayer]:
+    """Yields the linear layers of a model; subclasses of `nn.Linear` are none of them."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    modules = dict(model.named_modules())
-    transposed = {path for path, module in modules.items() if isinstance(module, Conv1D)}
-    return transposed | {
-        path for path, module in modules.items() if type(module) is torch.nn.Linear
-    }, transposed
+    for path, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            yield _LinearLayer(path, is_transposed=True)
+        elif type(module) is torch.nn.Linear:
+            yield _LinearLayer(path, is_transposed=False)
 
 
 def _correct(
     tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, options: QuantizeOptions
 ) -> Pack | Keep:
+    """Returns what becomes of a decision of the rules by the module tree."""
     path = skeleton.modules.get(tensor.name)
+    is_linear = path in skeleton.linear
     if isinstance(decision, Pack):
-        if len(decision.matrices) > 1 or path in skeleton.linear or options.moe == "per-expert":
+        if len(decision.matrices) > 1 or is_linear or options.moe == "per-expert":
             return decision
         return Keep(f"not an nn.Linear in transformers {skeleton.version}", is_linear=True)
-    if path not in skeleton.linear or len(tensor.shape) != 2 or decision.why is not Why.UNSURE:
-        return decision._replace(is_linear=decision.is_linear or path in skeleton.linear)
+    if not is_linear:
+        return decision
+    if len(tensor.shape) != 2 or decision.why is not Why.UNSURE:
+        return decision._replace(is_linear=True)
+
     rows, columns = tensor.shape
-    transpose = path in skeleton.transposed
-    shape = (columns, rows) if transpose else (rows, columns)
-    return Pack(
-        (PackedMatrix(tensor.name, shape, transpose),),
-        f"nn.Linear in transformers {skeleton.version}",
-    )
-
-
-def disagreements(
-    by_rule: Mapping[str, Pack | Keep], by_skeleton: Mapping[str, Pack | Keep], skeleton: Skeleton
-) -> list[str]:
-    """A line for each tensor that one would pack and the other keep."""
-    return [
-        f"{name}: transformers {skeleton.version} says {decision.reason!r}, the rules say "
-        f"{by_rule[name].reason!r}"
-        for name, decision in by_skeleton.items()
-        if isinstance(decision, Pack) != isinstance(by_rule[name], Pack)
-    ]
+    if path in skeleton.transposed:
+        matrix = PackedMatrix(tensor.name, (columns, rows), transpose=True)
+    else:
+        matrix = PackedMatrix(tensor.name, (rows, columns))
+    return Pack((matrix,), f"nn.Linear in transformers {skeleton.version}")

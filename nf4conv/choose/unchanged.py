@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from nf4conv.choose.selection import Keep, Pack
+from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nf4conv import __version__
 from nf4conv.check.pairing import alike
-from nf4conv.choose.selection import is_wanted, unmatched
+from nf4conv.choose.wishes import is_wanted, unmatched
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from nf4conv.choose.selection import unmatched
+from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.spread.carry_out import carry_out, is_spread
 from nf4conv.commands.submodels import write_submodels
 from nf4conv.errors import DiffusersFolderError, PlanError

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nf4conv.choose.selection import unmatched
+from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.spread.carry_out import carry_out, is_spread
 from nf4conv.commands.submodels import bytes_on_disk, write_submodels
 from nf4conv.errors import DiffusersFolderError, OutputError, PlanError, SourceError

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.evidence import Evidence
 from nf4conv.choose.formats import dominant_dtype
-from nf4conv.choose.selection import Keep, Pack, PackedMatrix, is_wanted, select, with_skip_list
+from nf4conv.choose.selection import select, with_skip_list
+from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.models.config import plain_config, without_quantization

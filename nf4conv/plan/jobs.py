@@ -25,7 +25,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from nf4conv.choose.selection import Keep, Pack, PackedMatrix
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS, Component, Format, components

@@ -19,9 +19,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from nf4conv.choose.selection import Keep, Pack, Selection, select
+from nf4conv.choose.decisions import Keep, Pack, Selection
+from nf4conv.choose.loader_rules import transformers_4, transformers_5, transformers_5_0
+from nf4conv.choose.selection import select
 from nf4conv.choose.skeleton import Skeleton, read_skeleton
-from nf4conv.choose.skip_list import transformers_4, transformers_5, transformers_5_0
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.source import open_source

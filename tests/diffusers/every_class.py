@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.choose.selection import Keep, Pack, Selection, select
+from nf4conv.choose.decisions import Keep, Pack, Selection
+from nf4conv.choose.selection import select
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo
 
