@@ -25,7 +25,17 @@ from safetensors.torch import save_file
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import Size
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.options import (
+    CHOICES,
+    CompareOptions,
+    DequantizeOptions,
+    EvaluateOptions,
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from nf4conv.report.text import inspection_lines, plan_lines, progress
 
 
@@ -80,14 +90,30 @@ def test_commands_are_listed_in_the_order_of_use():
     assert set(listed) == set(main.commands)
 
 
-def test_defaults_are_those_of_the_python_functions():
-    command = main.commands["quantize"]
-    with command.make_context("quantize", ["SRC", "OUT"]) as context:
+@pytest.mark.parametrize(
+    ("name", "words", "kinds"),
+    [
+        ("quantize", ["SRC", "OUT"], (QuantizeOptions, RunOptions, SourceOptions, PushOptions)),
+        ("dequantize", ["SRC", "OUT"], (DequantizeOptions, SourceOptions)),
+        ("verify", ["PATH"], (VerifyOptions,)),
+        ("compare", ["A", "B"], (CompareOptions,)),
+        ("evaluate", ["OUT", "--source", "SRC"], (EvaluateOptions,)),
+    ],
+)
+def test_every_field_has_an_option_with_its_default(name, words, kinds):
+    with main.commands[name].make_context(name, words) as context:
         parsed = context.params
-    for home in (QuantizeOptions(), RunOptions()):
-        assert {name: parsed[name] for name in home.__dataclass_fields__} == dataclasses.asdict(
-            home
-        )
+    for kind in kinds:
+        defaults = dataclasses.asdict(kind())
+        assert {field: parsed[field] for field in defaults} == defaults
+
+
+def test_the_command_line_and_python_offer_the_same_choices():
+    offered = {}
+    for parameter in main.commands["quantize"].params:
+        if isinstance(parameter.type, click.Choice):
+            offered[parameter.name] = tuple(parameter.type.choices)
+    assert offered == CHOICES
 
 
 def test_json_is_all_that_stdout_gets(tmp_path):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import click
 
 import nf4conv
-from nf4conv.cli.options import refuse_alone
+from nf4conv.cli.chosen import refuse_alone
 from nf4conv.report.text import tell_notes
 
 Result: TypeAlias = (

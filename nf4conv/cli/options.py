@@ -1,78 +1,21 @@
-"""Declares the options that several commands share, and gathers what the user chose.
+"""Declares the options that several commands share.
 
 Every name that ends with `_option` or `_options` is a decorator for a command, or a function that
 returns one: the function takes the help text, because the commands need different words.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import Field, fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import click
 
-import nf4conv
 from nf4conv.cli.help import Group, option
 from nf4conv.cli.parameters import Dtype, Place, Size
 
 Declaration: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
-
-
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
-OptionsT = TypeVar("OptionsT", bound=_Dataclass)
-
-
-def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
-    """Gathers the options of one kind.
-
-    Args:
-        kind: a dataclass such as RunOptions.
-        values: the value of every option of the command, by the name of its parameter. A field
-            without such an option keeps its default.
-
-    Returns:
-        An instance of `kind`.
-    """
-    given = {}
-    for field in fields(kind):
-        if field.name in values:
-            given[field.name] = values[field.name]
-    return kind(**given)
-
-
-def refuse_alone(useless: str, *, needed: str) -> NoReturn:
-    """Refuses an option that has no effect without another one."""
-    raise click.UsageError(f"{useless} means nothing without {needed}")
-
-
-def check_hub_options(where: nf4conv.SourceOptions, *places: str) -> None:
-    """Refuses options about the Hub if all places are on this disk.
-
-    Args:
-        where: the options.
-        places: the checkpoints that the options are about.
-    """
-    for place in places:
-        if not Path(place).exists():
-            return
-    for name, is_given in (
-        ("--revision", bool(where.revision)),
-        ("--stream", where.stream),
-        ("--local-files-only", where.local_files_only),
-    ):
-        if not is_given:
-            continue
-        if not places:
-            refuse_alone(name, needed="--source")
-        raise click.UsageError(
-            f"{name} is about a model on the Hub, "
-            f"not about {' and '.join(places)}, which is on this disk"
-        )
 
 
 def several(*declarations: Declaration) -> Declaration:

@@ -7,17 +7,17 @@ import sys
 import click
 
 import nf4conv
-from nf4conv.cli.compare import compare
-from nf4conv.cli.completion import completion
-from nf4conv.cli.dequantize import dequantize
-from nf4conv.cli.env import env
+from nf4conv.cli.commands.compare import compare
+from nf4conv.cli.commands.completion import completion
+from nf4conv.cli.commands.dequantize import dequantize
+from nf4conv.cli.commands.env import env
+from nf4conv.cli.commands.evaluate import evaluate
+from nf4conv.cli.commands.finish import finish
+from nf4conv.cli.commands.inspect import inspect
+from nf4conv.cli.commands.quantize import quantize
+from nf4conv.cli.commands.verify import verify
 from nf4conv.cli.errors import CommandGroup, raise_terminated
-from nf4conv.cli.evaluate import evaluate
-from nf4conv.cli.finish import finish
 from nf4conv.cli.help import examples
-from nf4conv.cli.inspect import inspect
-from nf4conv.cli.quantize import quantize
-from nf4conv.cli.verify import verify
 
 
 @click.group(

@@ -5,15 +5,10 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import (
-    all_option,
-    check_hub_options,
-    chosen,
-    json_options,
-    repository_options,
-)
+from nf4conv.cli.options import all_option, json_options, repository_options
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text import inspection_lines
 

@@ -6,11 +6,10 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import (
-    check_hub_options,
-    chosen,
     exclude_option,
     include_option,
     json_options,

@@ -6,12 +6,11 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries
 from nf4conv.cli.help import Command, Group, option
 from nf4conv.cli.options import (
     FILE,
-    check_hub_options,
-    chosen,
     device_option,
     json_options,
     quiet_option,

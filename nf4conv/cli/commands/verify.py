@@ -7,12 +7,11 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
     FILE,
-    check_hub_options,
-    chosen,
     json_options,
     lora_option,
     machine_options,

@@ -5,17 +5,15 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import check_hub_options, chosen, refuse_alone
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
-    check_hub_options,
-    chosen,
     dtype_option,
     exclude_option,
     include_option,
     lora_to_merge_option,
     max_shard_size_option,
-    refuse_alone,
     repository_and_stream_options,
     tolerance_option,
     writing_display_options,

@@ -5,9 +5,10 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import chosen, json_options
+from nf4conv.cli.options import json_options
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text import finish_lines
 
