@@ -34,7 +34,7 @@ from nf4conv.report.rows import (
     inside,
 )
 from nf4conv.sources.diffusers_folder import open_diffusers
-from nf4conv.sources.encodings.encoded import quantization_of
+from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, open_stored, read_together

@@ -18,7 +18,7 @@ from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
 from nf4conv.plan.jobs import Job, PackJob, make_plan
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
-from nf4conv.sources.encodings.encoded import quantization_of
+from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.source import Source
 
 

@@ -1,5 +1,9 @@
-"""Weights that another quantization encoded, presented as the float tensors that they stand for.
+"""Presents weights that another quantization encoded as the float tensors that they stand for.
 
-encoded.py   recognises them by config and names
-pieces.py    cuts tensors, encoded or not, into pieces that can be decoded alone
+encoded.py       replaces the encoded tensors of a checkpoint by the tensors that they decode to
+description.py   reads what the config says about a quantization
+rules.py         recognises each kind of encoding by names, dtypes and shapes
+siblings.py      finds the tensors that belong together by their names
+bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8
+pieces.py        cuts tensors, encoded or not, into pieces that can be decoded alone
 """
