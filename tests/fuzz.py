@@ -1,12 +1,12 @@
-"""Commands on mutated checkpoints of many kinds, many thousands of them: none may fail but by one
-line, in time.
+"""Runs commands on thousands of mutated checkpoints of many kinds. A command may refuse one with an
+error of one line, and it must end in time.
 
     python tests/fuzz.py [--cases N] [--seconds N] [--seed N] [--jobs N]
 
-A case is a number: it decides the kind, the mutations and the command, so `--seed NUMBER --cases 1`
-repeats one. Cases run some hundred at a time in child processes, with a limit for memory and, for
-each case, for time. NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass
-for one. What counts as a failure:
+A case is a number, which decides the kind, the mutations and the command. So
+`--seed NUMBER --cases 1` repeats one. Child processes run up to 1000 cases each, with a limit of
+memory, and a limit of time for each case. NF4CONV_DEBUG is set: an error that is not meant for the
+user then leaves a traceback. These are failures:
 
     a traceback, or an error of more than one line
     an exit code other than 0, 1 and 2
@@ -45,14 +45,13 @@ from test_encoded import write as write_encoded
 
 from nf4conv.cli import main as command_line
 
+# of processor time that a case may take; by the clock, ten times as many; most cases take 0.01 s
 SECONDS = 20
-"""Of the processor that a case may take, or ten times as many by the clock; most take a hundredth
-of one.
-"""
+# bytes that a case may take beside those of the interpreter and torch
 MEMORY = 1_500_000_000
-"""Bytes that a case may take beside what the interpreter and torch do."""
 BATCH = 1000
-UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\n---\n# A model\n"
 
 
@@ -78,18 +77,18 @@ def pickled(folder: Path, *, is_zip: bool, shards: int = 1) -> None:
 
 
 def four_bit(folder: Path, **options: Any) -> None:
-    weights = {UP: torch.randn(64, 128).bfloat16(), DOWN: torch.randn(128, 64).bfloat16()}
-    tensors = [pack(name, weight, **options) for name, weight in weights.items()]
-    write_packed(
-        folder, tensors[0] | {"lm_head.weight": torch.ones(256, 64).bfloat16()}, tensors[1]
-    )
+    head = {"lm_head.weight": torch.ones(256, 64).bfloat16()}
+    up = pack(UP, torch.randn(64, 128).bfloat16(), **options)
+    down = pack(DOWN, torch.randn(128, 64).bfloat16(), **options)
+    write_packed(folder, up | head, down)
 
 
 def own(folder: Path) -> None:
-    """With checksums, and the source that it was made from as its sub-folder `original`."""
-    plain(folder.with_name("own source"))
-    run("quantize", folder.with_name("own source"), folder, "--checksum")
-    folder.with_name("own source").rename(folder / "original")
+    """Writes a result with checksums, and its source as the sub-folder `original`."""
+    source = folder.with_name("own source")
+    plain(source)
+    run("quantize", source, folder, "--checksum")
+    source.rename(folder / "original")
 
 
 def diffusers(folder: Path) -> None:
@@ -108,7 +107,7 @@ def diffusers(folder: Path) -> None:
 
 
 def adapter(folder: Path) -> None:
-    """Of the kind `safetensors`."""
+    """Writes an adapter for a checkpoint of the kind `safetensors`."""
     folder.mkdir()
     place = "base_model.model.model.layers.0.mlp.up_proj"
     factors = {
@@ -161,68 +160,66 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 def run(*arguments: object) -> Any:
     words = [str(argument) for argument in arguments]
-    device = (
-        []
-        if words[0] == "inspect"
-        else ["--device", "cpu", "--workers", "1", "--buffer-size", "1MB"]
-    )
-    return CliRunner().invoke(command_line, [*words, *device], catch_exceptions=False)
+    if words[0] != "inspect":
+        words += ["--device", "cpu", "--workers", "1", "--buffer-size", "1MB"]
+    return CliRunner().invoke(command_line, words, catch_exceptions=False)
+
+
+OPTIONS = [
+    "--no-double-quant",
+    "--non-finite=keep",
+    "--checksum",
+    "--dtype=float16",
+    "--verify",
+    "--dry-run",
+]
 
 
 def arguments_of(chosen: random.Random, source: Path, whole: Path, out: Path) -> list[object]:
-    """A command on a mutated source; `whole` is what it was before."""
-    options = [
-        "--no-double-quant",
-        "--non-finite=keep",
-        "--checksum",
-        "--dtype=float16",
-        "--verify",
-        "--dry-run",
-    ]
-    writing = [option for option in options if chosen.random() < 0.15]
+    """Chooses a command for a mutated source; `whole` is the source before the mutation."""
+    writing = [option for option in OPTIONS if chosen.random() < 0.15]
     if whole.name == "adapter":
         return ["quantize", whole.with_name("safetensors"), out, "--lora", source, *writing]
-    return chosen.choice(
-        [
-            ["quantize", source, out, "--plan-with=rules", *writing],
-            ["quantize", source, out, "--plan-with=rules", *writing],
-            ["quantize", source, out, "--plan-with=rules", *writing],
-            [
-                "dequantize",
-                source,
-                out,
-                *(option for option in writing if option in ("--checksum", "--dry-run")),
-            ],
-            ["verify", source],
-            ["verify", source, "--source", whole, "--exact"],
-            ["inspect", source],
-            ["compare", source, whole],
-        ]
-    )
+    quantize = ["quantize", source, out, "--plan-with=rules", *writing]
+    decoding = [option for option in writing if option in ("--checksum", "--dry-run")]
+    commands = [
+        # three times as often as the others
+        quantize,
+        quantize,
+        quantize,
+        ["dequantize", source, out, *decoding],
+        ["verify", source],
+        ["verify", source, "--source", whole, "--exact"],
+        ["inspect", source],
+        ["compare", source, whole],
+    ]
+    return chosen.choice(commands)
+
+
+def report(record: dict[str, Any]) -> None:
+    """Tells the parent process something, even if this one dies next."""
+    print(json.dumps(record), flush=True)
 
 
 def case(number: int, templates: Path, work: Path) -> str | None:
-    """Run one; what is wrong with it, or None."""
+    """Runs a case. Returns what is wrong with it, or None."""
     chosen = random.Random(number)
     kind = list(KINDS)[number % len(KINDS)]
-    source, out, whole = work / "source", work / "out", templates / kind
+    whole = templates / kind
+    source = work / "source"
+    out = work / "out"
     for folder in (source, out):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, source)
-    print(json.dumps({"number": number, "kind": kind, "arguments": ["before it"]}), flush=True)
+    report({"number": number, "kind": kind, "arguments": ["before it"]})
     mutate_checkpoint(chosen, source)
     arguments = arguments_of(chosen, source, whole, out)
-    print(
-        json.dumps(
-            {"number": number, "kind": kind, "arguments": [str(word) for word in arguments]}
-        ),
-        flush=True,
-    )
+    report({"number": number, "kind": kind, "arguments": [str(word) for word in arguments]})
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.alarm(10 * SECONDS)
     try:
         done = run(*arguments)
-        print(json.dumps({"exit": done.exit_code}), flush=True)
+        report({"exit": done.exit_code})
         found = fault_of(done, arguments, out)
     except BaseException:  # noqa: BLE001 - to be reported, whatever it is
         found = traceback.format_exc()
@@ -231,16 +228,18 @@ def case(number: int, templates: Path, work: Path) -> str | None:
     return found
 
 
+def is_one_error(stderr: str) -> bool:
+    """Returns whether a command said one error, in one line of reasonable length."""
+    lines = [line for line in stderr.splitlines() if not line.startswith(("Note: ", "Warning: "))]
+    return len(lines) == 1 and lines[0].startswith("Error: ") and len(lines[0]) <= 3000
+
+
 def fault_of(done: Any, arguments: list[object], out: Path) -> str | None:
-    lines = [
-        line for line in done.stderr.splitlines() if not line.startswith(("Note: ", "Warning: "))
-    ]
-    is_finished = any((out / name).exists() for name in ("config.json", "model_index.json"))
+    """Returns what is wrong with how a command ended, or None."""
+    is_finished = (out / "config.json").exists() or (out / "model_index.json").exists()
     if done.exit_code not in (0, 1, 2):
         return f"exit code {done.exit_code}"
-    if done.exit_code == 2 and (
-        len(lines) != 1 or not lines[0].startswith("Error: ") or len(lines[0]) > 3000
-    ):
+    if done.exit_code == 2 and not is_one_error(done.stderr):
         return f"not one line, but {done.stderr[:2000]!r}"
     if "out of memory" in done.stderr:
         return done.stderr
@@ -254,43 +253,32 @@ def fault_of(done: Any, arguments: list[object], out: Path) -> str | None:
 
 
 def child(first: int, count: int, templates: Path) -> None:
-    """Run some cases; their failures are printed as JSON."""
+    """Runs some cases in this process, and prints their failures as JSON."""
     torch.set_num_threads(1)
-    for options in (["--dry-run"], []):  # which import transformers, and torch
-        run(
-            "quantize",
-            templates / "safetensors",
-            templates.with_name(f"warm {os.getpid()}"),
-            *options,
-        )
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    warm = templates.with_name(f"warm {os.getpid()}")
+    run("quantize", templates / "safetensors", warm, "--dry-run")  # imports transformers
+    run("quantize", templates / "safetensors", warm)  # imports torch
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    used = pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**33, 2**33))
     with tempfile.TemporaryDirectory(dir=templates.parent) as work:
         for number in range(first, first + count):
             found = case(number, templates, Path(work))
             if found is not None:
-                print(json.dumps({"number": number, "fault": found}), flush=True)
-    print(json.dumps({"finished": first}), flush=True)
+                report({"number": number, "fault": found})
+    report({"finished": first})
 
 
 class Batch:
-    """Some cases in a process of their own, which writes what it does to a file."""
+    """A process that runs some cases and writes what it does to a file."""
 
     def __init__(self, first: int, count: int, templates: Path) -> None:
         self.first, self.count = first, count
         self._output = templates.with_name(f"{first} output")
         self._errors = templates.with_name(f"{first} errors")
-        words = [
-            sys.executable,
-            __file__,
-            "--child",
-            str(templates),
-            "--seed",
-            str(first),
-            "--cases",
-            str(count),
-        ]
+        words = [sys.executable, __file__, "--child", str(templates)]
+        words += ["--seed", str(first), "--cases", str(count)]
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self._process = subprocess.Popen(words, stdout=output, stderr=errors)
 
@@ -302,11 +290,16 @@ class Batch:
 def failures_of(
     batch: Batch, kinds: Counter[str], exits: Counter[int]
 ) -> tuple[list[str], int | None]:
-    """What went wrong in a batch, and the case by which the process has died, if it has."""
+    """Returns what went wrong in a batch, and the case in which its process died, if it did.
+
+    Counts the cases in `kinds` and `exits`.
+    """
     status, output, errors = batch.wait()
     described: dict[int, str] = {}
-    faults, last = list[str](), -1
-    for record in map(json.loads, output.splitlines()):
+    faults: list[str] = []
+    last = -1
+    for line in output.splitlines():
+        record = json.loads(line)
         if "kind" in record:
             last = record["number"]
             described[last] = f"{record['kind']}: {' '.join(record['arguments'])}"
@@ -314,29 +307,28 @@ def failures_of(
             kinds[described[last].partition(":")[0]] += 1
             exits[record["exit"]] += 1
         elif "fault" in record:
-            faults.append(
-                f"case {record['number']}: {described[record['number']]}\n{record['fault']}"
-            )
+            number = record["number"]
+            faults.append(f"case {number}: {described[number]}\n{record['fault']}")
     if status == 0:
         return faults, None
-    reason = (
-        f"no end in {SECONDS} s"
-        if -status in (signal.SIGPROF, signal.SIGALRM)
-        else f"status {status}"
-    )
-    faults.append(
-        f"case {last}: {described.get(last, 'before the first')}\n{reason}: {errors[-2000:]}"
-    )
+    reason = f"status {status}"
+    if -status in (signal.SIGPROF, signal.SIGALRM):
+        reason = f"no end in {SECONDS} s"
+    case_name = described.get(last, "before the first")
+    faults.append(f"case {last}: {case_name}\n{reason}: {errors[-2000:]}")
     return faults, last if described else None
 
 
 def fuzz(
     first: int, cases: int, seconds: float, jobs: int
 ) -> tuple[Counter[str], Counter[int], list[str]]:
-    """Run cases from a number on; how many of each kind have run, and ended with which exit code;
-    what went wrong.
+    """Runs cases from the number `first` on, in `jobs` processes at a time.
+
+    Returns how many cases of each kind ran, how many ended with each exit code, and what went
+    wrong.
     """
-    kinds, exits = Counter[str](), Counter[int]()
+    kinds: Counter[str] = Counter()
+    exits: Counter[int] = Counter()
     faults: list[str] = []
     room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     deadline = time.monotonic() + seconds
@@ -345,10 +337,9 @@ def fuzz(
         templates.mkdir()
         for kind, write in KINDS.items():
             write(templates / kind)
-        waiting = [
-            (start, min(BATCH, first + cases - start))
-            for start in range(first, first + cases, BATCH)
-        ][::-1]
+        starts = range(first, first + cases, BATCH)
+        waiting = [(start, min(BATCH, first + cases - start)) for start in starts]
+        waiting.reverse()  # they are taken from the end
         running: list[Batch] = []
         while running or (waiting and time.monotonic() < deadline):
             while waiting and len(running) < jobs and time.monotonic() < deadline:
@@ -357,13 +348,12 @@ def fuzz(
             found, died_at = failures_of(batch, kinds, exits)
             faults += found
             for fault in found:
-                print(
-                    f"{fault}\n    repeat: make fuzz FUZZ='--cases 1 --seed "
-                    f"{fault.split()[1][:-1]}'\n",
-                    flush=True,
-                )
-            if died_at is not None and died_at + 1 < batch.first + batch.count:
-                waiting.append((died_at + 1, batch.first + batch.count - died_at - 1))
+                number = fault.split()[1].removesuffix(":")
+                again = f"repeat: make fuzz FUZZ='--cases 1 --seed {number}'"
+                print(f"{fault}\n    {again}\n", flush=True)
+            end = batch.first + batch.count
+            if died_at is not None and died_at + 1 < end:
+                waiting.append((died_at + 1, end - died_at - 1))
     return kinds, exits, faults
 
 

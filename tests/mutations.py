@@ -1,8 +1,7 @@
-"""Structured mutations: of JSON trees, safetensors headers, quant states, pickles, text and whole
-folders.
+"""Mutates JSON trees, safetensors headers, quant states, pickles, text and whole folders.
 
-Each takes a file apart as a reader does, changes what it found, and puts it together again, so that
-most of what comes out gets past the first check and reaches those behind it.
+Each function takes a file apart as a reader does, changes what it found, and puts it together
+again. So most results get past the first check of a reader and reach those behind it.
 """
 
 import json
@@ -11,7 +10,7 @@ import pickletools
 import random
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from io import BytesIO
@@ -19,115 +18,37 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**24
+LARGEST = 2**24  # bytes of a file that is mutated; others are holes
+# what takes the place of a value in a JSON tree
 VALUES: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        3,
-        16,
-        31,
-        63,
-        64,
-        65,
-        255,
-        256,
-        4096,
-        2**31,
-        2**32,
-        2**63 - 1,
-        2**63,
-        2**64,
-    ),
-    *(10**30, -(2**63), 0.5, -0.0, 1e-45, 1e38, 1e300, float("nan"), float("inf"), float("-inf")),
-    *(
-        "",
-        "x",
-        "x" * 2000,
-        "a.b" * 50,
-        "\0",
-        "\ud800",
-        "../../x",
-        "/etc/passwd",
-        "é",
-        "nf4",
-        "fp4",
-        "NaN",
-        "model",
-    ),
-    *(
-        [],
-        {},
-        [0],
-        [1, 1],
-        [[]],
-        [None],
-        {"a": 1},
-        [64, 64],
-        [2**62, 4],
-        [0, 64],
-        [64, 0],
-        [1] * 70,
-        ["x"] * 3,
-    ),
-    *(
-        "F32",
-        "F16",
-        "BF16",
-        "U8",
-        "I8",
-        "F8_E4M3",
-        "F8_E8M0",
-        "F4",
-        "C64",
-        "BOOL",
-        "I64",
-        "F64",
-        "float16",
-    ),
-    *(
-        "bitsandbytes",
-        "fp8",
-        "mxfp4",
-        "compressed-tensors",
-        "modelopt",
-        "gptq",
-        "llama",
-        "gpt_oss",
-        "gpt2",
-    ),
-    *(
-        "LlamaForCausalLM",
-        "GptOssForCausalLM",
-        "GPT2LMHeadModel",
-        "Qwen3MoeForCausalLM",
-        "T5ForConditionalGeneration",
-    ),
-]
+    None, True, False,
+    # integers around limits
+    0, 1, -1, 2, 3, 16, 31, 63, 64, 65, 255, 256, 4096,
+    2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63),
+    # floats
+    0.5, -0.0, 1e-45, 1e38, 1e300, float("nan"), float("inf"), float("-inf"),
+    # strings
+    "", "x", "x" * 2000, "a.b" * 50, "\0", "\ud800", "../../x", "/etc/passwd", "é",
+    "nf4", "fp4", "NaN", "model",
+    # lists and objects
+    [], {}, [0], [1, 1], [[]], [None], {"a": 1},
+    [64, 64], [2**62, 4], [0, 64], [64, 0], [1] * 70, ["x"] * 3,
+    # names of dtypes
+    "F32", "F16", "BF16", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "C64", "BOOL", "I64", "F64",
+    "float16",
+    # methods of quantization and types of models
+    "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq",
+    "llama", "gpt_oss", "gpt2",
+    # classes of models
+    "LlamaForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM",
+    "T5ForConditionalGeneration",
+]  # fmt: skip
+NAMES = [value for value in VALUES if isinstance(value, str)]
 
 
 def mutate_tree(chosen: random.Random, tree: Any) -> Any:
-    """A JSON value, one node of which is replaced, removed, doubled, renamed, wrapped or exchanged
-    with another.
-    """
-    places: list[tuple[Any, Any]] = []
-    level: list[Any] = [tree]
-    while level:
-        node = level.pop()
-        keys = (
-            list(node)
-            if isinstance(node, dict)
-            else range(len(node))
-            if isinstance(node, list)
-            else ()
-        )
-        places += [(node, key) for key in keys]
-        level += [node[key] for key in keys]
+    """Replaces, removes, doubles, renames or wraps one node of a JSON value, or copies another."""
+    places = list(_places(tree))
     if not places or chosen.random() < 0.02:
         return deepcopy(chosen.choice(VALUES))
     node, key = chosen.choice(places)
@@ -140,9 +61,8 @@ def mutate_tree(chosen: random.Random, tree: Any) -> Any:
         case 4:
             del node[key]
         case 5 if isinstance(node, dict):
-            node[chosen.choice([other_key, *(v for v in VALUES if isinstance(v, str))])] = node.pop(
-                key
-            )
+            name = chosen.choice([other_key, *NAMES])
+            node[name] = node.pop(key)
         case 6 if isinstance(node, list):
             node.insert(key, node[key])
         case 7:
@@ -152,14 +72,30 @@ def mutate_tree(chosen: random.Random, tree: Any) -> Any:
     return tree
 
 
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each node that has children, with the key or the index of each child."""
+    level: list[Any] = [tree]
+    while level:
+        node = level.pop()
+        keys: list[Any] = []
+        if isinstance(node, dict):
+            keys = list(node)
+        elif isinstance(node, list):
+            keys = list(range(len(node)))
+        for key in keys:
+            yield node, key
+            level.append(node[key])
+
+
 def nested(depth: int, value: Any, is_list: bool) -> Any:
+    """Wraps a value in that many lists or objects."""
     for _ in range(depth):
         value = [value] if is_list else {"a": value}
     return value
 
 
 def text(value: Any) -> str:
-    """As `json.dumps`; empty for what is nested too deep for that."""
+    """Returns a value as JSON, or 3000 brackets if it is nested too deep for the json module."""
     try:
         return json.dumps(value)
     except RecursionError:
@@ -180,7 +116,7 @@ def mutate_json(chosen: random.Random, content: bytes) -> bytes:
 
 
 def mutate_bytes(chosen: random.Random, content: bytes) -> bytes:
-    """Bytes flipped, removed, inserted, repeated, or cut off."""
+    """Flips, removes, inserts, overwrites or cuts off bytes."""
     data = bytearray(content)
     for _ in range(chosen.choice((1, 1, 2, 8))):
         at = chosen.randrange(len(data) + 1)
@@ -202,39 +138,40 @@ def mutate_bytes(chosen: random.Random, content: bytes) -> bytes:
 
 
 def mutate_safetensors(chosen: random.Random, content: bytes) -> bytes:
-    """Its header as a tree, the quant states in it as trees, its length, or its data."""
+    """Changes the header as a tree, a quant state as a tree, the header's length, or the data."""
     length = struct.unpack("<Q", content[:8])[0]
-    header, data = content[8 : 8 + length], content[8 + length :]
+    header = content[8 : 8 + length]
+    data = content[8 + length :]
     match chosen.randrange(10):
         case 0:
             return mutate_bytes(chosen, content[: 8 + length]) + data
         case 1:
-            return (
-                struct.pack("<Q", chosen.choice((0, 1, length - 1, length + 1, 2**27, 2**63)))
-                + header
-                + data
-            )
+            wrong = chosen.choice((0, 1, length - 1, length + 1, 2**27, 2**63))
+            return struct.pack("<Q", wrong) + header + data
         case 2:
             start = chosen.randrange(len(data) + 1)
-            return (
-                content[: 8 + length]
-                + data[:start]
-                + mutate_bytes(chosen, data[start : start + 4096])[:4096]
-            )
+            changed = mutate_bytes(chosen, data[start : start + 4096])
+            return content[: 8 + length] + data[:start] + changed[:4096]
         case 3 | 4 | 5:
             table = json.loads(header)
-            if states := [name for name in table if "quant_state" in name]:
+            states = [name for name in table if "quant_state" in name]
+            if states:
                 return _mutate_state(chosen, table, chosen.choice(states), data)
     return _with_header(mutate_json(chosen, header), data)
 
 
 def _mutate_state(chosen: random.Random, table: dict[str, Any], name: str, data: bytes) -> bytes:
-    """The JSON blob takes another length; all that lies behind it moves."""
+    """Changes a quant state, a JSON blob in the data, and moves all that lies behind it."""
     start, stop = table[name]["data_offsets"]
     blob = mutate_json(chosen, data[start:stop])
     shift = len(blob) - (stop - start)
-    for entry in (entry for key, entry in table.items() if key != "__metadata__"):
-        entry["data_offsets"] = [at + shift if at >= stop else at for at in entry["data_offsets"]]
+    for key, entry in table.items():
+        if key == "__metadata__":
+            continue
+        offsets = entry["data_offsets"]
+        for index, offset in enumerate(offsets):
+            if offset >= stop:
+                offsets[index] = offset + shift
     table[name] |= {"shape": [len(blob)], "data_offsets": [start, start + len(blob)]}
     return _with_header(json.dumps(table).encode(), data[:start] + blob + data[stop:])
 
@@ -244,13 +181,10 @@ def _with_header(header: bytes, data: bytes) -> bytes:
 
 
 def mutate_pickle(chosen: random.Random, content: bytes) -> bytes:
-    """A zip archive with its parts changed, or the opcodes of a legacy file."""
+    """Changes parts of a zip archive, or the opcodes of a legacy file."""
     if not zipfile.is_zipfile(BytesIO(content)) or chosen.random() < 0.2:
-        return (
-            mutate_program(chosen, content)
-            if chosen.random() < 0.7
-            else mutate_bytes(chosen, content)
-        )
+        mutate = mutate_program if chosen.random() < 0.7 else mutate_bytes
+        return mutate(chosen, content)
     made = BytesIO()
     with zipfile.ZipFile(BytesIO(content)) as before, zipfile.ZipFile(made, "w") as after:
         entries = before.infolist()
@@ -263,18 +197,15 @@ def mutate_pickle(chosen: random.Random, content: bytes) -> bytes:
                 part = mutate_bytes(chosen, part)
             if entry is victim and chosen.random() < 0.1:
                 continue
-            kind = (
-                zipfile.ZIP_DEFLATED
-                if entry is victim and chosen.random() < 0.1
-                else zipfile.ZIP_STORED
-            )
-            after.writestr(entry.filename, part, kind)
+            is_compressed = entry is victim and chosen.random() < 0.1
+            method = zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED
+            after.writestr(entry.filename, part, method)
     return made.getvalue()
 
 
 def mutate_program(chosen: random.Random, content: bytes) -> bytes:
-    """The opcodes of the first pickles in some bytes: removed, repeated, exchanged, and their
-    arguments changed.
+    """Removes, repeats or exchanges opcodes of the first pickles in some bytes, or changes their
+    arguments.
     """
     pieces, end = _opcodes(content)
     if not pieces:
@@ -298,95 +229,61 @@ def mutate_program(chosen: random.Random, content: bytes) -> bytes:
 
 
 def _opcodes(content: bytes) -> tuple[list[bytes], int]:
-    """Those of the pickles that some bytes begin with, and where they end."""
-    stream, starts = BytesIO(content), list[int]()
+    """Returns the opcodes of the pickles that some bytes begin with, and where the last ends."""
+    stream = BytesIO(content)
+    starts: list[int] = []
     with suppress(ValueError):  # where storages begin
         for _ in range(5):
             starts += [position or 0 for _, _, position in pickletools.genops(stream)]
     end = stream.tell()
-    return [content[start:stop] for start, stop in pairwise([*starts, end])], end
+    pieces = [content[start:stop] for start, stop in pairwise([*starts, end])]
+    return pieces, end
 
 
+# pieces of pickle programs
 OPCODES = [
-    *(
-        b"(",
-        b"t",
-        b"l",
-        b"d",
-        b"}",
-        b"]",
-        b")",
-        b"0",
-        b"2",
-        b"N",
-        b"\x88",
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"s",
-        b"u",
-        b"a",
-    ),
-    *(
-        b"e",
-        b"R",
-        b"b",
-        b"Q",
-        b".",
-        b"\x94",
-        b"h\0",
-        b"q\0",
-        b"h\5",
-        b"K\x40",
-        b"M\0\1",
-        b"J\xff\xff\xff\xff",
-    ),
-    *(
-        b"\x8a\x09" + b"\xff" * 8 + b"\0",
-        b"\x8b\0\0\1\0" + b"\7" * 65536,
-        b"X\1\0\0\0a",
-        b"cos\nsystem\n",
-    ),
-    *(
-        b"G" + struct.pack(">d", float("nan")),
-        b"ctorch._utils\n_rebuild_tensor_v2\n",
-        b"ctorch\nFloatStorage\n",
-    ),
-    *(
-        b"ccollections\nOrderedDict\n)R",
-        b"\x86" * 300,
-        b"(" * 300,
-        b"2\x86" * 40,
-        b"\x8f",
-        b"\x91",
-        b"o",
-        b"i",
-    ),
-]
+    b"(", b"t", b"l", b"d", b"}", b"]", b")", b"0", b"2", b"N",
+    b"\x88", b"\x85", b"\x86", b"\x87", b"s", b"u", b"a",
+    b"e", b"R", b"b", b"Q", b".", b"\x94", b"h\0", b"q\0", b"h\5",
+    # integers, among them one of nine bytes and one of 64 KiB
+    b"K\x40", b"M\0\1", b"J\xff\xff\xff\xff",
+    b"\x8a\x09" + b"\xff" * 8 + b"\0", b"\x8b\0\0\1\0" + b"\7" * 65536,
+    b"X\1\0\0\0a", b"cos\nsystem\n",
+    b"G" + struct.pack(">d", float("nan")),
+    # what checkpoints call
+    b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n",
+    b"ccollections\nOrderedDict\n)R",
+    # what nests deeply
+    b"\x86" * 300, b"(" * 300, b"2\x86" * 40,
+    b"\x8f", b"\x91", b"o", b"i",
+]  # fmt: skip
+
+
+STRANGE_LINES = (
+    b"",
+    b"---",
+    b"\0",
+    b"x" * 5000,
+    b"&a [*a]",
+    b"0" * 64 + b"  ../x",  # of a manifest of checksums
+    b"a: " + b"[" * 999,
+)
 
 
 def mutate_text(chosen: random.Random, content: bytes) -> bytes:
-    """Lines removed, doubled, exchanged or replaced."""
+    """Removes lines, or puts one or two strange ones there."""
     lines = content.split(b"\n")
     for _ in range(chosen.choice((1, 2))):
         at = chosen.randrange(len(lines))
-        line = chosen.choice(
-            (
-                b"",
-                b"---",
-                b"\0",
-                b"x" * 5000,
-                b"&a [*a]",
-                b"0" * 64 + b"  ../x",
-                b"a: " + b"[" * 999,
-            )
-        )
+        line = chosen.choice(STRANGE_LINES)
         lines[at : at + chosen.randrange(3)] = [line] * chosen.randrange(3)
     return b"\n".join(lines)
 
 
 def mutate_folder(chosen: random.Random, path: Path) -> None:
-    """A file that is empty, missing, a folder, a pipe or a link, or has the content of another."""
+    """Replaces a file with an empty one, a folder, a pipe, a link, a hole or a copy of another, or
+    removes it.
+    """
     others = [other for other in path.parent.iterdir() if other.is_file()]
     with chosen.choice(others).open("rb") as other:
         content = other.read(2**26)  # an earlier mutation may have left gigabytes of nothing
@@ -418,22 +315,28 @@ BY_SUFFIX: dict[str, Callable[[random.Random, bytes], bytes]] = {
 }
 
 
+def _ordinary_files(folder: Path) -> list[Path]:
+    """Returns the files below a folder without links, and holes that earlier mutations left."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        is_ordinary = path.is_file() and not path.is_symlink()
+        if is_ordinary and path.stat().st_size < LARGEST:
+            files.append(path)
+    return files
+
+
 def mutate_checkpoint(chosen: random.Random, folder: Path) -> None:
     """Change one or two files of a checkpoint."""
     for _ in range(chosen.choice((1, 1, 1, 2))):
-        files = sorted(
-            path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
-        )
-        files = [
-            path for path in files if path.stat().st_size < LARGEST
-        ]  # no hole that an earlier mutation has left
-        path = chosen.choice(files)
+        path = chosen.choice(_ordinary_files(folder))
         if chosen.random() < 0.03:
             mutate_folder(chosen, path)
             continue
-        mutate = mutate_bytes if chosen.random() < 0.1 else BY_SUFFIX.get(path.suffix, mutate_bytes)
+        mutate = BY_SUFFIX.get(path.suffix, mutate_bytes)
+        if chosen.random() < 0.1:
+            mutate = mutate_bytes
         try:
             changed = mutate(chosen, path.read_bytes())
-        except Exception:  # noqa: BLE001 - of what an earlier mutation has left
+        except Exception:  # noqa: BLE001 - an earlier mutation may have left what cannot be parsed
             changed = mutate_bytes(chosen, path.read_bytes())
         path.write_bytes(changed)
