@@ -1,5 +1,5 @@
-"""Memory follows --buffer-size, not the checkpoint: the real commands on checkpoints larger than
-what they may hold.
+"""Memory follows --buffer-size, not the checkpoint. The real commands read checkpoints that are
+larger than what they may hold.
 """
 
 import json
@@ -8,30 +8,48 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-SMALL, LARGE = 3, 17
-"""Weights of 16.8 MB, each several pieces long."""
+# numbers of weights; each has 16.8 MB, which are several pieces
+SMALL = 3
+LARGE = 17
 
+# factors of an adapter: name, rows, columns
 FACTORS = (("A", 4, 8192), ("B", 1024, 4))
 
+# These settings make glibc give back every large block at once, so a peak is what is alive, and
+# repeats to within 2 MB. By default the allocator keeps some 50 MB, now more, now less.
 LIVE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
-"""Makes glibc give back every large block at once, so that peaks are what is alive: they repeat to
-within 2 MB, where by default the allocator keeps some 50 MB, now more, now less.
-"""
 
-# prints the peak after whatever the command prints
+# runs each command of a JSON list in a fork, which has torch already, and prints the peaks
 PROGRAM = """
+import json
+import os
 import sys
-from pathlib import Path
+import torch
 from nf4conv.cli import main
 from nf4conv.run.loop import _peak_resident
-try:
-    main(sys.argv[1:])
-finally:
-    print(_peak_resident(), file=sys.stderr)
+
+peaks = []
+for words in json.loads(sys.argv[1]):
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            main(words)
+        except SystemExit as end:
+            status = end.code or 0
+        os.write(sending, str(_peak_resident()).encode())
+        os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit(f"{words}: status {status}")
+    peaks.append(int(os.read(receiving, 100)))
+print(json.dumps(peaks))
 """
 
 
@@ -69,59 +87,72 @@ def write_zeros(file: Path, shapes: dict[str, tuple[int, int]]) -> None:
         opened.truncate(8 + len(header) + stop)
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    options = ["--device", "cpu", "--workers", "2"]
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments), *options]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
-    )
+OPTIONS = ("--device", "cpu", "--workers", "2", "--quiet")
 
 
-def peak(*arguments: object) -> float:
-    """The most megabytes that a command had in use."""
-    return int(run(*arguments, "--buffer-size", "8MB", "--quiet", **LIVE).stderr) / 1e6
+@dataclass(frozen=True)
+class Made:
+    """What the commands made of one checkpoint.
+
+    Attributes:
+        source: the checkpoint.
+        packed: it in 4 bits.
+        peaks: the most megabytes that each command had in use.
+    """
+
+    source: Path
+    packed: Path
+    peaks: dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """For each command: how many more megabytes the large checkpoint takes than the small one."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[Made]:
+    """Runs the commands on the small checkpoint and, at the same time, on the large one."""
     folders = [tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("large")]
-    with (
-        ThreadPoolExecutor() as pool
-    ):  # much of the time is that of importing torch, which uses one core
-        small, large = pool.map(peaks, folders, (SMALL, LARGE))
-    print(small, large)
-    return {command: large[command] - small[command] for command in small}
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(run_commands, folders, (SMALL, LARGE)))
+    for one in found:
+        print(one.peaks)
+    return found
 
 
-def peaks(folder: Path, weights: int) -> dict[str, float]:
-    """Megabytes, by command."""
-    source, packed, plain = (
-        write_source(folder / "source", weights),
-        folder / "packed",
-        folder / "plain",
-    )
-    lora = ["--lora", write_adapter(folder / "adapter", weights), "--max-shard-size", "100GB"]
-    # most scales for the weights, and one shard, until whose end all that its tasks hold is kept
-    options = ["--blocksize", 32, "--max-shard-size", "100GB"]
-    return {
-        "quantize": peak("quantize", source, packed, *options),
-        "verify": peak("verify", packed, "--source", source),
-        "dequantize": peak("dequantize", packed, plain, "--max-shard-size", "100GB"),
-        "compare": peak("compare", packed, source, "--tolerance", 1),
-        "merge": peak("dequantize", source, folder / "merged", *lora),
-        "merge into 4 bits": peak("dequantize", packed, folder / "from_4_bits", *lora),
+def run_commands(folder: Path, weights: int) -> Made:
+    source = write_source(folder / "source", weights)
+    packed = folder / "packed"
+    # one shard, until whose end all that its tasks hold is kept, and most scales for the weights
+    one_shard = ["--max-shard-size", "100GB"]
+    lora = ["--lora", write_adapter(folder / "adapter", weights), *one_shard]
+    commands = {
+        "quantize": ["quantize", source, packed, "--blocksize", 32, *one_shard],
+        "verify": ["verify", packed, "--source", source],
+        "dequantize": ["dequantize", packed, folder / "plain", *one_shard],
+        "compare": ["compare", packed, source, "--tolerance", 1],
+        "merge": ["dequantize", source, folder / "merged", *lora],
+        "merge into 4 bits": ["dequantize", packed, folder / "from_4_bits", *lora],
     }
+    words = [
+        [str(word) for word in (*command, *OPTIONS, "--buffer-size", "8MB")]
+        for command in commands.values()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(words)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **LIVE},
+    )
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    megabytes = [peak / 1e6 for peak in peaks]
+    return Made(source, packed, dict(zip(commands, megabytes, strict=True)))
 
 
 @pytest.mark.parametrize(
     "command", ["quantize", "verify", "dequantize", "compare", "merge", "merge into 4 bits"]
 )
-def test_nothing_is_kept_of_what_is_done(growths, command):
-    """Of 235 MB more weights the absmax alone are 14.7 MB; an adapter, which is kept, has 1 MB
-    more.
-    """
-    assert growths[command] < 9
+def test_nothing_is_kept_of_what_is_done(made, command):
+    """Of 235 MB more weights the absmax alone are 14.7 MB. An adapter, which is kept, has 1 MB."""
+    small, large = made
+    assert large.peaks[command] - small.peaks[command] < 9
 
 
 # bounds on the growth: buffers, packed pieces, and the codec's scratch for each worker; measured:
@@ -130,12 +161,12 @@ def test_nothing_is_kept_of_what_is_done(growths, command):
     ("command", "buffer_size", "megabytes"),
     [("quantize", "8MB", 150), ("quantize", "64MB", 250), ("dequantize", "8MB", 60)],
 )
-def test_the_bound_is_the_option_s(tmp_path, command, buffer_size, megabytes):
-    source = write_source(tmp_path / "source", LARGE)
-    if command == "dequantize":
-        run("quantize", source, tmp_path / "packed", "--quiet")
-        source = tmp_path / "packed"
-    done = run(command, source, tmp_path / "out", "--buffer-size", buffer_size, "--json", "--quiet")
+def test_the_bound_is_the_option_s(made, tmp_path, command, buffer_size, megabytes):
+    _, large = made
+    source = large.packed if command == "dequantize" else large.source
+    words = [sys.executable, "-m", "nf4conv", command, source, tmp_path / "out", *OPTIONS]
+    words += ["--buffer-size", buffer_size, "--json"]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     report = json.loads(done.stdout)
     growth = (report["host_peak_bytes"] - report["host_baseline_bytes"]) / 1e6
     print(f"{command}, {buffer_size}: {growth:.0f} MB")
