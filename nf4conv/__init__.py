@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from nf4conv.plan.parts import plan_part as plan_part
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.as_json import write_json as write_json
-    from nf4conv.report.as_json import write_page as write_page
+    from nf4conv.report.page import write_page as write_page
     from nf4conv.report.results import ComparisonReport as ComparisonReport
     from nf4conv.report.results import DequantizeReport as DequantizeReport
     from nf4conv.report.results import Environment as Environment
@@ -114,7 +114,7 @@ _MODULE_OF: Final = {
     "to_json": "nf4conv.report.as_json",
     "verify_checkpoint": "nf4conv.commands.verify",
     "write_json": "nf4conv.report.as_json",
-    "write_page": "nf4conv.report.as_json",
+    "write_page": "nf4conv.report.page",
 }
 
 __all__ = sorted(_MODULE_OF)

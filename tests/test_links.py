@@ -164,7 +164,7 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(
         (source / "README.md").write_bytes(card)
     [note] = plan_quantization(source).notes
     assert note.startswith(
-        "README.md: the new card takes over nothing of it, for its front matter cannot be read: "
+        "README.md: its front matter cannot be read, so the new card ignores it: "
     )
     assert reason in note
     assert "\n" not in note

@@ -106,7 +106,7 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
     assert first.verification is not None
     assert again.verification is not None
     assert again.already_complete
-    assert again.verification.measured() == first.verification.measured()
+    assert again.verification.to_record() == first.verification.to_record()
     with pytest.raises(VerificationError, match=r"largest relative error 0.09\d\d, more than 0.01"):
         quantize_checkpoint(
             source, tmp_path / "out", run=RunOptions(device="cpu", verify=True, tolerance=0.01)

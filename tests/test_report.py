@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.report.as_json import page, write_json, write_page
+from nf4conv.report.as_json import write_json
+from nf4conv.report.page import page, write_page
 from nf4conv.report.results import VerifyReport
 
 CPU = RunOptions(device="cpu")

@@ -139,7 +139,7 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: Ru
     if run.verify:
         assert report.verification is not None
         assert single.verification is not None
-        assert report.verification.measured() == single.verification.measured()
+        assert report.verification.to_record() == single.verification.to_record()
     once_more = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
     assert once_more.already_complete
     assert once_more.seconds_by_activity == {}

@@ -3,6 +3,7 @@
 checks.py         names every check that verify makes
 structure.py      looks at all files of a 4-bit checkpoint and notes every fault
 config_check.py   checks config.json against the tensors
-pairing.py        matches the tensors of two checkpoints
+pairing.py        matches the tensors of a checkpoint and its source
+comparing.py      matches the tensors of any two checkpoints, and says how they can be compared
 checksums.py      checks SHA256SUMS
 """

@@ -29,3 +29,21 @@ CHECKS: Final[Mapping[str, str]] = {
     "exact": "the bytes are those that quantizing the source gives",
 }
 """What each check looks at, by its name, in the order in which reports list them."""
+
+ALWAYS: Final = (
+    "files",
+    "index",
+    "components",
+    "quant state",
+    "layout",
+    "one shard",
+    "code maps",
+    "uniform",
+    "config",
+    "skip list",
+    "scales",
+)
+"""The checks that every verification makes."""
+
+WITH_SOURCE: Final = ("names", "copies", "codes", "bound", "tolerance")
+"""The checks that a verification makes if there is a source to compare with."""

@@ -74,7 +74,7 @@ def _finish(out: Path, started: float, reread: bool) -> FinishReport:
             card=_card(plan, size, verification),
             record=plan[MAKING],
             config=None if config is None else config.encode(),
-            verified=None if verification is None else verification.measured(),
+            verified=None if verification is None else verification.to_record(),
         )
         finish(folder, last)
     return FinishReport(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.spread.carry_out import carry_out, is_spread
@@ -24,12 +24,13 @@ from nf4conv.plan.parts import plan_part
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.loading import advice, gpu_bytes, loading_of_pipeline, loading_of_plan
 from nf4conv.report.results import QuantizeReport
-from nf4conv.report.rows import VerificationSummary, WeightRow, inside
+from nf4conv.report.rows import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.shards import CastError, NonFiniteError
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers_folder import DiffusersFolder, is_packed_by_default, open_diffusers
+from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.original_names import with_original_names, within_blocks
 from nf4conv.sources.source import Source, open_stored
 
@@ -156,7 +157,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _front_matter(card: Path, root: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _front_matter(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
     from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
 
     return read_front_matter(card, root)
@@ -514,7 +515,7 @@ def _verification(
         found.append(report.verification)
     rows: list[WeightRow] = []
     for name, part in zip(plan.submodels, found, strict=True):
-        rows += [inside(name, row) for row in part.weights]
+        rows += [row.inside(name) for row in part.weights]
     if rows:
         return VerificationSummary.of(rows, sum(part.copied for part in found))
     # An earlier run verified them, and its figures are all that is left. They do not tell the

@@ -9,6 +9,7 @@ from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
 from nf4conv.plan.rows import PlanRow, add_totals
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.diffusers_folder import DiffusersFolder
+from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import read_json
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
@@ -24,7 +25,7 @@ class DiffusersPlan(Generic[PlanT]):
     # plan of each submodel, by its name
     submodels: Mapping[str, PlanT]
     # front matter of the pipeline's model card
-    front: Mapping[str, Any] = field(default_factory=dict)
+    front: OriginalCard = field(default_factory=OriginalCard)
     # lines that the user should read, about what belongs to no submodel
     complaints: tuple[str, ...] = ()
 

@@ -13,6 +13,7 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, arrange
 from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
 from nf4conv.sources.auxiliary import auxiliary_files
+from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
 
@@ -50,7 +51,7 @@ class WritingPlan:
     # lines that the user should read
     notes: tuple[str, ...]
     # front matter of the source's model card, for a result that gets a card
-    front: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    front: OriginalCard = field(default_factory=OriginalCard, kw_only=True)
     # part whose shards `output` holds; None when `output` holds all of them
     part: Part | None = field(default=None, kw_only=True)
     # makes the same plan in another process

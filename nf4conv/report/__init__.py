@@ -1,12 +1,15 @@
 """What commands find and return, and how it is shown.
 
-rows.py        one tensor, or one kind of module, in a result
-results.py     what each command returns
-places.py      where a tensor stands in a model, and what is not treated like its kind there
-measured.py    what verification and comparison gather of a tensor, piece by piece; rows and faults of weights
-tolerance.py   how large the error of a weight may be
-loading.py     how a result is loaded, and what that takes
-text.py        what a terminal shows: results as lines, notes, progress
-as_json.py     results as JSON, and a verification as an HTML page
-card.py        the model card of a quantized checkpoint
+results.py         holds the results that commands return
+rows/              holds their rows: one tensor, or one kind of module
+measured.py        gathers what verification and comparison measure of a tensor, piece by piece
+verified.py        composes the report of a verification
+compared.py        describes how the tensors of two checkpoints compare
+tolerance.py       says how large the relative error of a weight may be
+places.py          finds where a tensor stands in a model, and what is unlike its kind there
+loading.py         says how a result is loaded, and what that takes
+text/              shows results, notes and progress on a terminal
+as_json.py         writes results as JSON
+page.py            writes a verification as an HTML page, from page.html
+card/              writes the model card of a checkpoint
 """

@@ -1,6 +1,4 @@
-"""How a result is loaded: the code, the GPU memory that it takes, and why it may be larger than
-expected.
-"""
+"""Says how a result is loaded: the code, the GPU memory, and why it may be larger than expected."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -14,25 +12,31 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.text import size
 
 _TASKS: Final = (
-    *(
-        "ForCausalLM",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-        "ForMaskedLM",
-    ),
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
     "ForImageClassification",
 )
-_CUDA_ITSELF: Final = (
-    5 * 10**8
-)  # bytes that CUDA and its libraries take of a GPU, roughly, before a weight is loaded
-_MANY_BITS: Final = 6.0  # per parameter: half as much again as a checkpoint of linear layers alone
+"""Ends of architectures for which transformers has an auto class of the same end."""
+
+_CUDA_ITSELF: Final = 5 * 10**8
+"""Bytes of GPU memory that CUDA and its libraries take, roughly, before a weight is loaded."""
+
+_MANY_BITS: Final = 6.0
+"""Bits per parameter: half as much again as a checkpoint that has only linear layers."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Python that loads a checkpoint: the library, as the Hub calls it, its class, and what is
-    called with what.
+    """Python code that loads a checkpoint.
+
+    Attributes:
+        library: the library, as the Hub spells it.
+        class_name: the class of the library.
+        arguments: what follows the path in the call, with its comma.
+        method: the method that is called, with its dot. Empty to call the class.
     """
 
     library: str
@@ -41,20 +45,32 @@ class Loading:
     method: str = ".from_pretrained"
 
     def imports(self) -> str:
+        """Returns the lines that import what the call needs."""
         package = self.library.replace("-", "_")
-        torch = "import torch\n" if "torch." in self.arguments else ""
-        return f"{torch}from {package} import {self.class_name}  # pip install {self.library} bitsandbytes"
+        install = f"pip install {self.library} bitsandbytes"
+        line = f"from {package} import {self.class_name}  # {install}"
+        if "torch." in self.arguments:
+            return f"import torch\n{line}"
+        return line
 
     def call(self, place: str) -> str:
-        """The call, given a path or a name."""
-        return f"{self.class_name}{self.method}({json.dumps(place, ensure_ascii=False)}{self.arguments})"
+        """Returns the call, given a path or a name on the Hub."""
+        quoted = json.dumps(place, ensure_ascii=False)
+        return f"{self.class_name}{self.method}({quoted}{self.arguments})"
 
 
 def loading_of(
     config: Mapping[str, Any] | None, beside: Collection[str], dtype: str
 ) -> Loading | None:
-    """How to load a checkpoint, by its config.json, the files beside the weights, and the dtype of
-    what is kept.
+    """Finds out how to load a checkpoint.
+
+    Args:
+        config: the content of its config.json. None if it has none.
+        beside: the names of the files beside the weights.
+        dtype: the dtype of the tensors that are not packed, such as "bfloat16".
+
+    Returns:
+        The code; None if nothing says which class loads it.
     """
     if config is None:
         return None
@@ -64,14 +80,19 @@ def loading_of(
     class_name = config.get("_class_name")
     if isinstance(class_name, str) and class_name.isidentifier():
         return diffusers_loading(class_name, dtype)
-    found = _auto_class(architecture_of(config), config)
-    return (
-        None if found is None else Loading("transformers", found, f', device_map="auto"{trusted}')
-    )
+    auto_class = _auto_class(architecture_of(config), config)
+    if auto_class is None:
+        return None
+    return Loading("transformers", auto_class, f', device_map="auto"{trusted}')
 
 
 def diffusers_loading(class_name: str, dtype: str) -> Loading:
-    """How to load a diffusers pipeline, or a part of one."""
+    """Returns how to load a diffusers pipeline, or one of its submodels.
+
+    Args:
+        class_name: its class, such as "FluxPipeline".
+        dtype: the dtype of the tensors that are not packed, such as "bfloat16".
+    """
     return Loading("diffusers", class_name, f", torch_dtype=torch.{dtype}")
 
 
@@ -90,6 +111,7 @@ def loading_of_pipeline(plan: DiffusersPlan[Any]) -> Loading:
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
+    """Finds the class of transformers that loads an architecture; None if its name is no name."""
     if architecture.endswith("ForConditionalGeneration"):
         if "num_mel_bins" in config:
             return "AutoModelForSpeechSeq2Seq"
@@ -97,43 +119,69 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
             return "AutoModelForSeq2SeqLM"
         return "AutoModelForImageTextToText"
     named = architecture.replace("LMHeadModel", "ForCausalLM")
-    base = "AutoModel" if named.endswith("Model") else None
-    known = next((f"AutoModel{task}" for task in _TASKS if named.endswith(task)), base)
-    return known or (
-        architecture if architecture.isidentifier() and architecture.isascii() else None
-    )
+    for task in _TASKS:
+        if named.endswith(task):
+            return f"AutoModel{task}"
+    if named.endswith("Model"):
+        return "AutoModel"
+    if architecture.isidentifier() and architecture.isascii():
+        return architecture
+    return None
 
 
 def gpu_bytes(stored: int) -> int:
-    """An estimate of the GPU memory that loading so many bytes of tensors takes."""
+    """Estimates the GPU memory, in bytes, that loading `stored` bytes of tensors takes."""
     return stored + _CUDA_ITSELF
 
 
 def advice(rows: Iterable[PlanRow]) -> str:
-    """Why a result has many bits per parameter, and what would change that; empty if it has not."""
-    rows = list(rows)
-    parameters = sum(row.parameters for row in rows)
-    stored = sum(row.bytes_after for row in rows)
-    kept = [row for row in rows if row.action not in ("pack", "stay")]
+    """Says why a result has many bits per parameter, and what would change that.
+
+    Args:
+        rows: what becomes of each tensor.
+
+    Returns:
+        A line for the user; empty if the result has few bits per parameter, or if it is not the
+        tensors that are kept that take most of them.
+    """
+    parameters = 0
+    stored = 0
+    kept: list[PlanRow] = []
+    for row in rows:
+        parameters += row.parameters
+        stored += row.bytes_after
+        if row.action not in ("pack", "stay"):
+            kept.append(row)
     kept_bytes = sum(row.bytes_after for row in kept)
     if 8 * stored <= _MANY_BITS * parameters or 2 * kept_bytes <= stored:
         return ""
+    kept_parameters = sum(row.parameters for row in kept)
     largest = max(kept, key=lambda row: row.bytes_after)
     text = (
-        f"{_millions(sum(row.parameters for row in kept))} of {_millions(parameters)} parameters "
-        f"are not packed "
+        f"{_millions(kept_parameters)} of {_millions(parameters)} parameters are not packed "
         f"and take {size(kept_bytes)} of {size(stored)}, "
         f"most of it {largest.name} ({largest.reason})"
     )
-    wide = (
-        sum(row.bytes_after for row in kept if row.dtype in ("F32", "F64") and row.action == "copy")
-        // 2
-    )
-    if 5 * wide < stored:
+    saved = _saved_by_16_bits(kept)
+    if 5 * saved < stored:
         return text
-    narrow = 8 * (stored - wide) / parameters
-    return f"{text}; --dtype bfloat16 would store them in 16 bits and give {narrow:.2f} bits per parameter"
+    bits = 8 * (stored - saved) / parameters
+    return (
+        f"{text}; --dtype bfloat16 would store them in 16 bits and give {bits:.2f} bits per "
+        f"parameter"
+    )
+
+
+def _saved_by_16_bits(kept: Iterable[PlanRow]) -> int:
+    """Returns the bytes that 16 bits would save of tensors that are kept in 32 or 64 bits."""
+    wide = 0
+    for row in kept:
+        if row.action == "copy" and row.dtype in ("F32", "F64"):
+            wide += row.bytes_after
+    return wide // 2
 
 
 def _millions(count: int) -> str:
-    return f"{count / 10**9:.2f} B" if count >= 10**9 else f"{count / 10**6:.1f} M"
+    if count >= 10**9:
+        return f"{count / 10**9:.2f} B"
+    return f"{count / 10**6:.1f} M"

@@ -1,256 +1,348 @@
-"""What verification and comparison measure of a tensor, gathered from the pieces that several
-workers look at.
+"""Gathers what verification and comparison measure of a tensor.
 
-Of a packed weight also its row, its faults, and totals by kind of module.
+Several workers look at the pieces of one tensor, in any order. What each piece adds is kept by the
+place where the piece starts, and summed up in that order, so that results do not depend on who was
+first.
 """
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from nf4conv.options import VerifyOptions
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.rows import WeightKind, WeightRow, decibels, relative_error
-from nf4conv.report.tolerance import RELATIVE_ERRORS
+from nf4conv.report.tolerance import tolerance_of
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 
-M = TypeVar("M")
+PieceT = TypeVar("PieceT")
 
 
 class PieceErrors(NamedTuple):
-    """What one piece of a weight adds; sums in float64, see codec/error_sums.py."""
+    """The errors of one piece of a packed weight, or of the whole weight.
 
-    squared_error: float  # Σ error²
-    squared_weight: float  # Σ weight²
-    max_error: float  # the largest |error|
-    max_relative_error: float  # the largest |error| / absmax of its block
-    outside: int  # values beyond the format's worst case
-    differing: int  # bytes of codes that quantizing the source would make otherwise
-    not_nearest: int  # codes for which another is nearer to the value
+    Sums are in float64, see codec/error_sums.py.
+
+    Attributes:
+        squared_error: the sum of the squared errors.
+        squared_weight: the sum of the squared elements of the source.
+        max_error: the largest |error|.
+        max_relative_error: the largest |error| / absmax of its block.
+        outside: the number of elements whose error exceeds the format's worst case.
+        differing: the number of bytes of codes that differ from those that quantizing the source
+            gives.
+        not_nearest: the number of codes for which another code is nearer to the element.
+    """
+
+    squared_error: float
+    squared_weight: float
+    max_error: float
+    max_relative_error: float
+    outside: int
+    differing: int
+    not_nearest: int
+
+    @classmethod
+    def sum_up(cls, pieces: Sequence["PieceErrors"]) -> "PieceErrors":
+        """Returns the errors of the whole weight."""
+        return cls(
+            squared_error=_add_floats([piece.squared_error for piece in pieces]),
+            squared_weight=_add_floats([piece.squared_weight for piece in pieces]),
+            max_error=max(piece.max_error for piece in pieces),
+            max_relative_error=max(piece.max_relative_error for piece in pieces),
+            outside=sum(piece.outside for piece in pieces),
+            differing=sum(piece.differing for piece in pieces),
+            not_nearest=sum(piece.not_nearest for piece in pieces),
+        )
 
 
 class ScaleErrors(NamedTuple):
-    """How the scales of a weight compare with those of its source."""
+    """The differences between the scales of a weight and those that its source gives.
 
-    wrong: int = 0  # absmax, or their codes, that are not the source's
-    first: int = 0  # index of the first of them
-    wrong_nested: int = 0  # nested absmax that are not the largest of what they scale
-    # bytes of scales that quantizing the source would make otherwise, the offset counting as one
+    Attributes:
+        wrong: the number of absmax, or of their codes, that do not follow from the source.
+        first: the index of the first of them.
+        wrong_nested: the number of nested_absmax, and of nested offsets, that do not follow.
+        differing: the number of bytes of scales that quantizing the source would make otherwise;
+            the nested offset counts as one.
+        described: the number of bytes of code maps and quant state that it would make otherwise.
+    """
+
+    wrong: int = 0
+    first: int = 0
+    wrong_nested: int = 0
     differing: int = 0
-    described: int = 0  # bytes of the code maps and of the JSON blob that it would
+    described: int = 0
 
 
 @dataclass
 class WeightResult:
-    """One packed weight."""
+    """Gathers what is measured of one packed weight.
 
-    weight: StoredWeight  # as it is stored
-    improper: int = 0  # scales that are infinite, NaN or, if they were not searched, negative
-    scales: ScaleErrors | None = (
-        None  # how the scales compare with the source's; None without a source
-    )
+    Attributes:
+        weight: the weight as it is stored.
+        improper: the number of scales that are infinite or NaN, or negative although they were
+            not searched.
+        scales: the differences between its scales and those of the source. None if it was not
+            compared with a source.
+    """
+
+    weight: StoredWeight
+    improper: int = 0
+    scales: ScaleErrors | None = None
     _pieces: dict[int, PieceErrors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_improper(self, count: int) -> None:
+        """Counts improper scales; from any thread."""
         with self._lock:
             self.improper += count
 
     def add_piece(self, start: int, errors: PieceErrors) -> None:
+        """Keeps the errors of the piece that starts at element `start`; from any thread."""
         self._pieces[start] = errors
 
     @property
     def errors(self) -> PieceErrors | None:
-        """Of the whole weight; None if it was not compared. Independent of the order in which
-        pieces came.
-        """
-        return _whole(PieceErrors, self._pieces)
+        """The errors of the whole weight; None if it was not compared with a source."""
+        if not self._pieces:
+            return None
+        return PieceErrors.sum_up(_in_order(self._pieces))
 
     @property
     def relative_error(self) -> float | None:
-        """‖W - Ŵ‖ / ‖W‖; None without a source."""
+        """‖W - Ŵ‖ / ‖W‖; None if the weight was not compared with a source."""
         errors = self.errors
-        return (
-            None if errors is None else relative_error(errors.squared_error, errors.squared_weight)
-        )
+        if errors is None:
+            return None
+        return relative_error(errors.squared_error, errors.squared_weight)
 
     @property
     def bytes_differing(self) -> int | None:
-        """Of all components, from those that quantizing the source gives; None without a source."""
-        errors, scales = self.errors, self.scales
-        return (
-            None
-            if errors is None or scales is None
-            else errors.differing + scales.differing + scales.described
-        )
+        """The number of bytes, of all components, that quantizing the source would make otherwise.
+
+        None if the weight was not compared with a source.
+        """
+        errors = self.errors
+        if errors is None or self.scales is None:
+            return None
+        return errors.differing + self.scales.differing + self.scales.described
 
 
 @dataclass
 class CopyResult:
-    """One tensor that is not packed."""
+    """Gathers what is measured of one tensor that is not packed.
 
-    tensor: TensorInfo  # as it is stored
-    differing: int = 0  # elements that are not the source's
+    Attributes:
+        tensor: the tensor as it is stored.
+        differing: the number of elements that differ from those of the source.
+    """
+
+    tensor: TensorInfo
+    differing: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, differing: int) -> None:
+        """Counts elements that differ from those of the source; from any thread."""
         with self._lock:
             self.differing += differing
 
 
 class PieceDifference(NamedTuple):
-    """What one piece of a tensor adds to its comparison with another; sums in float64."""
+    """The difference between a piece of a tensor, or the whole tensor, and another tensor.
 
-    squared_difference: float  # Σ (a - b)²
-    squared_values: float  # Σ a², of the values that are finite
-    # the largest |a - b|; infinite where one of the two is NaN or infinite, and the other is not
+    Sums are in float64.
+
+    Attributes:
+        squared_difference: the sum of (a - b)².
+        squared_values: the sum of a², over the values that are finite.
+        largest_difference: the largest |a - b|. Infinite where one of the two is NaN or infinite
+            and the other is not.
+        differing: the number of values that are not equal; NaN equals NaN.
+    """
+
+    squared_difference: float
+    squared_values: float
     largest_difference: float
-    differing: int  # values that are not equal; NaN equals NaN
+    differing: int
+
+    @classmethod
+    def sum_up(cls, pieces: Sequence["PieceDifference"]) -> "PieceDifference":
+        """Returns the difference of the whole tensor."""
+        return cls(
+            squared_difference=_add_floats([piece.squared_difference for piece in pieces]),
+            squared_values=_add_floats([piece.squared_values for piece in pieces]),
+            largest_difference=max(piece.largest_difference for piece in pieces),
+            differing=sum(piece.differing for piece in pieces),
+        )
 
 
 @dataclass
 class TensorDifference:
-    """The tensors of one name in two checkpoints."""
+    """Gathers the differences between the tensors of one name in two checkpoints.
 
-    a: TensorInfo  # in the one, as what it is decoded to
-    b: TensorInfo  # in the other
-    # whether all bytes are equal; None where the two are not stored alike, or not compared yet
+    Attributes:
+        a: the tensor in the first checkpoint, with the dtype that it is decoded to.
+        b: the tensor in the second checkpoint, with the dtype that it is decoded to.
+        is_identical: True if all bytes are equal. None if the two are not stored alike, or were
+            not compared yet.
+    """
+
+    a: TensorInfo
+    b: TensorInfo
     is_identical: bool | None = None
     _pieces: dict[int, PieceDifference] = field(default_factory=dict)
 
     def add_piece(self, start: int, difference: PieceDifference) -> None:
+        """Keeps the difference of the piece that starts at element `start`; from any thread."""
         self._pieces[start] = difference
 
     @property
     def difference(self) -> PieceDifference | None:
-        """Of the values of the whole tensor; None if they were not compared."""
-        return _whole(PieceDifference, self._pieces)
+        """The difference between the values of both; None if no values were compared."""
+        if not self._pieces:
+            return None
+        return PieceDifference.sum_up(_in_order(self._pieces))
 
 
-def _whole(kind: Callable[..., M], pieces: Mapping[int, Any]) -> M | None:
-    """What pieces add up to, in their order: sums and maxima; None if there are none."""
-    if not pieces:
-        return None
-    columns = zip(*(pieces[start] for start in sorted(pieces)), strict=True)
-    return kind(*(add(column) for add, column in zip(_adding(kind), columns, strict=True)))
+def _in_order(pieces: Mapping[int, PieceT]) -> list[PieceT]:
+    return [pieces[start] for start in sorted(pieces)]
 
 
-@cache
-def _adding(kind: Callable[..., M]) -> tuple[Callable[[Sequence[Any]], Any], ...]:
-    """How each field of the whole comes from those of the pieces; to find that out takes longer
-    than to do it.
-    """
-    return tuple(
-        # of a sum of floats ten digits are kept, because the last of sixteen depend on how a device
-        # adds
-        max
-        if name.startswith(("max", "largest"))
-        else sum
-        if hint is int
-        else lambda x: float(f"{math.fsum(x):.10g}")
-        for name, hint in get_type_hints(kind).items()
-    )
+def _add_floats(values: Sequence[float]) -> float:
+    """Adds floats up to ten digits: the last of sixteen depend on how a device adds."""
+    return float(f"{math.fsum(values):.10g}")
 
 
 def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tuple[str, str]]:
-    """(check, text) of everything that is wrong with a weight's values."""
-    errors, scales = result.errors, result.scales
+    """Yields everything that is wrong with the values of a weight.
+
+    Args:
+        result: what was measured of the weight.
+        options: what verification requires.
+
+    Yields:
+        The name of the check that the weight fails, and a text for the user.
+    """
     if result.improper:
         yield (
             "scales",
             f"{result.improper:,} scales are infinite, NaN or, though not searched, negative",
         )
+    errors = result.errors
+    scales = result.scales
     if errors is None or scales is None:
         return
+    yield from _scale_faults(scales)
+    if errors.not_nearest:
+        elements = result.weight.elements
+        yield "codes", f"{errors.not_nearest:,} of {elements:,} codes are not the nearest"
+    if errors.outside:
+        quant_type = result.weight.format.quant_type
+        yield "bound", f"{errors.outside:,} values are beyond the worst case of {quant_type}"
+    error = relative_error(errors.squared_error, errors.squared_weight)
+    tolerance = tolerance_of(result.weight.format, options.tolerance)
+    if not error <= tolerance:  # NaN is no error that passes
+        yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
+    if options.exact:
+        yield from _exact_faults(result.weight, errors, scales)
+
+
+def _scale_faults(scales: ScaleErrors) -> Iterator[tuple[str, str]]:
     if scales.wrong:
         yield (
             "scales",
-            f"{scales.wrong:,} scales do not follow from the source; the first is of block "
-            f"{scales.first:,}",
+            f"{scales.wrong:,} scales do not follow from the source; "
+            f"the first is of block {scales.first:,}",
         )
     if scales.wrong_nested:
         yield (
             "scales",
             f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source",
         )
-    if errors.not_nearest:
-        yield (
-            "codes",
-            f"{errors.not_nearest:,} of {result.weight.elements:,} codes are not the nearest",
-        )
-    if errors.outside:
-        yield (
-            "bound",
-            f"{errors.outside:,} values are beyond the worst case of "
-            f"{result.weight.format.quant_type}",
-        )
-    error, tolerance = result.relative_error, _tolerance(result, options)
-    if error is None or not error <= tolerance:
-        yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
-    if options.exact and result.bytes_differing:
-        counts = f"{errors.differing:,} bytes of codes, {scales.differing:,} of scales"
-        yield "exact", f"{counts} and {scales.described:,} of code maps and quant state differ"
-    values = result.weight.values
-    if options.exact and values.shape != (values.elements, 1):
-        yield "exact", f"the codes are {list(values.shape)}, expected {[values.elements, 1]}"
 
 
-def _tolerance(result: WeightResult, options: VerifyOptions) -> float:
-    if options.tolerance is not None:
-        return options.tolerance
-    format = result.weight.format
-    return RELATIVE_ERRORS[format.scales, format.quant_type][format.blocksize][2]
+def _exact_faults(
+    weight: StoredWeight, errors: PieceErrors, scales: ScaleErrors
+) -> Iterator[tuple[str, str]]:
+    if errors.differing or scales.differing or scales.described:
+        yield (
+            "exact",
+            f"{errors.differing:,} bytes of codes, {scales.differing:,} of scales and "
+            f"{scales.described:,} of code maps and quant state differ",
+        )
+    codes = weight.values
+    if codes.shape != (codes.elements, 1):
+        yield "exact", f"the codes are {list(codes.shape)}, expected {[codes.elements, 1]}"
 
 
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
-    weight, errors, error = result.weight, result.errors, result.relative_error
-    format = {
-        name: getattr(weight.format, name)
-        for name in ("quant_type", "blocksize", "dtype", "double_quant")
-    }
-    counted = ("outside", "not_nearest", "squared_error", "squared_weight")
-    sums: dict[str, Any] = {name: getattr(errors, name, None) for name in counted}
-    return WeightRow(
+    """Returns the row of a report that describes a weight."""
+    weight = result.weight
+    place = place_of(weight.name)
+    row = WeightRow(
         name=weight.name,
-        **place_of(weight.name)._asdict(),
+        stack=place.stack,
+        layer=place.layer,
+        kind=place.kind,
         file=weight.values.file.name,
-        **format,
+        quant_type=weight.format.quant_type,
+        blocksize=weight.format.blocksize,
+        dtype=weight.format.dtype,
         shape=weight.shape,
         nested_offset=weight.nested_offset,
+        double_quant=weight.format.double_quant,
         parameters=weight.elements,
         bytes=weight.nbytes,
-        relative_error=error,
-        tolerance=_tolerance(result, options),
-        snr_db=None if error is None else decibels(error),
-        largest_error=None if errors is None else errors.max_error,
-        largest_error_of_absmax=None if errors is None else errors.max_relative_error,
+        tolerance=tolerance_of(weight.format, options.tolerance),
         bytes_differing=result.bytes_differing,
-        **sums,
+    )
+    errors = result.errors
+    if errors is None:
+        return row
+    error = relative_error(errors.squared_error, errors.squared_weight)
+    return replace(
+        row,
+        relative_error=error,
+        snr_db=decibels(error),
+        largest_error=errors.max_error,
+        largest_error_of_absmax=errors.max_relative_error,
+        outside=errors.outside,
+        not_nearest=errors.not_nearest,
+        squared_error=errors.squared_error,
+        squared_weight=errors.squared_weight,
     )
 
 
 def weight_kinds(rows: Iterable[WeightRow]) -> Iterator[WeightKind]:
-    """Totals of the weights of one kind in one stack of layers."""
+    """Sums up the rows of each kind of module in each stack of layers."""
     for stack, kind, members in by_kind(rows, lambda row: row):
-        errors = [row.relative_error for row in members if row.relative_error is not None]
-        squared_error = math.fsum(
-            row.squared_error for row in members if row.squared_error is not None
-        )
-        squared_weight = math.fsum(
-            row.squared_weight for row in members if row.squared_weight is not None
-        )
+        parameters = 0
+        size = 0
+        errors: list[float] = []
+        squared_errors: list[float] = []
+        squared_weights: list[float] = []
+        for row in members:
+            parameters += row.parameters
+            size += row.bytes
+            if row.relative_error is not None:
+                errors.append(row.relative_error)
+            if row.squared_error is not None and row.squared_weight is not None:
+                squared_errors.append(row.squared_error)
+                squared_weights.append(row.squared_weight)
+        squared_weight = math.fsum(squared_weights)
+        error = None
+        if squared_weight:
+            error = relative_error(math.fsum(squared_errors), squared_weight)
         yield WeightKind(
             stack=stack,
             kind=kind,
             weights=len(members),
-            parameters=sum(row.parameters for row in members),
-            bytes=sum(row.bytes for row in members),
-            relative_error=relative_error(squared_error, squared_weight)
-            if squared_weight
-            else None,
+            parameters=parameters,
+            bytes=size,
+            relative_error=error,
             largest_relative_error=max(errors, default=None),
         )

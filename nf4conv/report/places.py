@@ -1,80 +1,112 @@
-"""Where a tensor stands in a model, what is of one kind there, and what is not treated like its
-kind.
-"""
+"""Finds where a tensor stands in a model, and what is not treated like the others of its kind."""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from nf4conv.models.module_names import module_of
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 _FEWEST: Final = 3  # modules of one kind, of which one can be unlike the others
 _MOST_LINES: Final = 8
-_MOST_LAYERS: Final = 6
+_MOST_LAYERS: Final = 6  # numbers in a line
 
 T = TypeVar("T")
 
 
-class ModulePlace(NamedTuple):
-    """Where a weight stands in a model."""
+class Placed(Protocol):
+    """Something that stands in a model: a ModulePlace, or a row of a result."""
 
-    stack: (
-        str  # the path before the first number, such as "model.layers"; empty if there is no number
-    )
-    layer: int | None  # that number; None if there is none
-    # the rest of the module's path without further numbers, such as "mlp.experts.down_proj"
+    @property
+    def stack(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+
+class ModulePlace(NamedTuple):
+    """The place of a module in a model.
+
+    Attributes:
+        stack: the path before the first number, such as "model.layers". Empty if the path has no
+            number.
+        layer: that number. None if the path has none.
+        kind: the rest of the path without further numbers, such as "mlp.experts.down_proj".
+    """
+
+    stack: str
+    layer: int | None
     kind: str
 
 
 def place_of(name: str) -> ModulePlace:
-    """The place of a weight, by its name."""
+    """Returns the place of a weight, given its name."""
     module = module_of(name)
-    match = _NUMBER.search(module)
-    if match is None:
+    number = _NUMBER.search(module)
+    if number is None:
         return ModulePlace("", None, module)
-    kind = _NUMBER.sub("", module[match.end() :]).strip(".")
-    return ModulePlace(module[: match.start()], int(match[2]), kind or module[: match.start()])
+    stack = module[: number.start()]
+    kind = _NUMBER.sub("", module[number.end() :]).strip(".")
+    return ModulePlace(stack, int(number[2]), kind or stack)
 
 
-def by_kind(rows: Iterable[T], place: Callable[[T], Any]) -> Iterator[tuple[str, str, list[T]]]:
-    """(stack, kind, rows) of each kind of module in each stack of layers, given the place of a row."""
+def by_kind(rows: Iterable[T], place: Callable[[T], Placed]) -> Iterator[tuple[str, str, list[T]]]:
+    """Groups rows by kind of module and stack of layers.
+
+    Args:
+        rows: the rows.
+        place: returns the place of a row.
+
+    Yields:
+        A stack, a kind, and the rows of this kind in this stack.
+    """
     groups: defaultdict[tuple[str, str], list[T]] = defaultdict(list)
     for row in rows:
-        groups[place(row).stack, place(row).kind].append(row)
+        found = place(row)
+        groups[found.stack, found.kind].append(row)
     for (stack, kind), members in groups.items():
         yield stack, kind, members
 
 
-def kind_name(row: Any) -> str:
-    """The modules of one kind, with a star for the layer."""
-    return f"{row.stack}.*.{row.kind}" if row.stack else row.kind
+def kind_name(place: Placed) -> str:
+    """Returns the name of all modules of one kind, with a star in place of the layer's number."""
+    return f"{place.stack}.*.{place.kind}" if place.stack else place.kind
 
 
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """A line for each kind of tensor of which most are treated alike, and some are not.
+    """Finds kinds of tensors of which most are treated alike, and some are not.
 
-    `treated` is the name of each tensor, and what becomes of it or how it is stored, in a few
-    words.
+    Args:
+        treated: the name of each tensor, and what becomes of it or how it is stored, in a few
+            words.
+
+    Returns:
+        A line for each such kind and treatment, up to a limit.
     """
-    lines, kinds = [], defaultdict(list)
+    kinds: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, treatment in treated:
-        kinds[f"{kind_name(place_of(name))}.{name.rpartition('.')[2]}"].append((name, treatment))
+        kind = f"{kind_name(place_of(name))}.{name.rpartition('.')[2]}"
+        kinds[kind].append((name, treatment))
+    lines: list[str] = []
     for kind, members in kinds.items():
-        (common, count), *rare = Counter(treatment for _, treatment in members).most_common()
-        for treatment, number in (
-            rare if len(members) >= _FEWEST and 2 * count > len(members) else ()
-        ):
-            layers = [str(place_of(name).layer) for name, other in members if other == treatment]
-            where = ", ".join(
-                [*layers[:_MOST_LAYERS], *(["…"] if len(layers) > _MOST_LAYERS else [])]
-            )
-            lines.append(
-                f"{kind}: {number:,} of {len(members):,} {treatment}, the others {common}: {where}"
-            )
+        if len(members) >= _FEWEST:
+            lines.extend(_unusual_lines(kind, members))
+    if len(lines) <= _MOST_LINES:
+        return tuple(lines)
     more = len(lines) - _MOST_LINES
-    return (
-        *lines[:_MOST_LINES],
-        *([f"… and {more:,} more kinds of modules are treated unlike"] if more > 0 else []),
-    )
+    return (*lines[:_MOST_LINES], f"… and {more:,} more kinds of modules are not treated alike")
+
+
+def _unusual_lines(kind: str, members: list[tuple[str, str]]) -> Iterator[str]:
+    counts = Counter(treatment for _, treatment in members).most_common()
+    common, most = counts[0]
+    if 2 * most <= len(members):
+        return
+    for treatment, count in counts[1:]:
+        layers = [str(place_of(name).layer) for name, other in members if other == treatment]
+        if len(layers) > _MOST_LAYERS:
+            layers = [*layers[:_MOST_LAYERS], "…"]
+        yield (
+            f"{kind}: {count:,} of {len(members):,} {treatment}, the others {common}: "
+            f"{', '.join(layers)}"
+        )

@@ -1,13 +1,13 @@
-"""What each command returns. Field names are the keys of --json, in their order.
+"""The results that commands return. Their fields are the keys of --json, in their order.
 
-docs/json.md is made from them, and from the comments beside them.
+docs/generate.py makes docs/json.md from these classes and the `Attributes` in their docstrings.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from nf4conv.plan import rows as plan_rows
+from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report import rows
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 from nf4conv.sources.stored_weights import Finding
@@ -34,20 +34,15 @@ class PlanReport:
         notes: lines that the user should read.
     """
 
-    command: str  # "quantize" or "dequantize"
-    source: str  # what would be read
-    totals: plan_rows.QuantizationTotals | plan_rows.DequantizationTotals  # of everything
-    kinds: tuple[plan_rows.PlanKind, ...]  # what becomes of each kind of module
-    tensors: tuple[plan_rows.PlanRow, ...]  # what becomes of each tensor
-    # the content of the output's config.json, of a diffusers pipeline those of its submodels; None
-    # if none
+    command: str
+    source: str
+    totals: QuantizationTotals | DequantizationTotals
+    kinds: tuple[PlanKind, ...]
+    tensors: tuple[PlanRow, ...]
     config: Mapping[str, Any] | None
-    # an estimate of the GPU memory that loading the result takes; None for a result in 16 or 32
-    # bits
     gpu_bytes: int | None
-    # why there are many bits per parameter, and what would change that; empty if there are not
     advice: str
-    notes: tuple[str, ...]  # what the user should know
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,23 +74,21 @@ class RunReport:
 
     command: ClassVar[str]
 
-    out: str  # the output folder
-    already_complete: bool  # whether the result was there before, so that nothing was computed
-    part: str | None  # of which sizes and counts are, as "2/3"; None for a run that made all
-    device: str  # where it was computed
-    copied: int  # tensors kept, those of weights that stay in 4 bits included
-    bytes_before: int  # of all tensors of the source
-    bytes_after: int  # of the output's weight files
-    seconds: float  # wall clock of the whole run, once planned
-    pipeline_seconds: float  # of it, from the first read to the last write
-    seconds_by_activity: Mapping[
-        str, float
-    ]  # "read", "compute" and "write", summed over the workers
-    host_baseline_bytes: int  # peak resident memory of the process when the first byte is read
-    host_peak_bytes: int  # the same at the end
-    device_peak_bytes: int  # the most held on the GPU
-    shards_resumed: int  # finished shards of an earlier, interrupted run that were kept
-    notes: tuple[str, ...]  # what the user should know
+    out: str
+    already_complete: bool
+    part: str | None
+    device: str
+    copied: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    pipeline_seconds: float
+    seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    shards_resumed: int
+    notes: tuple[str, ...]
 
     @classmethod
     def extend(cls: type[ReportT], report: "RunReport", **own: Any) -> ReportT:
@@ -116,7 +109,7 @@ class DequantizeReport(RunReport):
 
     command: ClassVar[str] = "dequantize"
 
-    decoded: int  # weights decoded
+    decoded: int
 
 
 @dataclass(frozen=True)
@@ -139,17 +132,14 @@ class QuantizeReport(RunReport):
 
     command: ClassVar[str] = "quantize"
 
-    packed: int  # weights packed
-    parameters: int  # elements of all tensors
-    bits_per_parameter: float  # of the output
-    gpu_bytes: int  # an estimate of the GPU memory that loading the result takes
-    loading: str  # Python code that loads it
-    # why there are many bits per parameter, and what would change that; empty if there are not
+    packed: int
+    parameters: int
+    bits_per_parameter: float
+    gpu_bytes: int
+    loading: str
     advice: str
-    verification: rows.VerificationSummary | None = (
-        None  # what was looked at, with `verify`; else None
-    )
-    pushed: str | None = None  # address of the commit on the Hub; None if nothing was to be pushed
+    verification: rows.VerificationSummary | None = None
+    pushed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,14 +157,12 @@ class FinishReport:
 
     command: ClassVar[str] = "finish"
 
-    out: str  # the output folder
-    already_complete: bool  # whether the result was there before, so that nothing was done
-    shards: int  # weight files
-    bytes_after: int  # of them
-    verification: (
-        rows.VerificationSummary | None
-    )  # what the parts looked at, with `verify`; else None
-    seconds: float  # wall clock
+    out: str
+    already_complete: bool
+    shards: int
+    bytes_after: int
+    verification: rows.VerificationSummary | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -203,66 +191,54 @@ class VerifyReport:
 
     command: ClassVar[str] = "verify"
 
-    path: str  # the checkpoint
-    source: str | None  # what it was compared with; None if nothing
-    passed: bool  # the verdict
-    checks: Mapping[
-        str, rows.CheckResult
-    ]  # for each check that ran, by name: what it means, and whether it passed
-    findings: tuple[Finding, ...]  # everything that is wrong or worth knowing; a fault has is_fault
-    # by which command, version and options, and from what, as its nf4conv.json says; None if it has
-    # none
+    path: str
+    source: str | None
+    passed: bool
+    checks: Mapping[str, rows.CheckResult]
+    findings: tuple[Finding, ...]
     made: Mapping[str, Any] | None
-    # a row for each packed weight: place, size, format and, with a source, its errors
     weights: tuple[rows.WeightRow, ...]
-    kinds: tuple[rows.WeightKind, ...]  # the same added up by kind of module
-    sizes: Mapping[
-        str, int
-    ]  # bytes of codes, of scales, of tables (and quant states), and of what is not packed
-    parameters: int  # elements of all tensors
-    bits_per_parameter: float  # of the whole checkpoint
-    identical: (
-        bool | None
-    )  # whether every byte compared is what quantizing the source gives; None without a source
-    settings: Mapping[str, Any]  # options, device and versions
-    seconds: float  # wall clock
+    kinds: tuple[rows.WeightKind, ...]
+    sizes: Mapping[str, int]
+    parameters: int
+    bits_per_parameter: float
+    identical: bool | None
+    settings: Mapping[str, Any]
+    seconds: float
 
     @property
     def normal(self) -> list[tuple[str, float, float]]:
-        """(name, smallest, largest) relative error that trained weights usually have, of each
-        format compared.
+        """The relative errors that trained weights usually have, for each format compared.
+
+        Each entry is the format, such as "nf4/64", and the smallest and largest usual error.
         """
-        formats = {
-            (row.quant_type, row.blocksize)
-            for row in self.weights
-            if row.relative_error is not None
-        }
-        scales = (
-            "search"
-            if self.made is not None and self.made["options"].get("scales") == "search"
-            else "absmax"
-        )
-        return [
-            (f"{name}/{size}", *RELATIVE_ERRORS[scales, name][size][:2])
-            for name, size in sorted(formats)
-        ]
+        scales = "absmax"
+        if self.made is not None and self.made["options"].get("scales") == "search":
+            scales = "search"
+        compared = [row for row in self.weights if row.relative_error is not None]
+        formats = {(row.quant_type, row.blocksize) for row in compared}
+        usual = []
+        for quant_type, blocksize in sorted(formats):
+            errors = RELATIVE_ERRORS[scales, quant_type][blocksize]
+            usual.append((f"{quant_type}/{blocksize}", errors.normal, errors.heavy))
+        return usual
 
     @property
     def verdict(self) -> str:
-        """One line."""
-        faults = sum(finding.is_fault for finding in self.findings)
-        compared = [
-            weight.relative_error for weight in self.weights if weight.relative_error is not None
-        ]
-        worst = (
-            f"largest relative error {max(compared):.4f}"
-            if compared
-            else "not compared with a source"
-        )
-        if self.passed:
-            same = ", byte for byte what quantizing the source gives" if self.identical else ""
-            return f"passed: {len(self.weights):,} packed weights, {worst}{same}"
-        return f"FAILED: {faults:,} fault{'s' if faults != 1 else ''} in {len(self.weights):,} packed weights, {worst}"
+        """The result in one line."""
+        weights = f"{len(self.weights):,} packed weights"
+        errors = [row.relative_error for row in self.weights if row.relative_error is not None]
+        if errors:
+            worst = f"largest relative error {max(errors):.4f}"
+        else:
+            worst = "not compared with a source"
+        if not self.passed:
+            faults = sum(1 for finding in self.findings if finding.is_fault)
+            noun = "fault" if faults == 1 else "faults"
+            return f"FAILED: {faults:,} {noun} in {weights}, {worst}"
+        if self.identical:
+            worst += ", byte for byte what quantizing the source gives"
+        return f"passed: {weights}, {worst}"
 
 
 @dataclass(frozen=True)
@@ -283,28 +259,31 @@ class ComparisonReport:
 
     command: ClassVar[str] = "compare"
 
-    a: str  # the one checkpoint
-    b: str  # the other
-    passed: bool  # the verdict
-    notes: tuple[str, ...]  # what the user should know
-    tensors: tuple[rows.ComparedRow, ...]  # a row for each
-    kinds: tuple[rows.ComparedKind, ...]  # the same added up by kind of module
-    counts: Mapping[rows.Status, int]  # tensors by status
-    settings: Mapping[str, Any]  # options, device and versions
-    seconds: float  # wall clock
+    a: str
+    b: str
+    passed: bool
+    notes: tuple[str, ...]
+    tensors: tuple[rows.ComparedRow, ...]
+    kinds: tuple[rows.ComparedKind, ...]
+    counts: Mapping[rows.Status, int]
+    settings: Mapping[str, Any]
+    seconds: float
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         total = len(self.tensors)
         if self.counts.get(rows.Status.IDENTICAL) == total:
             return f"identical: {total:,} tensors, every byte"
+        outcome = "within tolerance" if self.passed else "DIFFERENT"
         counted = ", ".join(f"{count:,} {status}" for status, count in self.counts.items())
+        line = f"{outcome}: {counted}"
         errors = [row.relative_error for row in self.tensors if row.relative_error is not None]
-        worst = f"; largest relative error {max(errors):.4g}" if errors else ""
+        if errors:
+            line += f"; largest relative error {max(errors):.4g}"
         if not self.passed and self.counts.keys() <= {rows.Status.EQUAL, rows.Status.IDENTICAL}:
-            worst += " (--tolerance 0 lets these pass)"
-        return f"{'within tolerance' if self.passed else 'DIFFERENT'}: {counted}{worst}"
+            line += " (--tolerance 0 lets these pass)"
+        return line
 
 
 @dataclass(frozen=True)
@@ -329,28 +308,24 @@ class Evaluation:
 
     command: ClassVar[str] = "evaluate"
 
-    out: str  # the model in 4 bits
-    source: str  # what it was made from
-    passed: bool  # whether kl is at most --max-kl, if that is given
-    kind: str  # "causal", "seq2seq", "masked" or "encoder"
-    text: str  # where the tokens are from
-    tokens: int  # that both models read
-    device: str  # where
-    arithmetic: str  # in what
-    # kl, in nats, mean, kl_median and kl_99th over positions; agreement, of 1, of the most likely
-    # token; perplexity and perplexity_source. Of an encoder cosine, cosine_least of the states;
-    # cosine_pooled of means.
+    out: str
+    source: str
+    passed: bool
+    kind: str
+    text: str
+    tokens: int
+    device: str
+    arithmetic: str
     figures: Mapping[str, float]
 
     def rows(self) -> dict[str, str]:
-        """What was found, in words and figures."""
-        about = {
-            "text": f"{self.tokens:,} tokens of {self.text}",
-            "run": f"on {self.device}, {self.arithmetic}",
-        }
-        return {
-            name.replace("_", " "): f"{value:.5g}" for name, value in self.figures.items()
-        } | about
+        """Returns the lines of a table: what was measured, and how, in words and figures."""
+        lines = {}
+        for name, value in self.figures.items():
+            lines[name.replace("_", " ")] = f"{value:.5g}"
+        lines["text"] = f"{self.tokens:,} tokens of {self.text}"
+        lines["run"] = f"on {self.device}, {self.arithmetic}"
+        return lines
 
 
 @dataclass(frozen=True)
@@ -375,21 +350,16 @@ class Inspection:
 
     command: ClassVar[str] = "inspect"
 
-    path: str  # the checkpoint, as it was given
-    files: tuple[str, ...]  # the weight files
-    config: Mapping[str, Any] | None  # what config.json says about a quantization; None if nothing
-    model_type: str | None  # of the config; None if there is none
-    # by which command, version and options, and from what, as its nf4conv.json says; None if it has
-    # none
+    path: str
+    files: tuple[str, ...]
+    config: Mapping[str, Any] | None
+    model_type: str | None
     made: Mapping[str, Any] | None
-    notes: tuple[str, ...]  # what is unusual
-    gpu_bytes: int  # an estimate of the GPU memory that loading it takes
-    tensors: tuple[
-        rows.InspectedRow, ...
-    ]  # a row for each tensor, the tensors of a packed weight being one
-    kinds: tuple[rows.InspectedKind, ...]  # the same added up by kind of module
-    totals: rows.InspectionTotals  # of the whole checkpoint
-    # what is wrong with a 4-bit checkpoint, as far as headers, small tensors and config tell
+    notes: tuple[str, ...]
+    gpu_bytes: int
+    tensors: tuple[rows.InspectedRow, ...]
+    kinds: tuple[rows.InspectedKind, ...]
+    totals: rows.InspectionTotals
     findings: tuple[Finding, ...] = ()
 
 
@@ -409,10 +379,10 @@ class Environment:
 
     command: ClassVar[str] = "env"
 
-    python: str  # its version
-    platform: str  # system, release and processor
-    packages: Mapping[str, str | None]  # their versions; None for one that is not installed
-    cores: int  # of the CPU, that this process may use
-    gpus: tuple[str, ...]  # name, compute capability and memory of each that torch finds
-    engine: str  # who computes with --device auto, where, and why
-    folders: Mapping[str, str]  # where compiled kernels and downloads are kept
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    cores: int
+    gpus: tuple[str, ...]
+    engine: str
+    folders: Mapping[str, str]

@@ -1,35 +1,67 @@
-"""How large the relative error of a 4-bit weight may be: what the format does to heavy-tailed
-weights, by the theory.
+"""Says how large the relative error of a 4-bit weight may be.
 
-A tolerance is the relative Frobenius error ‖W - Ŵ‖ / ‖W‖ that quantizing gives for weights drawn
-from Student's t distribution with 4 degrees of freedom, rounded up to three decimals. Trained
-weights lie between a normal distribution (0.092 for NF4 at blocksize 64) and this one (0.112). The
-integral is in docs/verify.md, and tests/test_verify.py computes it; those of searched scales are
-measured, by tests/test_searched_checkpoints.py.
+A relative error is ‖W - Ŵ‖ / ‖W‖, in Frobenius norms. tolerance.json holds the errors that the
+theory gives for weights of three distributions, rounded up to three decimals: the normal
+distribution, Student's t with 7 degrees of freedom, and Student's t with 4. Trained weights lie
+between the first two: those of all-MiniLM-L6-v2 have 0.092 to 0.099 with NF4 at blocksize 64 and
+absmax, where the theory gives 0.092 and 0.099. The third, with its heavier tails (0.112), is the
+tolerance.
+
+docs/verify.md derives the integral, and tests/test_verify.py computes it. The errors of searched
+scales are measured, by tests/test_searched_checkpoints.py.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from nf4conv.errors import PlanError
+from nf4conv.format.layout import Format
 
-RELATIVE_ERRORS: Final[Mapping[tuple[str, str], Mapping[int, tuple[float, float, float]]]] = {
-    (scales, quant_type): {
-        int(blocksize): (normal, heavy, most) for blocksize, (normal, heavy, most) in errors.items()
-    }
-    for scales, tables in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
-    for quant_type, errors in tables.items()
-}
-"""By scales and quant_type, and blocksize: what trained weights usually have, from weights of a
-normal distribution to those of Student's t with 7 degrees of freedom; and the tolerance. The
-weights of all-MiniLM-L6-v2 have 0.092 to 0.099 with NF4 at blocksize 64 and absmax.
-"""
+
+class ExpectedErrors(NamedTuple):
+    """The relative errors that a format gives.
+
+    Attributes:
+        normal: the error of weights from a normal distribution.
+        heavy: the error of weights from Student's t distribution with 7 degrees of freedom.
+        tolerance: the error of weights from Student's t distribution with 4 degrees of freedom;
+            the largest that verification lets pass by default.
+    """
+
+    normal: float
+    heavy: float
+    tolerance: float
+
+
+def _read_errors() -> dict[tuple[str, str], Mapping[int, ExpectedErrors]]:
+    tables: dict[tuple[str, str], Mapping[int, ExpectedErrors]] = {}
+    content = json.loads(Path(__file__).with_name("tolerance.json").read_bytes())
+    for scales, formats in content.items():
+        for quant_type, errors in formats.items():
+            by_blocksize = {int(size): ExpectedErrors(*three) for size, three in errors.items()}
+            tables[scales, quant_type] = by_blocksize
+    return tables
+
+
+RELATIVE_ERRORS: Final[Mapping[tuple[str, str], Mapping[int, ExpectedErrors]]] = _read_errors()
+"""By ("absmax" or "search", quant_type), and by blocksize."""
+
+
+def tolerance_of(format: Format, wanted: float | None) -> float:
+    """Returns the largest relative error that passes: the wanted one, or the format's default."""
+    if wanted is not None:
+        return wanted
+    return RELATIVE_ERRORS[format.scales, format.quant_type][format.blocksize].tolerance
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Refuse by a PlanError a tolerance that is negative, NaN or infinite."""
+    """Checks that a tolerance is a number from 0.
+
+    Raises:
+        PlanError: it is negative, NaN or infinite.
+    """
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise PlanError(f"--tolerance {tolerance}: expected a relative error such as 0.1")

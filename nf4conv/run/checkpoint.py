@@ -215,7 +215,7 @@ class _Writing:
             card=card(size, verification),
             record=plan.record,
             config=plan.config_bytes,
-            verified=None if verification is None else verification.measured(),
+            verified=None if verification is None else verification.to_record(),
         )
         finish(folder, last)
 

@@ -59,7 +59,7 @@ def find_earlier(
     record = read_record(out)
     if record is None:
         return None
-    verification = VerificationSummary.from_measured(record.pop("verified", None))
+    verification = VerificationSummary.from_record(record.pop("verified", None))
     _require_same(record, plan.record, out)
     if not _is_whole(plan, out):
         return None

@@ -8,6 +8,7 @@ weight_files.py      finds the weight files of a folder
 own_files.py         refuses links that lead out of the folder that the user named
 auxiliary.py         lists the files that are copied beside the weights
 diffusers_folder.py  opens a diffusers pipeline: its submodels
+original_card.py     holds what is taken over from the model card of the original
 original_names.py    gives the tensors of a denoiser the names that its authors gave them
 record.py            reads and makes nf4conv.json
 stored_weights.py    reads the tensors of one packed 4-bit weight and notes their faults

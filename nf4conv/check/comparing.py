@@ -1,0 +1,122 @@
+"""Matches the tensors of any two checkpoints, and says how they can be compared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nf4conv.check.pairing import alike
+from nf4conv.choose.wishes import is_wanted
+from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.options import CompareOptions
+from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """The tensors of one name in two checkpoints. At least one of them has it.
+
+    Attributes:
+        a: the tensor in the first checkpoint. None if it lacks the tensor.
+        b: the tensor in the second checkpoint. None if it lacks the tensor.
+    """
+
+    a: TensorInfo | None
+    b: TensorInfo | None
+
+    @property
+    def either(self) -> TensorInfo:
+        """The tensor in the first checkpoint that has it."""
+        found = self.a or self.b
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class SameShape:
+    """Two tensors of one name and one shape, which can be compared.
+
+    Attributes:
+        a: the tensor in the first checkpoint.
+        b: the tensor in the second checkpoint.
+    """
+
+    a: TensorInfo
+    b: TensorInfo
+
+    def as_decoded(self) -> tuple[TensorInfo, TensorInfo]:
+        """Returns both tensors with the dtypes that they are decoded to for the comparison."""
+        return _decoded_for(self.a, self.b), _decoded_for(self.b, self.a)
+
+    def are_stored_alike(self) -> bool:
+        """Tells whether equal bytes mean equal tensors."""
+        if self.a.dtype != self.b.dtype:
+            return False
+        if self.a.encoding is None or self.b.encoding is None:
+            return self.a.encoding is self.b.encoding
+        if not self.a.encoding.decodes_like(self.b.encoding):
+            return False
+        return _layout(self.a) == _layout(self.b)
+
+
+def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
+    """Returns a tensor with the dtype that it is decoded to.
+
+    A packed weight is decoded to the dtype of the plain tensor that it is compared with. By way of
+    its own dtype it would be rounded twice.
+    """
+    is_packed = isinstance(tensor.encoding, Bitsandbytes4bit)
+    is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
+    if is_packed and is_plain_float:
+        return tensor._replace(dtype=other.dtype)
+    return tensor
+
+
+def _layout(tensor: TensorInfo) -> list[tuple[str, str, list[int]]]:
+    """Returns role, dtype and shape of each part that a tensor is decoded from."""
+    if tensor.encoding is None:
+        return []
+    layout = []
+    for role, part in tensor.encoding.parts:
+        shape = [size for size in part.shape if size != 1]  # codes may be [n, 1] or [1, n]
+        layout.append((role, part.dtype, shape))
+    return layout
+
+
+def pair_tensors(
+    a: Source | None, b: Source | None, options: CompareOptions
+) -> dict[str, TensorPair]:
+    """Matches the tensors of two checkpoints by name.
+
+    Args:
+        a: the first checkpoint. None if it lacks this submodel of a pipeline.
+        b: the second checkpoint. None if it lacks this submodel of a pipeline.
+        options: which tensors to look at.
+
+    Returns:
+        The pair of each name, those of the first checkpoint before those that only the second has.
+    """
+    tensors_a = () if a is None else a.tensors
+    tensors_b = () if b is None else b.tensors
+    wanted_a = _wanted(alike(tensors_a, tensors_b), options)
+    wanted_b = _wanted(alike(tensors_b, tensors_a), options)
+    pairs = {}
+    for name in [*wanted_a, *wanted_b]:
+        pairs[name] = TensorPair(wanted_a.get(name), wanted_b.get(name))
+    return pairs
+
+
+def _wanted(tensors: Mapping[str, TensorInfo], options: CompareOptions) -> dict[str, TensorInfo]:
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if is_wanted(name, options.include, options.exclude)
+    }
+
+
+def comparable(pairs: Mapping[str, TensorPair]) -> dict[str, SameShape]:
+    """Returns the tensors that both checkpoints have in one shape, by name."""
+    found = {}
+    for name, pair in pairs.items():
+        if pair.a is not None and pair.b is not None and pair.a.shape == pair.b.shape:
+            found[name] = SameShape(pair.a, pair.b)
+    return found

@@ -1,0 +1,196 @@
+"""Composes the cards of checkpoints, merged models and diffusers pipelines."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import nf4conv.report.card.sections as sections
+from nf4conv.plan.jobs import PackJob, Plan
+from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
+from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
+from nf4conv.report.loading import Loading
+from nf4conv.report.results import Evaluation
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.record import name_of
+from nf4conv.sources.source import Source
+
+_EVALUATION_TITLE: Final = "## Against the original"
+
+
+def model_card(
+    source: Source,
+    plan: Plan,
+    config: Mapping[str, Any] | None,
+    original: OriginalCard,
+    figures: Figures,
+    loading: Loading | None,
+    base_model: str | None = None,
+) -> str:
+    """Composes the card of a quantized checkpoint.
+
+    Args:
+        source: the original.
+        plan: what was written.
+        config: the content of the output's config.json. None if it has none.
+        original: the original's own card, from which license and language are taken over.
+        figures: sizes, and what was verified.
+        loading: how the result is loaded. None if nothing says how.
+        base_model: what the user calls the original. None to find that out.
+
+    Returns:
+        The content of README.md.
+    """
+    if loading is not None:
+        library = loading.library
+    else:
+        library = "transformers" if source.stem == "model" else "diffusers"
+    subject = Subject(
+        name=name_original(source, base_model),
+        original=original,
+        library=library,
+        format=plan.format,
+        jobs=list(plan.jobs),
+        figures=figures,
+        adapters=source.adapters,
+    )
+    parts = [
+        sections.settings(subject, _compute_dtype(config)),
+        sections.kept_table(subject.jobs),
+        sections.use(loading),
+    ]
+    return _quantized_card(subject, parts)
+
+
+def _compute_dtype(config: Mapping[str, Any] | None) -> str | None:
+    quantization = (config or {}).get("quantization_config") or {}
+    dtype = quantization.get("bnb_4bit_compute_dtype")
+    return None if dtype is None else str(dtype)
+
+
+def _quantized_card(subject: Subject, parts: Sequence[str]) -> str:
+    return "\n".join(
+        [
+            quantized_front_matter(subject),
+            sections.introduction(subject),
+            *parts,
+            sections.check(subject),
+            sections.original_text(subject.original),
+        ]
+    )
+
+
+def merged_card(source: Source, plan: Plan, loading: Loading | None, original: OriginalCard) -> str:
+    """Composes the card of a model that adapters are merged into, and that is not in 4 bits.
+
+    Args:
+        source: the original, with its adapters.
+        plan: what was written.
+        loading: how the result is loaded. None if nothing says how.
+        original: the original's own card, from which license and language are taken over.
+
+    Returns:
+        The content of README.md.
+    """
+    subject = Subject(
+        name=name_original(source, None),
+        original=original,
+        library="transformers",
+        format=plan.format,
+        jobs=[],
+        figures=Figures(0, 0),
+        adapters=source.adapters,
+    )
+    return "\n".join(
+        [
+            merged_front_matter(subject),
+            sections.merged_introduction(subject, source.folder.name),
+            sections.use(loading),
+            sections.original_text(original),
+        ]
+    )
+
+
+def diffusers_card(
+    original: OriginalCard,
+    loading: Loading,
+    submodels: Mapping[str, tuple[Source, Plan]],
+    figures: Mapping[str, Figures],
+    verified: VerificationSummary | None,
+    base_model: str | None = None,
+) -> str:
+    """Composes the card of a quantized diffusers pipeline.
+
+    Args:
+        original: the original's own card, from which license and language are taken over.
+        loading: how the result is loaded.
+        submodels: the original of each submodel and what was written of it, by its name.
+        figures: the sizes of each submodel, by its name.
+        verified: what `--verify` measured of all submodels. None without it.
+        base_model: what the user calls the original. None to find that out.
+
+    Returns:
+        The content of README.md.
+    """
+    plans = {name: plan for name, (_, plan) in submodels.items()}
+    source, plan = _first_packed(submodels)
+    jobs = [job for plan in plans.values() for job in plan.jobs]
+    subject = Subject(
+        name=_name_pipeline(source, base_model),
+        original=original,
+        library="diffusers",
+        format=plan.format,
+        jobs=jobs,
+        figures=Figures(
+            bytes_before=sum(part.bytes_before for part in figures.values()),
+            bytes_after=sum(part.bytes_after for part in figures.values()),
+            verified=verified,
+        ),
+    )
+    parts = [
+        sections.settings(subject, None),
+        sections.submodels_table(plans, figures),
+        sections.kept_table(jobs),
+        sections.use(loading),
+    ]
+    return _quantized_card(subject, parts)
+
+
+def _first_packed(submodels: Mapping[str, tuple[Source, Plan]]) -> tuple[Source, Plan]:
+    """Finds a submodel with packed weights. The others keep dtypes of their own."""
+    for source, plan in submodels.values():
+        if any(isinstance(job, PackJob) for job in plan.jobs):
+            return source, plan
+    raise AssertionError("no submodel of the pipeline is packed")
+
+
+def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:
+    """Finds out how to name a pipeline, given one of its submodels."""
+    origin = None
+    if source.fetched is not None:
+        part = source.fetched.origin
+        origin = replace(part, subfolder=part.subfolder.rpartition("/")[0])
+    if base_model is None and origin is not None:
+        base_model = origin.repo
+    name = base_model or name_of(source.folder.parent)
+    return OriginalName(origin, base_model, name.rpartition("/")[2])
+
+
+def with_evaluation(card: str, evaluation: Evaluation) -> str:
+    """Puts what `evaluate` found into a card.
+
+    It replaces what an earlier evaluation found, and stands above the section on checking.
+
+    Args:
+        card: the content of README.md. Empty if there is none.
+        evaluation: what was found.
+
+    Returns:
+        The new content.
+    """
+    earlier = re.compile(rf"\n*{_EVALUATION_TITLE}\n.*?(?=\n## |\Z)", re.DOTALL)
+    above, check, below = earlier.sub("", card).partition("\n## Check\n")
+    table = sections.evaluation_table(evaluation.rows())
+    text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{table}{check}{below}"
+    return text.lstrip("\n")

@@ -1,0 +1,213 @@
+"""Writes the sections of a card below the front matter, in Markdown."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from nf4conv import __version__
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
+from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
+from nf4conv.report.loading import Loading
+from nf4conv.report.text import printable
+from nf4conv.sources.original_card import OriginalCard
+
+_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
+"""Characters that Markdown, or HTML in it, takes for more than themselves."""
+
+
+def introduction(subject: Subject) -> str:
+    """Returns the title, and a sentence on what the model was made from."""
+    title = f"# {escaped(subject.name.short)} in 4 bits\n"
+    quant_type = subject.format.quant_type.upper()
+    return (
+        f"{title}\n{_original_link(subject)}{_merged_with(subject)}, its linear layers packed to "
+        f"bitsandbytes {quant_type} with nf4conv {__version__}.\n"
+    )
+
+
+def merged_introduction(subject: Subject, folder: str) -> str:
+    """Returns the title of a merged model that is not packed, and what it was made from.
+
+    Args:
+        subject: what the card is about.
+        folder: what to call an original that is on this disk.
+    """
+    origin = subject.name.origin
+    base = folder if origin is None else repo_link(origin.repo)
+    return f"# A merged model\n\n{base}{_merged_with(subject)}, by nf4conv {__version__}.\n"
+
+
+def _original_link(subject: Subject) -> str:
+    origin = subject.name.origin
+    if origin is not None:
+        subfolder = f", `{origin.subfolder}`," if origin.subfolder else ""
+        commit = f"[`{origin.commit[:12]}`]({HUB}/{origin.repo}/tree/{origin.commit})"
+        return f"{repo_link(origin.repo)}{subfolder} at commit {commit}"
+    if subject.name.base_model is not None:
+        return repo_link(subject.name.base_model)
+    return escaped(subject.name.short)
+
+
+def _merged_with(subject: Subject) -> str:
+    """Returns the part of an introduction that names the adapters; empty if there are none."""
+    names = []
+    for adapter in subject.adapters:
+        if adapter.origin is None:
+            names.append(f"`{Path(adapter.place).name}`")
+        else:
+            names.append(f"[{adapter}]({HUB}/{adapter.origin.repo})")
+    if not names:
+        return ""
+    noun = "adapter" if len(names) == 1 else "adapters"
+    return f", merged with the LoRA {noun} {', '.join(names)}"
+
+
+def settings(subject: Subject, compute_dtype: str | None) -> str:
+    """Returns the table of options, sizes and what was verified.
+
+    Args:
+        subject: what the card is about.
+        compute_dtype: the dtype that layers compute in. None if the config does not say.
+    """
+    format = subject.format
+    packed = [job for job in subject.jobs if isinstance(job, PackJob)]
+    packed_parameters = sum(job.elements for job in packed)
+    parameters = sum(job.elements for job in subject.jobs)
+    share = 100 * packed_parameters / parameters
+    rows = {
+        "4-bit data type": format.quant_type.upper(),
+        "block size": str(format.blocksize),
+        "double quantization": "yes" if format.double_quant else "no",
+        "scales": "absmax" if format.scales == "absmax" else "searched",
+        "what is not packed": format.dtype,
+    }
+    if compute_dtype is not None:
+        rows["computed in"] = compute_dtype
+    rows["packed"] = f"{len(packed):,} weights, {share:.1f} % of {parameters:,} parameters"
+    return _two_columns(rows) + measured_rows(subject.figures, parameters)
+
+
+def measured_rows(figures: Figures, parameters: int) -> str:
+    """Returns the rows of the settings that are known only when all weights are written.
+
+    Args:
+        figures: sizes, and what was verified.
+        parameters: the number of elements of all tensors.
+    """
+    size = f"{_size(figures.bytes_before)} → {_size(figures.bytes_after)}"
+    bits = 8 * figures.bytes_after / parameters
+    rows = {"size": f"{size}, {bits:.2f} bits a parameter"}
+    verified = figures.verified
+    if verified is not None:
+        rows["verified"] = (
+            f"every value against the original: relative error at most "
+            f"{verified.largest_relative_error:.4f}, "
+            f"median {verified.median_relative_error:.4f}"
+        )
+    return _rows(rows)
+
+
+def submodels_table(submodels: Mapping[str, Plan], figures: Mapping[str, Figures]) -> str:
+    """Returns the table of the submodels of a diffusers pipeline.
+
+    Args:
+        submodels: what was written of each submodel, by its name.
+        figures: the sizes of each submodel, by its name.
+    """
+    lines = ["## Components\n\n| component | packed weights | size |\n|---|---|---|\n"]
+    for name, plan in submodels.items():
+        packed = sum(1 for job in plan.jobs if isinstance(job, PackJob))
+        before = _size(figures[name].bytes_before)
+        after = _size(figures[name].bytes_after)
+        lines.append(f"| {escaped(name)} | {packed:,} | {before} → {after} |\n")
+    return "".join(lines)
+
+
+def kept_table(jobs: Sequence[Job]) -> str:
+    """Returns the table of why tensors are not packed, most bytes first; empty if all are."""
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            counts[job.reason] = counts.get(job.reason, 0) + 1
+            sizes[job.reason] = sizes.get(job.reason, 0) + job.nbytes
+    if not counts:
+        return ""
+    lines = ["## What is not packed\n\n| why | tensors | size |\n|---|---|---|\n"]
+    for reason in sorted(sizes, key=lambda reason: (-sizes[reason], reason)):
+        cells = (escaped(reason), f"{counts[reason]:,}", _size(sizes[reason]))
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def use(loading: Loading | None) -> str:
+    """Returns the section with the code that loads the model."""
+    if loading is None:
+        return "## Use\n\nIt loads as the original does, with bitsandbytes installed.\n"
+    call = loading.call("path or name of this model")
+    return f"## Use\n\n```python\n{loading.imports()}\n\nmodel = {call}\n```\n"
+
+
+def check(subject: Subject) -> str:
+    """Returns the section that says what the packed bytes are, and how to verify them."""
+    if subject.format.scales == "absmax":
+        meaning = (
+            "Every packed byte is the one that bitsandbytes' CUDA kernels make of the original "
+            "weight."
+        )
+    else:
+        meaning = (
+            "Every block has the scale, of either sign, that a search found to make its squared "
+            "error small; bitsandbytes decodes it like any other."
+        )
+    return (
+        f"## Check\n\n{meaning} `nf4conv verify . --source {_source_arguments(subject)}` checks "
+        f"the files and measures the error of each weight.\n"
+    )
+
+
+def _source_arguments(subject: Subject) -> str:
+    """Returns how `verify` is told the original: its name, subfolder and adapters."""
+    arguments = subject.name.base_model or "ORIGINAL"
+    origin = subject.name.origin
+    if origin is not None and origin.subfolder:
+        arguments += f" --subfolder {origin.subfolder}"
+    for adapter in subject.adapters:
+        place = Path(adapter.place).name if adapter.origin is None else str(adapter)
+        arguments += f" --lora {place}"
+    return arguments
+
+
+def original_text(original: OriginalCard) -> str:
+    """Returns the text of the original's authors; empty if there is none."""
+    return f"---\n\n{original.body}\n" if original.body else ""
+
+
+def evaluation_table(rows: Mapping[str, str]) -> str:
+    """Returns the table of what `evaluate` found."""
+    return _two_columns(rows)
+
+
+def _two_columns(rows: Mapping[str, str]) -> str:
+    return f"| | |\n|---|---|\n{_rows(rows)}"
+
+
+def _rows(rows: Mapping[str, str]) -> str:
+    return "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+
+
+def escaped(text: str) -> str:
+    """Returns a text that Markdown shows as it is."""
+    return _SPECIAL.sub(_escape, printable(text))
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"&#{ord(found[0])};"
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes in MB or GB, which two sizes of one model mostly share."""
+    if count >= 1e8:
+        return f"{count / 1e9:,.2f} GB"
+    return f"{count / 1e6:,.2f} MB"

@@ -1,0 +1,95 @@
+"""Says what a card is about."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from nf4conv.format.layout import Format
+from nf4conv.plan.jobs import Job
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.record import name_of
+from nf4conv.sources.source import AdapterFiles, Source, is_repo_id
+
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.hub import Origin
+
+HUB: Final = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures that are known only when all weights are written.
+
+    Attributes:
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the size of the output's weight files.
+        verified: what `--verify` measured. None without it.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    verified: VerificationSummary | None = None
+
+
+@dataclass(frozen=True)
+class OriginalName:
+    """The original as a card names it: never by a path of this machine.
+
+    Attributes:
+        origin: where it was downloaded from. None for an original on this disk.
+        base_model: its name on the Hub. None if that is unknown.
+        short: the last part of its name on the Hub, or of its folder.
+    """
+
+    origin: "Origin | None"
+    base_model: str | None
+    short: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything that a card tells.
+
+    Attributes:
+        name: the original.
+        original: the original's own card.
+        library: the library that loads the result, as the Hub spells it.
+        format: the format of the packed weights.
+        jobs: the tensors that were written. Empty for a merged model.
+        figures: sizes, and what was verified.
+        adapters: the LoRA adapters that were merged into the model.
+    """
+
+    name: OriginalName
+    original: OriginalCard
+    library: str
+    format: Format
+    jobs: Sequence[Job]
+    figures: Figures
+    adapters: tuple[AdapterFiles, ...] = ()
+
+
+def name_original(source: Source, base_model: str | None) -> OriginalName:
+    """Finds out how to name the original.
+
+    Args:
+        source: the original.
+        base_model: what the user calls it. None to take its place on the Hub, or the name that its
+            config states.
+    """
+    origin = None if source.fetched is None else source.fetched.origin
+    if base_model is None and origin is not None:
+        base_model = origin.repo
+    elif base_model is None:
+        stated = str((source.config or {}).get("_name_or_path", ""))
+        if is_repo_id(stated) and not Path(stated).exists():
+            base_model = stated
+    name = base_model or name_of(source.folder)
+    return OriginalName(origin, base_model, name.rpartition("/")[2])
+
+
+def repo_link(repo: str) -> str:
+    """Returns a Markdown link to a repository on the Hub."""
+    return f"[{repo}]({HUB}/{repo})"

@@ -1,0 +1,148 @@
+"""Shows what `verify` and `compare` found."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from nf4conv.report.places import kind_name
+from nf4conv.report.results import ComparisonReport, VerifyReport
+from nf4conv.report.rows import ComparedKind, ComparedRow, WeightKind, WeightRow
+from nf4conv.report.text.tables import (
+    count_cell,
+    error_cell,
+    shape_cell,
+    table,
+    two_digits_cell,
+)
+from nf4conv.report.text.terminal import printable, size
+
+MOST_FINDINGS: Final = 50  # lines
+_MOST_WEIGHTS: Final = 10  # rows of a table
+
+
+def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]:
+    """Yields the checks, the findings, the worst weights, the kinds of modules and the verdict.
+
+    Args:
+        report: what `verify` found.
+        width: the longest line of a table, in characters. None for any.
+    """
+    for name, check in report.checks.items():
+        outcome = "ok  " if check.passed else "FAIL"
+        yield f"{outcome}  {name:12} {check.meaning}"
+    if report.findings:
+        yield ""
+    for finding in report.findings[:MOST_FINDINGS]:
+        outcome = "FAIL" if finding.is_fault else "note"
+        yield f"{outcome}  {finding.check:12} {printable(finding.line())}"
+    yield from count_the_rest(report.findings)
+    yield from _worst_weights(report.weights, width)
+    yield from _weight_kinds(report.kinds, width)
+    yield ""
+    for name, low, high in report.normal:
+        yield f"normal for {name} on trained weights: {low:g} to {high:g}"
+    yield report.verdict
+
+
+def _worst_weights(rows: Sequence[WeightRow], width: int | None) -> Iterator[str]:
+    compared = [row for row in rows if row.relative_error is not None]
+    compared.sort(key=lambda row: -row.error)
+    cells = [_weight_cells(row) for row in compared[:_MOST_WEIGHTS]]
+    head = ("largest errors", "relative", "SNR dB", "max/absmax", "outside")
+    yield from table(head, cells, width)
+
+
+def _weight_cells(row: WeightRow) -> tuple[str, ...]:
+    return (
+        printable(row.name),
+        error_cell(row.relative_error),
+        two_digits_cell(row.snr_db),
+        error_cell(row.largest_error_of_absmax),
+        count_cell(row.outside),
+    )
+
+
+def _weight_kinds(kinds: Sequence[WeightKind], width: int | None) -> Iterator[str]:
+    cells = [_weight_kind_cells(kind) for kind in kinds]
+    head = ("kind of module", "weights", "parameters", "size", "relative", "worst")
+    yield from table(head, cells, width)
+
+
+def _weight_kind_cells(kind: WeightKind) -> tuple[str, ...]:
+    return (
+        printable(kind_name(kind)),
+        count_cell(kind.weights),
+        count_cell(kind.parameters),
+        size(kind.bytes),
+        error_cell(kind.relative_error),
+        error_cell(kind.largest_relative_error),
+    )
+
+
+def comparison_lines(report: ComparisonReport, width: int | None) -> Iterator[str]:
+    """Yields tensors without a counterpart, the largest differences, the kinds and the verdict.
+
+    Args:
+        report: what `compare` found.
+        width: the longest line of a table, in characters. None for any.
+    """
+    unmeasured = [row for row in report.tensors if not row.passed and row.relative_error is None]
+    for row in unmeasured[:MOST_FINDINGS]:
+        shapes = [shape_cell(shape) for shape in (row.shape_a, row.shape_b) if shape is not None]
+        yield f"{row.status:14} {printable(row.name)}  {' → '.join(shapes)}"
+    yield from count_the_rest(unmeasured)
+    yield from _largest_differences(report.tensors, width)
+    yield from _compared_kinds(report.kinds, width)
+    yield ""
+    yield report.verdict
+
+
+def _largest_differences(rows: Sequence[ComparedRow], width: int | None) -> Iterator[str]:
+    differing = [row for row in rows if row.differing]
+    differing.sort(key=lambda row: -(row.relative_error or 0.0))
+    cells = [_difference_cells(row) for row in differing[:_MOST_WEIGHTS]]
+    head = ("largest differences", "A", "B", "relative", "SNR dB", "max |A-B|", "values")
+    yield from table(head, cells, width)
+
+
+def _difference_cells(row: ComparedRow) -> tuple[str, ...]:
+    return (
+        printable(row.name),
+        printable(row.format_a or ""),
+        printable(row.format_b or ""),
+        error_cell(row.relative_error),
+        two_digits_cell(row.snr_db),
+        error_cell(row.largest_difference),
+        count_cell(row.differing),
+    )
+
+
+def _compared_kinds(kinds: Sequence[ComparedKind], width: int | None) -> Iterator[str]:
+    cells = [_compared_kind_cells(kind) for kind in kinds]
+    head = (
+        "kind of module",
+        "tensors",
+        "identical",
+        "parameters",
+        "differing",
+        "relative",
+        "worst",
+    )
+    yield from table(head, cells, width)
+
+
+def _compared_kind_cells(kind: ComparedKind) -> tuple[str, ...]:
+    return (
+        printable(kind_name(kind)),
+        count_cell(kind.tensors),
+        count_cell(kind.identical),
+        count_cell(kind.parameters),
+        count_cell(kind.differing),
+        error_cell(kind.relative_error),
+        error_cell(kind.largest_relative_error),
+    )
+
+
+def count_the_rest(found: Sequence[object]) -> Iterator[str]:
+    """Yields a line that counts what is left of a list after the most that is shown."""
+    if len(found) > MOST_FINDINGS:
+        yield f"… and {len(found) - MOST_FINDINGS:,} more; --json lists them all"

@@ -1,0 +1,193 @@
+"""Shows what `inspect`, `--dry-run` and `env` found."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nf4conv import __version__
+from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
+from nf4conv.report.places import kind_name
+from nf4conv.report.results import Environment, Inspection, PlanReport
+from nf4conv.report.rows import InspectedKind, InspectedRow
+from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
+from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
+from nf4conv.report.text.terminal import printable, size
+
+
+def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
+    """Yields the totals, the kinds of modules and what is unusual.
+
+    Args:
+        inspection: what `inspect` found.
+        width: the longest line of a table, in characters. None for any.
+        every: True to list every tensor.
+    """
+    yield from _inspection_head(inspection)
+    yield from _inspected_kinds(inspection.kinds, width)
+    if every:
+        yield from _inspected_tensors(inspection.tensors, width)
+    if inspection.notes or inspection.findings:
+        yield ""
+    for note in inspection.notes:
+        yield f"Note: {printable(note)}"
+    for finding in inspection.findings[:MOST_FINDINGS]:
+        outcome = "wrong" if finding.is_fault else "note"
+        yield f"{outcome}: {printable(finding.line())}"
+    yield from count_the_rest(inspection.findings)
+    if any(finding.is_fault for finding in inspection.findings):
+        path = printable(inspection.path)
+        yield f"nf4conv quantize {path} OUT repairs what can be decoded; --dry-run says what"
+
+
+def _inspection_head(inspection: Inspection) -> Iterator[str]:
+    totals = inspection.totals
+    yield (
+        f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits, "
+        f"in {len(inspection.files):,} files: {totals.parameters:,} parameters, "
+        f"{size(totals.bytes)}, {totals.bits_per_parameter:.2f} bits each"
+    )
+    yield _gpu_line(inspection.gpu_bytes)
+    if inspection.config is not None:
+        yield f"config.json: {printable(_quantization_text(inspection.config))}"
+    made = inspection.made
+    if made is not None:
+        version = made.get("version")
+        source = made["source"].get("id")
+        yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
+
+
+def _gpu_line(count: int) -> str:
+    return f"loading it takes about {size(count)} of GPU memory, CUDA's own included"
+
+
+def _quantization_text(config: Mapping[str, Any]) -> str:
+    """Returns the quantization that config.json names, on one line."""
+    parts = []
+    for key, value in config.items():
+        if isinstance(value, list):  # the skip list may have thousands of names
+            parts.append(f"{key}={len(value):,} names")
+        else:
+            parts.append(f"{key}={value!r}")
+    return ", ".join(parts)
+
+
+def _inspected_kinds(kinds: Sequence[InspectedKind], width: int | None) -> Iterator[str]:
+    cells = [_inspected_kind_cells(kind) for kind in kinds]
+    head = ("kind of module", "tensors", "formats", "parameters", "size", "bits")
+    yield from table(head, cells, width)
+
+
+def _inspected_kind_cells(kind: InspectedKind) -> tuple[str, ...]:
+    return (
+        printable(kind_name(kind)),
+        count_cell(kind.tensors),
+        printable(" ".join(kind.formats)),
+        count_cell(kind.parameters),
+        size(kind.bytes),
+        two_digits_cell(kind.bits_per_parameter),
+    )
+
+
+def _inspected_tensors(rows: Sequence[InspectedRow], width: int | None) -> Iterator[str]:
+    cells = [_inspected_cells(row) for row in rows]
+    yield from table(("tensor", "format", "shape", "parameters", "size", "bits"), cells, width)
+
+
+def _inspected_cells(row: InspectedRow) -> tuple[str, ...]:
+    return (
+        printable(row.name),
+        printable(row.format),
+        shape_cell(row.shape),
+        count_cell(row.parameters),
+        size(row.bytes),
+        two_digits_cell(row.bits_per_parameter),
+    )
+
+
+def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
+    """Yields the totals, what becomes of each kind of module, and what is unusual.
+
+    Args:
+        plan: what `--dry-run` found.
+        width: the longest line of a table, in characters. None for any.
+        every: True to list every tensor.
+    """
+    yield from _totals_lines(plan.totals)
+    if plan.advice:
+        yield printable(plan.advice)
+    if plan.gpu_bytes is not None:
+        yield _gpu_line(plan.gpu_bytes)
+    yield from _planned_kinds(plan.kinds, width)
+    if every:
+        yield from _planned_tensors(plan.tensors, width)
+    if plan.notes:
+        yield ""
+    for note in plan.notes:
+        yield f"Note: {printable(note)}"
+
+
+def _totals_lines(totals: QuantizationTotals | DequantizationTotals) -> Iterator[str]:
+    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    if isinstance(totals, QuantizationTotals):
+        yield (
+            f"{totals.packed:,} weights packed, {totals.copied:,} tensors kept, "
+            f"{totals.shards} files"
+        )
+        yield (
+            f"{sizes} ({totals.compression:.2f}x, "
+            f"{totals.bits_per_parameter:.2f} bits per parameter)"
+        )
+    else:
+        yield (
+            f"{totals.decoded:,} weights decoded, {totals.copied:,} tensors copied, "
+            f"{totals.shards} files: {sizes}"
+        )
+
+
+def _planned_kinds(kinds: Sequence[PlanKind], width: int | None) -> Iterator[str]:
+    cells = [
+        _planned_kind_cells(kind) for kind in sorted(kinds, key=lambda kind: -kind.bytes_before)
+    ]
+    head = ("kind of module", "tensors", "before", "after", "what becomes of it")
+    yield from table(head, cells, width, ends_with_text=True)
+
+
+def _planned_kind_cells(kind: PlanKind) -> tuple[str, ...]:
+    return (
+        printable(kind_name(kind)),
+        count_cell(kind.tensors),
+        size(kind.bytes_before),
+        size(kind.bytes_after),
+        printable(kind.fate),
+    )
+
+
+def _planned_tensors(rows: Sequence[PlanRow], width: int | None) -> Iterator[str]:
+    cells = [_planned_cells(row) for row in rows]
+    head = ("tensor", "dtype", "shape", "before", "after", "what becomes of it")
+    yield from table(head, cells, width, ends_with_text=True)
+
+
+def _planned_cells(row: PlanRow) -> tuple[str, ...]:
+    return (
+        printable(row.name),
+        printable(row.dtype),
+        shape_cell(row.shape),
+        size(row.bytes_before),
+        size(row.bytes_after),
+        printable(row.fate),
+    )
+
+
+def environment_lines(found: Environment) -> Iterator[str]:
+    """Yields versions, the machine, and what would compute."""
+    rows = {"nf4conv": __version__, "python": found.python}
+    for name, version in found.packages.items():
+        rows[name] = version or "not installed"
+    rows["platform"] = found.platform
+    rows["cores"] = str(found.cores)
+    rows["GPUs"] = "; ".join(found.gpus) or "none"
+    rows["--device auto"] = found.engine
+    for name, folder in found.folders.items():
+        rows[f"folder of {name}"] = folder
+    for name, value in rows.items():
+        yield f"{name:20} {value}"

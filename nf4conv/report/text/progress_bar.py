@@ -1,0 +1,86 @@
+"""Shows how far a run is, on stderr."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from nf4conv.report.text.terminal import size, tell
+
+_SECONDS_BETWEEN_LINES: Final = 30.0
+
+
+@contextmanager
+def progress(
+    verb: str, total: int, *, hidden: bool, last: str = "finishing"
+) -> Iterator[Callable[[int], None]]:
+    """Shows how far a run is: a bar on a terminal, and elsewhere a line now and then.
+
+    Args:
+        verb: what is being done with the source, such as "quantizing".
+        total: the number of bytes that will be read.
+        hidden: True to show nothing. HF_HUB_DISABLE_PROGRESS_BARS does the same.
+        last: what is being done after all bytes have been read.
+
+    Yields:
+        A function to call with the number of bytes that have been read since the last call; from
+        any thread.
+    """
+    if hidden or _is_disabled():
+        yield _ignore
+        return
+    if not sys.stderr.isatty():
+        yield _Log(verb, total).advance
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(min(count, total - bar.n))  # a bar that overruns would vanish
+            if bar.n >= total:
+                bar.set_description(last)
+
+        yield advance
+
+
+def _is_disabled() -> bool:
+    wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
+    return wanted in ("1", "ON", "YES", "TRUE")
+
+
+def _ignore(count: int) -> None:
+    """Shows nothing."""
+
+
+class _Log:
+    """Writes lines for a log: how much is done, how fast, and how long the rest takes."""
+
+    def __init__(self, verb: str, total: int) -> None:
+        self._verb = verb
+        self._total = total
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._last_line = self._started
+        self._done = 0
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._done = min(self._done + count, self._total)
+            if now - self._last_line < _SECONDS_BETWEEN_LINES or not self._done:
+                return
+            self._last_line = now
+            self._tell(now - self._started)
+
+    def _tell(self, seconds: float) -> None:
+        rate = self._done / seconds
+        percent = 100 * self._done / self._total
+        minutes_left = (self._total - self._done) / max(rate, 1) / 60
+        tell(
+            f"{self._verb}: {size(self._done)} of {size(self._total)} ({percent:.0f} %), "
+            f"{size(rate)}/s, about {minutes_left:.0f} min left"
+        )

@@ -1,0 +1,85 @@
+"""Shows what `quantize`, `dequantize` and `finish` did."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from nf4conv.report.results import DequantizeReport, FinishReport, QuantizeReport
+from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.text.terminal import printable, size
+
+
+def quantization_lines(report: QuantizeReport) -> Iterator[str]:
+    """Yields what was done, how to load the result, and how to push it."""
+    yield (
+        f"{report.out}: {report.packed:,} weights packed, "
+        f"{report.copied:,} tensors kept{_kept_from_before(report)}"
+    )
+    if report.part is not None:
+        yield _timing(report, report.bytes_before)
+        return
+    yield (
+        f"{size(report.bytes_before)} → {size(report.bytes_after)} "
+        f"({report.bytes_before / report.bytes_after:.2f}x, "
+        f"{report.bits_per_parameter:.2f} bits per parameter), "
+        f"about {size(report.gpu_bytes)} of GPU memory to load"
+    )
+    if report.advice:
+        yield printable(report.advice)
+    if not report.already_complete:
+        yield _timing(report, report.bytes_before)
+    if report.verification is not None:
+        yield _verification_line(report.verification)
+    if report.loading:
+        yield f"load: {printable(report.loading)}"
+    if report.pushed is not None:
+        yield f"pushed: {report.pushed}"
+    else:
+        repo = f"YOUR_NAME/{Path(report.out).resolve().name}"
+        arguments = f"{printable(shlex.quote(repo))} {printable(shlex.quote(report.out))}"
+        yield f"push: hf upload {arguments} ."
+
+
+def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
+    """Yields what was done."""
+    yield (
+        f"{report.out}: {report.decoded:,} weights decoded, "
+        f"{report.copied:,} tensors copied{_kept_from_before(report)}"
+    )
+    yield f"{size(report.bytes_before)} → {size(report.bytes_after)}"
+    if not report.already_complete:
+        yield _timing(report, report.bytes_after)
+
+
+def finish_lines(report: FinishReport) -> Iterator[str]:
+    """Yields what the folder holds now."""
+    done = "; already complete, nothing was done" if report.already_complete else ""
+    yield f"{report.out}: {report.shards:,} files, {size(report.bytes_after)}{done}"
+    if report.verification is not None:
+        yield _verification_line(report.verification)
+
+
+def _verification_line(verified: VerificationSummary) -> str:
+    return (
+        f"verified: {verified.packed:,} packed weights, largest relative error "
+        f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
+    )
+
+
+def _kept_from_before(report: QuantizeReport | DequantizeReport) -> str:
+    """Returns the end of a line: what an earlier run had done, and which part this one made."""
+    if report.already_complete:
+        return "; already complete, nothing was done"
+    text = ""
+    if report.shards_resumed:
+        text += f", {report.shards_resumed} shards of an earlier run kept"
+    if report.part is not None:
+        text += f": part {report.part}; `nf4conv finish` joins the parts when all are made"
+    return text
+
+
+def _timing(report: QuantizeReport | DequantizeReport, size: int) -> str:
+    rate = size / report.seconds / 1e9
+    activities = sorted(report.seconds_by_activity.items())
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in activities)
+    return f"{report.seconds:.1f} s on {report.device}, {rate:.2f} GB/s (all workers: {split})"

@@ -1,0 +1,209 @@
+"""Composes the report of a verification from what was measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+from nf4conv import __version__
+from nf4conv.check.checks import ALWAYS, CHECKS, WITH_SOURCE
+from nf4conv.options import VerifyOptions
+from nf4conv.report.measured import (
+    CopyResult,
+    WeightResult,
+    weight_faults,
+    weight_kinds,
+    weight_row,
+)
+from nf4conv.report.results import VerifyReport
+from nf4conv.report.rows import CheckResult, WeightKind, WeightRow
+from nf4conv.sources.record import read_record
+from nf4conv.sources.stored_weights import Finding, Structure
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was measured of the values of a checkpoint.
+
+    Attributes:
+        device: the device that measured it.
+        weights: what was measured of each packed weight, by its name.
+        copies: what was measured of each tensor that is not packed, by its name. Empty without a
+            source.
+    """
+
+    device: str
+    weights: Mapping[str, WeightResult]
+    copies: Mapping[str, CopyResult]
+
+
+def verification_report(
+    path: str,
+    source: str | None,
+    options: VerifyOptions,
+    structure: Structure,
+    measured: Measured,
+    *,
+    with_checksums: bool,
+    seconds: float,
+) -> VerifyReport:
+    """Composes the report of one checkpoint.
+
+    Args:
+        path: the checkpoint, as it was given.
+        source: the folder of the source. None if it was compared with nothing.
+        options: what was asked for.
+        structure: the checkpoint, with what is wrong with its headers, small tensors and config.
+            The faults of its values are added to its findings.
+        measured: what was measured of its values.
+        with_checksums: True if its checksums were checked.
+        seconds: wall clock time of the verification.
+    """
+    _note_faults(structure, measured, options)
+    findings = _in_order(structure.findings)
+    rows = tuple(weight_row(result, options) for result in measured.weights.values())
+    sizes = _sizes(structure)
+    parameters = _parameters(structure)
+    identical = None
+    if source is not None:
+        identical = all(result.bytes_differing == 0 for result in measured.weights.values())
+    ran = set(ALWAYS)
+    if with_checksums:
+        ran.add("checksums")
+    if source is not None:
+        ran.update(WITH_SOURCE)
+    if options.exact:
+        ran.add("exact")
+    return VerifyReport(
+        path=path,
+        source=source,
+        passed=not any(finding.is_fault for finding in findings),
+        checks=_check_results(ran, findings),
+        findings=findings,
+        made=read_record(structure.folder),
+        weights=rows,
+        kinds=tuple(weight_kinds(rows)),
+        sizes=sizes,
+        parameters=parameters,
+        bits_per_parameter=_bits_per_parameter(sizes, parameters),
+        identical=identical,
+        settings=_settings(options, structure, measured.device),
+        seconds=seconds,
+    )
+
+
+def _note_faults(structure: Structure, measured: Measured, options: VerifyOptions) -> None:
+    """Adds what is wrong with values to the findings."""
+    for result in measured.weights.values():
+        for check, text in weight_faults(result, options):
+            structure.note(check, result.weight.values.file, result.weight.name, text)
+    for copy in measured.copies.values():
+        if copy.differing:
+            text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
+            structure.note("copies", copy.tensor.file, copy.tensor.name, text)
+
+
+def _in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sorts findings by their checks, as CHECKS lists them."""
+    order = {check: number for number, check in enumerate(CHECKS)}
+    return tuple(sorted(findings, key=lambda finding: order[finding.check]))
+
+
+def _check_results(ran: set[str], findings: Iterable[Finding]) -> dict[str, CheckResult]:
+    """Returns the results of the checks that ran, and of any other that found a fault."""
+    failed = {finding.check for finding in findings if finding.is_fault}
+    results = {}
+    for name, meaning in CHECKS.items():
+        if name in ran or name in failed:
+            results[name] = CheckResult(meaning, name not in failed)
+    return results
+
+
+def _sizes(structure: Structure) -> dict[str, int]:
+    """Returns the bytes of a checkpoint by their use."""
+    codes = 0
+    scales = 0
+    tables = 0
+    for weight in structure.weights.values():
+        codes += weight.values.nbytes
+        for suffix, part in weight.components.items():
+            if suffix in ("absmax", "nested_absmax"):
+                scales += part.nbytes
+            else:
+                tables += part.nbytes
+    not_packed = sum(tensor.nbytes for tensor in structure.plain.values())
+    return {"codes": codes, "scales": scales, "tables": tables, "not_packed": not_packed}
+
+
+def _parameters(structure: Structure) -> int:
+    packed = sum(weight.elements for weight in structure.weights.values())
+    return packed + sum(tensor.elements for tensor in structure.plain.values())
+
+
+def _bits_per_parameter(sizes: Mapping[str, int], parameters: int) -> float:
+    return 8 * sum(sizes.values()) / max(parameters, 1)
+
+
+def _settings(options: VerifyOptions, structure: Structure, device: str) -> dict[str, Any]:
+    return {
+        "tolerance": "default" if options.tolerance is None else options.tolerance,
+        "exact": options.exact,
+        "scales": structure.scales,
+        "device": device,
+        "nf4conv": __version__,
+        "torch": version("torch"),
+    }
+
+
+def join_reports(
+    path: str, source: str | None, reports: Mapping[str, VerifyReport], seconds: float
+) -> VerifyReport:
+    """Joins the reports of a diffusers pipeline.
+
+    Args:
+        path: the pipeline, as it was given.
+        source: the pipeline that it was compared with, as it was given. None if there was none.
+        reports: the report of each submodel, by its name. There is at least one.
+        seconds: wall clock time of the verification.
+
+    Returns:
+        One report, whose names begin with the submodel and a slash. What was made how, and with
+        which settings, is told for the first submodel.
+    """
+    first = next(iter(reports.values()))
+    checks: dict[str, CheckResult] = {}
+    sizes = dict.fromkeys(first.sizes, 0)
+    findings: list[Finding] = []
+    weights: list[WeightRow] = []
+    kinds: list[WeightKind] = []
+    parameters = 0
+    for submodel, report in reports.items():
+        for name, check in report.checks.items():
+            passed = check.passed and (name not in checks or checks[name].passed)
+            checks[name] = CheckResult(check.meaning, passed)
+        for use, size in report.sizes.items():
+            sizes[use] += size
+        findings.extend(
+            replace(finding, file=f"{submodel}/{finding.file}") for finding in report.findings
+        )
+        weights.extend(row.inside(submodel) for row in report.weights)
+        kinds.extend(kind.inside(submodel) for kind in report.kinds)
+        parameters += report.parameters
+    identical = None
+    if source is not None:
+        identical = all(report.identical for report in reports.values())
+    return replace(
+        first,
+        path=path,
+        source=source,
+        passed=all(report.passed for report in reports.values()),
+        checks=checks,
+        findings=tuple(findings),
+        weights=tuple(weights),
+        kinds=tuple(kinds),
+        sizes=sizes,
+        parameters=parameters,
+        bits_per_parameter=_bits_per_parameter(sizes, parameters),
+        identical=identical,
+        seconds=seconds,
+    )
