@@ -101,7 +101,7 @@ class RunReport:
 class DequantizeReport(RunReport):
     """Describes what a dequantization did.
 
-    RunReport has the fields that every run reports.
+    The fields up to `notes` are those of every run, see RunReport.
 
     Attributes:
         decoded: the number of weights that were decoded.
@@ -116,7 +116,7 @@ class DequantizeReport(RunReport):
 class QuantizeReport(RunReport):
     """Describes what a quantization did.
 
-    RunReport has the fields that every run reports.
+    The fields up to `notes` are those of every run, see RunReport.
 
     Attributes:
         packed: the number of weights that were packed.
