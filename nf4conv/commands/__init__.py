@@ -6,6 +6,7 @@ verify.py                    checks a 4-bit checkpoint, alone or against its sou
 compare.py                   compares two checkpoints
 inspect.py                   shows what is in a checkpoint
 evaluate.py                  compares what two models answer
+answers.py                   measures how far the answers of two models are apart
 describe.py                  describes a plan, for --dry-run
 environment.py               shows versions and what would compute, for bug reports
 submodels.py                 writes the submodels of a diffusers pipeline and joins their reports

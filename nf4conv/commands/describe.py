@@ -1,13 +1,12 @@
-"""--dry-run: what a plan would do, tensor by tensor, by kind of module, and what is unusual about
-it.
-"""
+"""--dry-run: what a plan would do, by tensor and by kind of module, and what is unusual in it."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from nf4conv.commands.dequantize import AnyDequantizationPlan
 from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
 from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
@@ -15,13 +14,31 @@ from nf4conv.report.results import PlanReport
 
 
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:
-    """What carrying out a plan of `plan_quantization` or `plan_dequantization` would do.
+    """Describes what carrying out a plan would do.
 
-    An installed transformers is asked what it would decide otherwise, which takes seconds.
+    If transformers is installed, it is asked which modules it would pack. That takes seconds.
+
+    Args:
+        plan: what `plan_quantization` or `plan_dequantization` returned.
+
+    Returns:
+        What becomes of each tensor, sizes, and what is unusual.
+
+    Raises:
+        SourceError: a file of the source cannot be read.
+
+    Example:
+        >>> plan = nf4conv.plan_quantization("model")
+        >>> nf4conv.describe_plan(plan).totals.packed
+        196
     """
-    rows, totals = plan.rows(), plan.totals()
+    rows = plan.rows()
+    totals = plan.totals()
+    notes = list(plan.notes)
+    if isinstance(plan, QuantizationPlan):
+        notes.extend(second_opinion(plan))
+    notes.extend(_unusual(rows))
     is_quantization = isinstance(totals, QuantizationTotals)
-    asked: Any = plan
     return PlanReport(
         command="quantize" if is_quantization else "dequantize",
         source=str(plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source),
@@ -31,24 +48,36 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
         config=plan.config,
         gpu_bytes=gpu_bytes(totals.bytes_after) if is_quantization else None,
         advice=advice(rows) if is_quantization else "",
-        notes=(
-            *plan.notes,
-            *(second_opinion(asked) if is_quantization else ()),
-            *unusual((row.name, _treatment(row)) for row in rows if "the user" not in row.reason),
-        ),
+        notes=tuple(notes),
     )
 
 
+def _unusual(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Finds kinds of modules that are not all treated alike, unless the user wants it so."""
+    treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
+    return unusual(treated)
+
+
 def _treatment(row: PlanRow) -> str:
-    return "packed" if row.action in ("pack", "stay") else f"kept ({row.reason})"
+    if row.action in ("pack", "stay"):
+        return "packed"
+    return f"kept ({row.reason})"
 
 
 def _kinds(rows: Sequence[PlanRow]) -> Iterator[PlanKind]:
+    """Sums up the tensors of each kind in each stack of layers of which the same becomes."""
     for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
-        for action, reason in dict.fromkeys((row.action, row.reason) for row in members):
-            alike = [row for row in members if (row.action, row.reason) == (action, reason)]
-            sums = (
-                sum(getattr(row, key) for row in alike)
-                for key in ("parameters", "bytes_before", "bytes_after")
+        alike: defaultdict[tuple[str, str], list[PlanRow]] = defaultdict(list)
+        for row in members:
+            alike[row.action, row.reason].append(row)
+        for (action, reason), treated in alike.items():
+            yield PlanKind(
+                stack=stack,
+                kind=kind,
+                action=action,
+                reason=reason,
+                tensors=len(treated),
+                parameters=sum(row.parameters for row in treated),
+                bytes_before=sum(row.bytes_before for row in treated),
+                bytes_after=sum(row.bytes_after for row in treated),
             )
-            yield PlanKind(stack, kind, action, reason, len(alike), *sums)

@@ -1,31 +1,35 @@
-"""`evaluate`: does the model in 4 bits still say what the original says? Both run through
-transformers, in turn.
+"""`nf4conv evaluate`: does the model in 4 bits still say what the original says?
 
-    text ▸ token ids ▸ windows ▸ SRC: its answers into a temporary file ▸ OUT: its answers against
-    them
+Both models run through transformers, one after the other:
+
+    text ▸ token ids ▸ windows ▸ the original's answers into a temporary file ▸ the answers of the
+    model in 4 bits, compared with them
+
+What is an answer depends on the kind of model:
 
     causal      log-probabilities of the next token at every position but the last of a window
-    seq2seq     the same of the second half of each window, the first being what the encoder reads
-    masked      log-probabilities at every seventh position, which is masked; at all if there is no mask token
-    encoder     last hidden states, token by token, and their mean over a window
+    seq2seq     log-probabilities of the next token in the second half of each window; the encoder
+                reads the first half
+    masked      log-probabilities at every seventh position, which is masked; at all positions if
+                there is no mask token
+    encoder     last hidden states, compared token by token, and their mean over a window
 
-Beside the skeleton of --plan-with this is the only module that imports transformers or
-bitsandbytes, when it is called.
+Beside choose/skeleton.py (--plan-with) only this module imports transformers or bitsandbytes, when
+it is called.
 """
 
-import math
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nf4conv.check.checksums import renew_checksum
+from nf4conv.commands.answers import StateDistances, TokenDistances
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions, SourceOptions
@@ -33,16 +37,15 @@ from nf4conv.output.writer import write_file
 from nf4conv.report.results import Evaluation
 from nf4conv.sources.source import open_stored
 
-_WINDOWS: Final = {
-    "causal": 512,
-    "seq2seq": 512,
-    "masked": 512,
-    "encoder": 128,
-}  # tokens, unless the model takes fewer
-_TOKENS: Final = 16384
-_MOST_BYTES: Final = 2 << 30  # of the temporary file, unless more tokens are asked for
+_WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
+"""Tokens of a window by the kind of model, unless the model takes fewer."""
+
+_TOKENS: Final = 16384  # that both models read, unless the user asks for another number
+_MOST_BYTES: Final = 2 << 30  # of the temporary file, unless the user asks for more tokens
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
-_MASK_EVERY: Final = 7
+_LARGEST_BATCH: Final = 16  # windows
+_MASK_EVERY: Final = 7  # positions
+
 _REFUSALS: Final = (
     ValueError,
     RuntimeError,
@@ -52,20 +55,29 @@ _REFUSALS: Final = (
     TypeError,
     AttributeError,
 )
-"""What transformers raises of models and tokenizers that it cannot use."""
+"""Exceptions that transformers raises for models and tokenizers that it cannot use."""
 
 
-class _Question(NamedTuple):
+@dataclass(frozen=True)
+class _Question:
     """What both models are asked."""
 
-    kind: str  # of model, see above
-    loader: Any  # the class that loads them
-    ids: torch.Tensor  # [windows, window] int64
-    text: str  # where they are from
-    mask: int | None  # the id of the mask token, if there is one
-    ends: tuple[int, ...]  # those around a window that encoders expect; none, or two
-    width: int  # of an answer: the vocabulary, or of an encoder the size of its states
-    device: str  # where they run
+    # "causal", "seq2seq", "masked" or "encoder"
+    kind: str
+    # class of transformers that loads both models
+    loader: Any
+    # token ids, [windows, window] int64
+    ids: torch.Tensor
+    # where the tokens come from
+    text: str
+    # id of the mask token; None if no token is to be masked
+    mask: int | None
+    # ids of the tokens before and after a window that encoders expect; empty if there are none
+    ends: tuple[int, ...]
+    # size of an answer: that of the vocabulary, or of an encoder's hidden states
+    width: int
+    # where both models run: "cpu", "cuda" or "cuda:N"
+    device: str
 
 
 def evaluate_checkpoint(
@@ -76,97 +88,120 @@ def evaluate_checkpoint(
     where: SourceOptions | None = None,
     progress: Callable[[float], object] = lambda _: None,
 ) -> Evaluation:
-    """Run the model `out` and the one it was made from on the same text, and compare what they say.
+    """Runs a model in 4 bits and the one it was made from on the same text, and compares them.
+
+    Needs `pip install 'nf4conv[evaluate]'`.
 
     Args:
-        out: a 4-bit checkpoint: a folder, or a name on the Hub.
-        source: the same of any model.
-        options: what to do.
-        device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both run in float32, `out` with its
-            weights decoded, because bitsandbytes' own CPU products have faults (docs/quality.md);
-            on a GPU as loaders run them.
-        where: of what is on the Hub; revision, subfolder and variant are those of `source`.
-        progress: called with the share of the work, of 1 in all, that has just been done.
+        out: the 4-bit checkpoint: a folder, or "org/name" on the Hugging Face Hub.
+        source: the original: a folder, or "org/name" on the Hub.
+        options: the text, how many tokens of it, and the largest divergence that passes.
+        device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both models run in float32, `out` with
+            its weights decoded, because bitsandbytes' own products on a CPU have faults
+            (docs/quality.md). On a GPU both run as loaders run them.
+        where: token and the like for the Hub. Revision, subfolder and variant are those of
+            `source`.
+        progress: called with the share of the work, from 0 to 1, that was done since the last call.
+
+    Returns:
+        How far the answers of both models are apart.
 
     Raises:
-        PlanError: transformers or bitsandbytes is not there, or the architecture or the tokens
-            cannot be used.
-        SourceError: a model cannot be loaded, or run.
+        PlanError: transformers or bitsandbytes is not installed, or cannot use the architecture or
+            the tokens.
+        SourceError: one of the models cannot be loaded, or cannot be run.
+
+    Example:
+        >>> found = nf4conv.evaluate_checkpoint("model-nf4", "model")
+        >>> found.figures["kl"]
+        0.0312
     """
-    options, where = options or EvaluateOptions(), where or SourceOptions()
+    options = options or EvaluateOptions()
+    where = where or SourceOptions()
     stored = open_stored(out, replace(where, revision=None, subfolder=None, variant=None))
-    path, origin = stored.folder, open_stored(source, where).folder
+    original = open_stored(source, where).folder
     if options.card and stored.fetched is not None:
         raise PlanError(f"{out}: --card writes into a folder of yours, and this is on the Hub")
-    question = _question(path, stored.config or {}, options, device)
+    question = _make_question(stored.folder, stored.config or {}, options, device)
     if options.max_kl is not None and question.kind == "encoder":
         raise PlanError("--max-kl: an encoder gives no probabilities")
-    found: dict[str, list[torch.Tensor]] = defaultdict(list)
-    with tempfile.TemporaryFile() as file, torch.inference_mode():
-        for answer, _ in _answers(_load(question, origin, where.variant), question):
-            file.write(answer.cpu().numpy().tobytes())
-            progress(len(answer) / len(question.ids) / 2)
-        file.seek(0)
-        for answer, targets in _answers(_load(question, path), question):
-            raw = bytearray(file.read(answer.numel() * answer.itemsize))
-            before = torch.frombuffer(raw, dtype=torch.float32).view(answer.shape).to(answer.device)
-            for name, values in _compare(before, answer, targets, question.kind):
-                found[name].append(values.flatten().double().cpu())
-            progress(len(answer) / len(question.ids) / 2)
-    figures = dict(_figures({name: torch.cat(values).numpy() for name, values in found.items()}))
-    passed = options.max_kl is None or figures["kl"] <= options.max_kl
-    arithmetic = "float32, weights decoded" if question.device == "cpu" else "as loaded"
-    asked = question.kind, question.text, question.ids.numel(), question.device, arithmetic
-    evaluation = Evaluation(str(out), str(source), passed, *asked, figures)
+    figures = _ask_both(question, original, where.variant, stored.folder, progress)
+    evaluation = Evaluation(
+        out=str(out),
+        source=str(source),
+        passed=options.max_kl is None or figures["kl"] <= options.max_kl,
+        kind=question.kind,
+        text=question.text,
+        tokens=question.ids.numel(),
+        device=question.device,
+        arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
+        figures=figures,
+    )
     if options.card:
-        from nf4conv.report.card import with_evaluation  # importing a reader of YAML takes a moment
-
-        card = path / "README.md"
-        text = card.read_text(encoding="utf-8") if card.is_file() else ""
-        write_file(card, [with_evaluation(text, evaluation).encode()])
-        renew_checksum(path, card.name)
+        _write_into_card(stored.folder, evaluation)
     return evaluation
 
 
-def _question(
+def _write_into_card(folder: Path, evaluation: Evaluation) -> None:
+    from nf4conv.report.card import with_evaluation  # importing a reader of YAML takes a moment
+
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    write_file(card, [with_evaluation(text, evaluation).encode()])
+    renew_checksum(folder, card.name)
+
+
+def _make_question(
     out: Path, config: Mapping[str, Any], options: EvaluateOptions, device: str
 ) -> _Question:
-    kind, loader = _kind(config)
-    text_config = next(
-        (config[key] for key in ("text_config", "llm_config") if key in config), config
-    )
+    """Chooses what to ask, by the config and the tokenizer of the model in 4 bits."""
+    kind, loader = _kind_of_model(config)
+    text_config = _text_config(config)
     vocabulary = text_config.get("vocab_size")
     if not isinstance(vocabulary, int):
         raise PlanError(f"{out}: its config does not say how many tokens it knows")
-    width = (
-        int(text_config.get("hidden_size") or text_config.get("dim") or 1)
-        if kind == "encoder"
-        else vocabulary
-    )
-    window = min(
-        _WINDOWS[kind],
-        *(text_config.get(key) or 512 for key in ("max_position_embeddings", "n_positions")),
-    )
+    width = vocabulary
+    if kind == "encoder":
+        width = int(text_config.get("hidden_size") or text_config.get("dim") or 1)
+    window = _WINDOWS[kind]
+    for key in ("max_position_embeddings", "n_positions"):
+        window = min(window, text_config.get(key) or 512)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
-    ids, mask, ends = _tokens(out, options.text, wanted)
-    text = (
-        "pydoc_data.topics, the reference of the Python language"
-        if options.text is None
-        else options.text.name
-    )
+    tokens = _read_tokens(out, options.text, wanted)
+    ids = tokens.ids
+    text = "pydoc_data.topics, the reference of the Python language"
+    if options.text is not None:
+        text = options.text.name
     if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
-    ends = ends if kind in ("encoder", "masked") else ()
+    ends = tokens.ends if kind in ("encoder", "masked") else ()
     window = min(window - len(ends), ids.size)
-    windows = torch.from_numpy(ids[: ids.size // window * window].reshape(-1, window))
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    whole = ids.size // window * window
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return _Question(
-        kind, loader, windows, text, mask if kind == "masked" else None, ends, width, chosen
+        kind=kind,
+        loader=loader,
+        ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
+        text=text,
+        mask=tokens.mask if kind == "masked" else None,
+        ends=ends,
+        width=width,
+        device=device,
     )
 
 
-def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What kind of model a config is of, and the class that loads it."""
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config that describes the language model."""
+    for key in ("text_config", "llm_config"):
+        if key in config:
+            found: Mapping[str, Any] = config[key]
+            return found
+    return config
+
+
+def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the kind of model that a config describes, and the class that loads it."""
     try:
         import bitsandbytes  # noqa: F401
         import transformers
@@ -175,13 +210,17 @@ def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
         raise PlanError(
             f"evaluate needs more: pip install 'nf4conv[evaluate]' ({error})"
         ) from error
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # there is one of ours
-    name, model_type = architecture_of(config), config.get("model_type")
+    # nf4conv shows a bar of its own
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    name = architecture_of(config)
+    model_type = config.get("model_type")
     tables = {
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "causal": {
+            **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        },
         "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     }
     for kind, table in tables.items():
@@ -189,46 +228,77 @@ def _kind(config: Mapping[str, Any]) -> tuple[str, Any]:
             return kind, getattr(transformers, name)
     if model_type in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
         return "encoder", transformers.AutoModel
-    raise PlanError(
-        f"evaluate cannot run {name or 'a model whose config names no architecture'} ({model_type})"
-    )
+    described = name or "a model whose config names no architecture"
+    raise PlanError(f"evaluate cannot run {described} ({model_type})")
 
 
-def _tokens(
-    out: Path, text: Path | None, wanted: int
-) -> tuple[npt.NDArray[np.int64], int | None, tuple[int, ...]]:
-    """Token ids, that of the mask, and those around a window; of ids from a file nothing more is
-    known.
-    """
+@dataclass(frozen=True)
+class _Tokens:
+    # int64
+    ids: npt.NDArray[np.int64]
+    # id of the mask token; None if there is none, or if the ids come from a file
+    mask: int | None = None
+    # ids of the tokens before and after a text; empty if there are not both
+    ends: tuple[int, ...] = ()
+
+
+def _read_tokens(out: Path, text: Path | None, wanted: int) -> _Tokens:
+    """Reads token ids from a file, or makes them of a text with the model's tokenizer."""
+    try:
+        if text is not None and text.suffix == ".npy":
+            ids = np.load(text, allow_pickle=False).reshape(-1)
+            return _Tokens(ids[:wanted].astype(np.int64))
+        return _tokenize(out, text, wanted)
+    except _REFUSALS as error:
+        raise PlanError(
+            f"{text or out}: no tokens; give their ids, --text ids.npy ({_first_line(error)})"
+        ) from error
+
+
+def _tokenize(out: Path, text: Path | None, wanted: int) -> _Tokens:
     from pydoc_data.topics import topics  # prose that comes with every Python
 
     import transformers
 
-    try:
-        if text is not None and text.suffix == ".npy":
-            return np.load(text, allow_pickle=False).reshape(-1)[:wanted].astype(np.int64), None, ()
-        content = (
-            "\n".join(topics[key] for key in sorted(topics))
-            if text is None
-            else text.read_text(encoding="utf-8")
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
-        ids = tokenizer(content[: 16 * wanted], add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-    except _REFUSALS as error:
-        raise PlanError(
-            f"{text or out}: no tokens; give their ids, --text ids.npy ({_line(error)})"
-        ) from error
-    mask, *ends = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "cls", "sep"))
-    around = tuple(end for end in ends if end is not None)
-    return np.array(ids[:wanted], dtype=np.int64), mask, around if len(around) == 2 else ()
+    if text is None:
+        content = "\n".join(topics[key] for key in sorted(topics))
+    else:
+        content = text.read_text(encoding="utf-8")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    # a token is at most 16 characters on average
+    encoded = tokenizer(content[: 16 * wanted], add_special_tokens=False, verbose=False)
+    ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    ends = () if first is None or last is None else (first, last)
+    return _Tokens(ids, getattr(tokenizer, "mask_token_id", None), ends)
+
+
+def _ask_both(
+    question: _Question,
+    original: Path,
+    variant: str | None,
+    out: Path,
+    progress: Callable[[float], object],
+) -> dict[str, float]:
+    """Asks the original, then the model in 4 bits, and measures how far the answers are apart."""
+    distances = StateDistances() if question.kind == "encoder" else TokenDistances()
+    windows = len(question.ids)
+    with tempfile.TemporaryFile() as file, torch.inference_mode():
+        for answer, _ in _answers(_load(question, original, variant), question):
+            file.write(answer.cpu().numpy().tobytes())
+            progress(len(answer) / windows / 2)
+        file.seek(0)
+        for answer, targets in _answers(_load(question, out), question):
+            stored = bytearray(file.read(answer.numel() * answer.itemsize))
+            before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
+            distances.add(before.to(answer.device), answer, targets)
+            progress(len(answer) / windows / 2)
+    return distances.figures()
 
 
 def _load(question: _Question, folder: Path, variant: str | None = None) -> Any:
-    """A model as loaders load it; on a CPU in float32, with plain layers in the place of those in 4
-    bits.
-    """
+    """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded."""
     is_cpu = question.device == "cpu"
     options = {
         "dtype": torch.float32 if is_cpu else "auto",
@@ -238,97 +308,77 @@ def _load(question: _Question, folder: Path, variant: str | None = None) -> Any:
     try:
         model = question.loader.from_pretrained(folder, trust_remote_code=False, **options)
     except _REFUSALS as error:
-        raise SourceError(f"{folder}: transformers cannot load it: {_line(error)}") from error
+        raise SourceError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
     if is_cpu:
-        from bitsandbytes.functional import dequantize_4bit
-
-        for name, module in [*model.named_modules()]:
-            if type(module).__name__ == "Linear4bit":
-                state = module.weight.quant_state
-                plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
-                weight = dequantize_4bit(module.weight.data, state).view(state.shape)
-                plain.weight, plain.bias = (
-                    torch.nn.Parameter(weight, requires_grad=False),
-                    module.bias,
-                )
-                model.set_submodule(name, plain)
-        torch.nn.Module.float(model)  # transformers refuses it to models that were quantized
+        _decode_layers(model)
+        # transformers refuses model.float() for models that were quantized
+        torch.nn.Module.float(model)
     return model.eval()
 
 
-def _line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _decode_layers(model: Any) -> None:
+    """Puts plain layers in the place of those in 4 bits."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Linear4bit":
+            state = module.weight.quant_state
+            weight = dequantize_4bit(module.weight.data, state).view(state.shape)
+            plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
+            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _answers(model: Any, question: _Question) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batch after batch: [windows, positions, width] log-probabilities or states, and the tokens
-    they are of.
+    """Asks a model, batch after batch.
+
+    Yields:
+        [windows, positions, width] float32 log-probabilities or hidden states; and the token ids
+        that they are about, [windows, positions] int64.
     """
-    step = max(1, min(16, _BATCH_BYTES // (4 * question.width * question.ids.shape[1])))
+    bytes_of_window = 4 * question.width * question.ids.shape[1]
+    step = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // bytes_of_window))
     for batch in torch.split(question.ids, step):
         try:
             answer, targets = _answer(model, question, batch.to(question.device))
         except _REFUSALS as error:
             raise SourceError(
-                f"{model.name_or_path}: transformers cannot run it: {_line(error)}"
+                f"{model.name_or_path}: transformers cannot run it: {_first_line(error)}"
             ) from error
-        yield (
-            answer.float() if question.kind == "encoder" else answer.float().log_softmax(dim=-1),
-            targets,
-        )
+        answer = answer.float()
+        if question.kind != "encoder":
+            answer = answer.log_softmax(dim=-1)
+        yield answer, targets
 
 
 def _answer(
     model: Any, question: _Question, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Asks a model about one batch; returns its logits or hidden states, and their tokens."""
     if question.kind == "causal":
         return model(input_ids=ids).logits[:, :-1], ids[:, 1:]
     if question.kind == "seq2seq":
         read, targets = ids.chunk(2, dim=1)
-        first = torch.full_like(targets[:, :1], model.generation_config.decoder_start_token_id or 0)
+        start = model.generation_config.decoder_start_token_id or 0
+        first = torch.full_like(targets[:, :1], start)
         shifted = torch.cat((first, targets[:, :-1]), dim=1)
         return model(input_ids=read, decoder_input_ids=shifted).logits, targets
-    places, asked = torch.arange(ids.shape[1], device=ids.device), ids.clone()
+    places = torch.arange(ids.shape[1], device=ids.device)
+    asked = ids.clone()
     if question.mask is not None:
         places = places[_MASK_EVERY // 2 :: _MASK_EVERY]
         asked[:, places] = question.mask
+    before = 0
     if question.ends:
         first, last = (torch.full_like(ids[:, :1], end) for end in question.ends)
         asked = torch.cat((first, asked, last), dim=1)
+        before = 1
     answer = model(input_ids=asked)
     said = answer.last_hidden_state if question.kind == "encoder" else answer.logits
-    return said[:, places + len(question.ends) // 2], ids[:, places]
-
-
-def _compare(
-    before: torch.Tensor, after: torch.Tensor, targets: torch.Tensor, kind: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is found of each position, or window, of a batch."""
-    if kind == "encoder":
-        yield "cosine", torch.cosine_similarity(before, after, dim=-1)
-        yield (
-            "cosine_pooled",
-            torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1),
-        )
-        return
-    # what the source rules out adds nothing
-    yield (
-        "kl",
-        torch.where(before.isneginf(), 0, before.exp() * (before - after)).sum(
-            dim=-1, dtype=torch.float64
-        ),
-    )
-    yield "agreement", before.argmax(dim=-1) == after.argmax(dim=-1)
-    yield "perplexity_source", -before.gather(-1, targets[..., None])
-    yield "perplexity", -after.gather(-1, targets[..., None])
-
-
-def _figures(found: Mapping[str, npt.NDArray[np.float64]]) -> Iterator[tuple[str, float]]:
-    for name, values in found.items():
-        mean = float(values.mean())
-        yield name, math.exp(min(mean, 700)) if name.startswith("perplexity") else mean
-        if name == "kl":
-            yield "kl_median", float(np.median(values))
-            yield "kl_99th", float(np.quantile(values, 0.99))
-        elif name == "cosine":
-            yield "cosine_least", float(values.min())
+    return said[:, places + before], ids[:, places]
