@@ -45,7 +45,12 @@ class StateDistances:
     cosine: list[torch.Tensor] = field(default_factory=list)  # of each position
     cosine_pooled: list[torch.Tensor] = field(default_factory=list)  # of the mean of each window
 
-    def add(self, before: torch.Tensor, after: torch.Tensor, targets: torch.Tensor) -> None:  # noqa: ARG002
+    def add(
+        self,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        targets: torch.Tensor,  # noqa: ARG002
+    ) -> None:
         """Adds hidden states of the original and of the model in 4 bits."""
         self.cosine.append(_values(torch.cosine_similarity(before, after, dim=-1)))
         pooled = torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1)
