@@ -7,6 +7,7 @@ no kernels here            the weight as float32, a float32 product, one roundin
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,62 +23,99 @@ from nf4conv.errors import CodecError
 def linear_4bit(
     x: torch.Tensor, packed: torch.Tensor, quant_state: QuantState, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product x · Wᵀ + bias with a packed weight W, [N, K]; sums are float32. Works under
-    `torch.compile`.
+    """Multiply x with a packed weight: x · Wᵀ + bias, with float32 sums.
 
-    Differentiable with respect to x and bias.
+    On GPUs of compute capability 9 (Hopper) one fused kernel decodes the weight while it
+    multiplies, for float16 and bfloat16 x of up to 64 rows. Otherwise the weight is decoded first.
+    Works under `torch.compile`, and is differentiable with respect to x and bias.
 
     Args:
-        x: [..., K] float16, bfloat16 or float32; the result, [..., N], is of its dtype.
-        packed: the packed codes, contiguous: uint8, or another dtype that the same bytes are viewed
-            as.
-        quant_state: from `quantize_4bit`, or bitsandbytes' own; what dtype it names does not
-            matter.
-        bias: [N], of any float type.
+        x: [..., K] float16, bfloat16 or float32.
+        packed: the packed codes of W, [N, K]: uint8, or another dtype that the same bytes are
+            viewed as; contiguous.
+        quant_state: what decodes them: from `quantize_4bit`, or bitsandbytes' own. Its dtype, the
+            weight's before it was packed, does not matter here.
+        bias: [N], of any float dtype; none by default.
+
+    Returns:
+        [..., N], of the dtype of x.
 
     Raises:
-        CodecError: shapes, dtypes or devices that do not belong together.
+        CodecError: the weight is no matrix; or shapes, dtypes or devices do not belong together.
+
+    Example:
+        packed, state = nf4conv.quantize_4bit(layer.weight)  # [N, K]
+        y = nf4conv.linear_4bit(x, packed, state, layer.bias)  # [..., K] → [..., N]
     """
     trains = torch.is_grad_enabled() and (
         x.requires_grad or (bias is not None and bias.requires_grad)
     )
     if trains or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
-        format = quant_state.shape[0], quant_state.quant_type, quant_state.blocksize
         result: torch.Tensor = _linear_op(
-            x, bias, packed, *decoding_of(quant_state).tensors(), *format
+            x,
+            bias,
+            packed,
+            *decoding_of(quant_state).tensors(),
+            quant_state.shape[0],
+            quant_state.quant_type,
+            quant_state.blocksize,
         )
         return result
+    # torch's dispatcher, which the operator above goes through, takes longer than the launch
     weight = _weights.get(id(quant_state))
     if weight is None or not weight.is_of(packed, quant_state):
-        weight = _weights[id(quant_state)] = _Weight(packed, quant_state)
-    return weight.multiply(x, bias)  # torch's dispatcher takes longer than the launch
+        weight = _Weight(packed, quant_state)
+        _weights[id(quant_state)] = weight
+    return weight.multiply(x, bias)
 
 
 def patch_linear_4bit(model: torch.nn.Module) -> int:
-    """Give every `bitsandbytes.nn.Linear4bit` of a model a forward that calls `linear_4bit`; return
-    how many.
+    """Make the 4-bit layers of a model multiply with `linear_4bit`.
+
+    Every `bitsandbytes.nn.Linear4bit` of the model, and every layer of a class derived from it,
+    gets a new `forward`. Nothing else of the model changes; layers whose weights are not packed yet
+    keep bitsandbytes' product until they are.
+
+    Args:
+        model: changed in place, such as a transformers model that was loaded with a
+            BitsAndBytesConfig or from what `nf4conv quantize` wrote.
+
+    Returns:
+        The number of layers that were patched; 0 if the model has none.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("model-nf4", device_map="cuda")
+        nf4conv.patch_linear_4bit(model)
     """
-    found = [
-        one
-        for one in model.modules()
-        if any(kind.__name__ == "Linear4bit" for kind in type(one).__mro__)
-    ]
-    for module in found:
-        module.forward = partial(_forward, module)
-    return len(found)
+    patched = 0
+    for module in model.modules():
+        if _is_linear_4bit(module):
+            module.forward = partial(_forward, module)
+            patched += 1
+    return patched
+
+
+def _is_linear_4bit(module: torch.nn.Module) -> bool:
+    """Return True for a Linear4bit, known by its name: bitsandbytes need not be installed."""
+    return any(kind.__name__ == "Linear4bit" for kind in type(module).__mro__)
 
 
 def _forward(module: Any, x: torch.Tensor) -> Any:
+    """Compute what a patched Linear4bit returns for x."""
     state = getattr(module.weight, "quant_state", None)
     if state is None:  # not packed yet
         return type(module).forward(module, x)
-    return linear_4bit(x.to(module.compute_dtype or x.dtype), module.weight, state, module.bias).to(
-        x.dtype
-    )
+    compute_dtype = module.compute_dtype or x.dtype
+    result = linear_4bit(x.to(compute_dtype), module.weight, state, module.bias)
+    return result.to(x.dtype)
+
+
+_Product = Callable[[torch.Tensor], torch.Tensor]
+"""Multiplies x, of one shape, dtype and device, with a weight."""
 
 
 class _Weight:
-    """A weight that was found right and what is prepared to multiply with it: made once, forgotten
+    """A weight that was checked, and what is prepared to multiply with it: made once, forgotten
     with its state.
     """
 
@@ -85,74 +123,82 @@ class _Weight:
         if len(state.shape) != 2:
             raise CodecError(f"the weight has the shape {list(state.shape)}, expected [N, K]")
         check_decodable(packed, state, state.shape[0] * state.shape[1])
-        (self.n, self.k), self.device, self.shifted = (
-            state.shape,
-            packed.device,
-            packed.data_ptr() % 16,
-        )
-        self.packed = packed.data.view(
-            torch.uint8
-        )  # bitsandbytes' own parameter would keep its state alive
-        self.decoding, self.addresses = (
-            decoding_of(state),
-            (packed.data_ptr(), state.absmax.data_ptr()),
-        )
-        self.runs: dict[tuple[torch.Size, torch.dtype, torch.device], Any] = {}
+        self.n, self.k = state.shape
+        self.device = packed.device
+        # without .data, bitsandbytes' own parameter would keep its state alive
+        self.packed = packed.data.view(torch.uint8)
+        self.decoding = decoding_of(state)
+        self.addresses = (packed.data_ptr(), state.absmax.data_ptr())
+        # None where no fused kernel multiplies
+        self.products: dict[tuple[torch.Size, torch.dtype, torch.device], _Product | None] = {}
         key = id(state)
-        self.state = weakref.ref(state, lambda _: _weights.pop(key, None))
+
+        def forget(_: object) -> None:
+            _weights.pop(key, None)
+
+        self.state = weakref.ref(state, forget)
 
     def is_of(self, packed: torch.Tensor, state: QuantState) -> bool:
-        same = self.decoding.absmax is state.absmax and self.decoding.state2 is state.state2
+        """Return True if this was made for these tensors and none was replaced since."""
         return (
-            same
+            self.decoding.absmax is state.absmax
+            and self.decoding.state2 is state.state2
             and self.state() is state
             and (packed.data_ptr(), state.absmax.data_ptr()) == self.addresses
         )
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `linear_4bit`."""
-        key = x.shape, x.dtype, x.device
-        run = self.runs.get(key)
-        if run is None:
-            run = self.runs[key] = self._prepare(x)
+        """Return x · Wᵀ + bias, [..., N] of the dtype of x [..., K]."""
+        key = (x.shape, x.dtype, x.device)
+        try:
+            product = self.products[key]
+        except KeyError:
+            product = self._prepare(x)
+            self.products[key] = product
         if bias is not None and (bias.shape != (self.n,) or bias.device != self.device):
             raise CodecError(
                 f"bias: {list(bias.shape)} on {bias.device}; expected [{self.n}] on {self.device}"
             )
-        if run is False:
+        if product is None:
             return self._multiply_decoded(x, bias)
-        out: torch.Tensor = run(x)
-        return out if bias is None else out.add_(bias)
+        out = product(x)
+        if bias is not None:
+            out.add_(bias)
+        return out
 
-    def _prepare(self, x: torch.Tensor) -> Any:
-        """What multiplies all that look like x, or False if no fused kernel does."""
+    def _prepare(self, x: torch.Tensor) -> _Product | None:
+        """Return what multiplies all that have the shape, dtype and device of x; None if no fused
+        kernel does.
+        """
         if x.shape[-1:] != (self.k,) or x.dtype not in DTYPE_NAMES or x.device != self.device:
-            expected = f"expected float32, float16 or bfloat16 of the shape [..., {self.k}] on {self.device}"
             raise CodecError(
-                f"x is {x.dtype} of the shape {list(x.shape)} on {x.device}; {expected}"
+                f"x is {x.dtype} of the shape {list(x.shape)} on {x.device}; expected float32, "
+                f"float16 or bfloat16 of the shape [..., {self.k}] on {self.device}"
             )
-        n, k = self.n, self.k
-        if (
-            not has_kernels(x.device)
-            or x.dtype == torch.float32
-            or self.decoding.blocksize < 64
-            or k % 64
-            or not n
-        ):
-            return False
+        if not self._suits_kernel(x):
+            return None
         from nf4conv.codec.kernels.product import launches  # importing Triton takes a second
 
-        fits = (
-            0 < x.numel() <= launches.SHAPES[-1].rows * k
-            and n * k < launches.MOST_ELEMENTS
-            and not self.shifted
-        )
-        if not fits or torch.cuda.get_device_capability(self.device)[0] != launches.CAPABILITY:
-            return False
+        n, k = self.n, self.k
+        if torch.cuda.get_device_capability(self.device)[0] != launches.CAPABILITY:
+            return None
+        if not 0 < x.numel() <= launches.SHAPES[-1].rows * k or n * k >= launches.MOST_ELEMENTS:
+            return None
         return launches.prepare_product(x, n, self.packed, self.decoding)
 
+    def _suits_kernel(self, x: torch.Tensor) -> bool:
+        """Return True if the fused kernel can read such an x and such a weight."""
+        return (
+            has_kernels(x.device)
+            and x.dtype != torch.float32
+            and self.decoding.blocksize >= 64
+            and self.k % 64 == 0
+            and self.n > 0
+            and self.packed.data_ptr() % 16 == 0
+        )
+
     def _multiply_decoded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Decode, then torch's product; in float32 where there are no kernels, which is the
+        """Decode, then call torch's product: in float32 where there are no kernels, which is the
         definition.
         """
         dtype = x.dtype if has_kernels(self.device) else torch.float32
@@ -164,50 +210,88 @@ class _Weight:
             self.decoding.quant_type,
             self.decoding.blocksize,
         )
-        return functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(
-            x.dtype
-        )
+        if bias is not None:
+            bias = bias.to(dtype)
+        return functional.linear(x.to(dtype), weight, bias).to(x.dtype)
 
 
 _weights: dict[int, _Weight] = {}  # by id of the state
 
 
-# fmt: off
 @torch.library.custom_op("nf4conv::linear_4bit", mutates_args=())
 def _linear_op(
-    x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor, absmax: torch.Tensor,
-    nested_absmax: torch.Tensor | None, nested_code: torch.Tensor | None, offset: torch.Tensor | None,
-    n: int, quant_type: str, blocksize: int,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_code: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    n: int,
+    quant_type: str,
+    blocksize: int,
 ) -> torch.Tensor:
-    # fmt: on
-    """`linear_4bit` as torch.compile and autograd see it: opaque."""
-    state2 = None if nested_absmax is None or nested_code is None else NestedState(nested_absmax, nested_code)
-    shape, code = torch.Size((n, x.shape[-1])), code_table(quant_type, x.device)
-    state = QuantState(absmax, shape, x.dtype, blocksize, quant_type, code, offset, state2)
+    """Compute `linear_4bit` as torch.compile and autograd see it: opaque, of an [n, K] weight."""
+    state2 = None
+    if nested_absmax is not None and nested_code is not None:
+        state2 = NestedState(nested_absmax, nested_code)
+    state = QuantState(
+        absmax=absmax,
+        shape=torch.Size((n, x.shape[-1])),
+        dtype=x.dtype,
+        blocksize=blocksize,
+        quant_type=quant_type,
+        code=code_table(quant_type, x.device),
+        offset=offset,
+        state2=state2,
+    )
     return _Weight(packed, state).multiply(x, bias)
 
 
 @_linear_op.register_fake
-def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], others[6]))
+def _(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,  # noqa: ARG001 (only x and n decide the result's shape)
+    packed: torch.Tensor,  # noqa: ARG001
+    absmax: torch.Tensor,  # noqa: ARG001
+    nested_absmax: torch.Tensor | None,  # noqa: ARG001
+    nested_code: torch.Tensor | None,  # noqa: ARG001
+    offset: torch.Tensor | None,  # noqa: ARG001
+    n: int,
+    quant_type: str,  # noqa: ARG001
+    blocksize: int,  # noqa: ARG001
+) -> torch.Tensor:
+    """Return a tensor of the result's shape and dtype, for tracing."""
+    return x.new_empty((*x.shape[:-1], n))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 (torch names it)
-    x, bias, *tensors, n, quant_type, blocksize = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.kept = (n, x.shape[-1]), x.dtype, None if bias is None else bias.dtype, quant_type, blocksize
+def _setup_context(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: torch.Tensor,  # noqa: ARG001 (torch passes it by name)
+) -> None:
+    """Keep what `_backward` needs of the arguments of `_linear_op`."""
+    x, bias, packed, absmax, nested_absmax, nested_code, offset, n, quant_type, blocksize = inputs
+    ctx.save_for_backward(packed, absmax, nested_absmax, nested_code, offset)
+    ctx.weight_shape = (n, x.shape[-1])
+    ctx.x_dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.quant_type = quant_type
+    ctx.blocksize = blocksize
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (n, k), dtype, bias_dtype, *format = ctx.kept
-    grad_x = grad_bias = None
+    """Return the gradients of the arguments of `_linear_op`: those of x and bias, then Nones."""
+    grad_x = None
+    grad_bias = None
     if ctx.needs_input_grad[0]:
-        weight = grad.new_empty((n, k), dtype=dtype)
-        dequantize_op(*ctx.saved_tensors, weight, *format)
+        weight = grad.new_empty(ctx.weight_shape, dtype=ctx.x_dtype)
+        dequantize_op(*ctx.saved_tensors, weight, ctx.quant_type, ctx.blocksize)
         grad_x = grad @ weight
     if ctx.needs_input_grad[1]:
-        grad_bias = grad.reshape(-1, n).sum(0, dtype=bias_dtype)
-    return grad_x, grad_bias, *[None] * 8
+        rows = grad.reshape(-1, ctx.weight_shape[0])
+        grad_bias = rows.sum(0, dtype=ctx.bias_dtype)
+    return grad_x, grad_bias, None, None, None, None, None, None, None, None
 
 
-_linear_op.register_autograd(_backward, setup_context=_keep)
+_linear_op.register_autograd(_backward, setup_context=_setup_context)
