@@ -1,25 +1,27 @@
-"""What one pass over a weight and its packed form can say about the quantization error, and the
-bound it is held to.
+"""The quantization error of a weight: what one pass over it and its packed form measures, and the
+bound that every value is held to.
 
-Both backends return `ErrorSums`, and both judge a value by the same bound:
+All backends return `ErrorSums`, and judge a value by the same bound:
 
     |w - value(code) · a|  ≤  half_gap(code) · (|a| + D)  +  |value(code)| · D  +  2^-126
 
-with a the absmax of the block as it decodes, and D how far the nested quantization may have moved
-it: half the widest gap of the dynamic map (9/1280, between neighbours of the top decade; also the
-distance of its ends from ±1) times nested_absmax, and 0 without double quantization. half_gap(code)
-is half the wider of the two gaps between the code's value and its neighbours' values, plus a slack
-of 2^-20 for the roundings of a float32 product, of the reciprocal and of the cuts. 2^-126 is what
-flushing subnormal numbers to zero may cost. Searched scales may be as small as half of absmax, so
-values may be cut off at the first and the last code's, by as much as the scale itself: there
-half_gap is 1.
+a       the absmax of the block as it decodes.
+D       how far the nested quantization may have moved a: half the widest gap of the dynamic map
+        times nested_absmax. That gap is 9/640, between neighbours of the top decade; its half is
+        also the distance of the map's ends from ±1. D is 0 without double quantization.
+half_gap(code)
+        half the wider of the two gaps between the code's value and its neighbours' values, plus a
+        slack of 2^-20 for the roundings of a float32 product, of the reciprocal and of the cuts.
+        Searched scales may be as small as half of absmax, so values may be cut off at the first and
+        the last code's, by as much as the scale itself: there half_gap is 1.
+2^-126  what flushing subnormal numbers to zero may cost.
 
 A correct encoding has no value outside the bound, except where the format itself fails: blocks that
 hold NaN, infinity or magnitudes above 2^126 (docs/format.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -27,9 +29,9 @@ import torch
 
 from nf4conv.format.codebook import CODEBOOKS
 
-NESTED_ERROR: Final = 9 / 1280 + 2**-20  # D / nested_absmax, with the same slack
+SLACK: Final = 2**-20  # added to half a gap, relative to absmax
 
-SLACK: Final = 2**-20  # added to half the gap, relative to absmax
+NESTED_ERROR: Final = 9 / 1280 + SLACK  # D / nested_absmax
 
 SMALLEST_NORMAL: Final = 2**-126
 
@@ -40,42 +42,53 @@ class ErrorSums:
 
     The error of a value is its float32 (or half-precision) original minus the float32 product
     value(code) · absmax, before any rounding to an output dtype.
+
+    Attributes:
+        max_error: float32, the largest |error|; NaN is ignored.
+        max_relative_error: float32, the largest |error| / absmax of the value's block; NaN is
+            ignored.
+        squared_error: float64, Σ error².
+        squared_weight: float64, Σ weight².
+        outside: int64, the number of values outside the bound of the module docstring. An error
+            that is NaN or infinite always is.
     """
 
-    max_error: torch.Tensor  # float32, the largest |error|; NaN is ignored
-    max_relative_error: (
-        torch.Tensor
-    )  # float32, the largest |error| / absmax of the value's block; NaN is ignored
-    squared_error: torch.Tensor  # float64, Σ error²
-    squared_weight: torch.Tensor  # float64, Σ weight²
-    # int64, how many values are outside the bound of the module docstring; an error that is NaN or
-    # infinite always is
+    max_error: torch.Tensor
+    max_relative_error: torch.Tensor
+    squared_error: torch.Tensor
+    squared_weight: torch.Tensor
     outside: torch.Tensor
 
 
 def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
-    """For each of the 16 codes half the wider gap to its neighbours in value, plus the slack;
-    `scales` as above.
+    """Return the half_gap of each of the 16 codes, slack included.
+
+    Args:
+        quant_type: "nf4" or "fp4".
+        scales: "absmax" or "search".
     """
     values = CODEBOOKS[quant_type].values
     ascending = sorted(set(values))
     gaps = [right - left for left, right in pairwise(ascending)]
-    end = 2.0 if scales == "search" else 0.0
-    wider = [max(pair) for pair in zip([end, *gaps], [*gaps, end], strict=True)]
-    return tuple(wider[ascending.index(value)] / 2 + SLACK for value in values)
+    gap_at_ends = 2.0 if scales == "search" else 0.0
+    half_gap_of = {}
+    for value, left, right in zip(
+        ascending, [gap_at_ends, *gaps], [*gaps, gap_at_ends], strict=True
+    ):
+        half_gap_of[value] = max(left, right) / 2 + SLACK
+    return tuple(half_gap_of[value] for value in values)
 
 
 def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """The sums of a tensor from those of its parts, of which there is at least one; added in their
-    order.
+    """Return the sums of a tensor from those of its parts, added in their order.
+
+    Args:
+        parts: of consecutive pieces of the tensor; at least one.
     """
-    columns = {
-        field.name: torch.stack([getattr(part, field.name) for part in parts])
-        for field in fields(ErrorSums)
-    }
     return ErrorSums(
-        **{
-            name: column.amax() if name.startswith("max") else column.sum()
-            for name, column in columns.items()
-        }
+        max_error=torch.stack([part.max_error for part in parts]).amax(),
+        max_relative_error=torch.stack([part.max_relative_error for part in parts]).amax(),
+        squared_error=torch.stack([part.squared_error for part in parts]).sum(),
+        squared_weight=torch.stack([part.squared_weight for part in parts]).sum(),
+        outside=torch.stack([part.outside for part in parts]).sum(),
     )

@@ -1,13 +1,14 @@
-"""How torch's CUDA mean divides a vector among threads: the rule that codec/reduction.py and the
+"""Divides a vector among threads as torch's CUDA mean does: the rule that codec/reduction.py and the
 mean kernels share.
 
-From ReduceConfig in ATen/native/cuda/Reduce.cuh, torch 2.10 and later. No torch here.
+The source is ReduceConfig in ATen/native/cuda/Reduce.cuh, torch 2.10 and later. This file imports no
+torch: the engine without torch needs the rule.
 """
 
 from typing import Final
 
-VECTOR: Final = 4
-MAX_THREADS: Final = 512
+VECTOR: Final = 4  # elements that a thread loads at once: a float4
+MAX_THREADS: Final = 512  # of a thread block
 TORCH_BLOCK: Final = 130_560
 """The longest vector that is summed by one thread block: 255 vectors of 4 for each half of 512
 threads.
@@ -18,16 +19,18 @@ _MAX_PER_THREAD: Final = 256
 
 
 def threads(count: int) -> int:
-    """Threads of a block: a power of two."""
-    lanes = count if count < 128 else min(count // VECTOR, MAX_THREADS)
-    return 1 << (max(lanes, 1).bit_length() - 1)
+    """Return the threads of a block that sums so many values: a power of two."""
+    most = count if count < 128 else min(count // VECTOR, MAX_THREADS)
+    return 1 << (max(most, 1).bit_length() - 1)
 
 
 def thread_blocks(count: int, resident: int) -> int:
-    """How many thread blocks share the sum of so many values.
+    """Return the number of thread blocks that share the sum of a vector.
 
-    `resident` are the blocks of that many threads that the card holds at once: multiprocessors
-    times blocks on each.
+    Args:
+        count: values of the vector.
+        resident: the blocks of `threads(count)` threads that the GPU holds at once:
+            multiprocessors times blocks on each.
     """
     per_thread = -(-count // threads(count))
     if per_thread < _MAX_PER_THREAD:

@@ -1,6 +1,4 @@
-"""The codec's public functions: validate the arguments, allocate the results, choose the backend by
-device.
-"""
+"""Tensors to 4 bits and back: validates arguments, allocates results and calls a backend."""
 
 import torch
 
@@ -26,24 +24,34 @@ def quantize_4bit(
     double_quant: bool = True,
     scales: str = "absmax",
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantize a weight to 4 bits, byte for byte as bitsandbytes' CUDA library does; or better, in
-    as many bytes.
+    """Quantize a weight to 4 bits.
+
+    The result has the bytes that bitsandbytes' CUDA library gives, on any device. With
+    `scales="search"` it has as many bytes and a smaller error.
 
     Args:
-        tensor: any shape; float32, float16 or bfloat16; blocks run over its row-major order.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax: 32, 64, … 4096.
-        double_quant: whether to quantize the absmax too, to 8 bits in blocks of 256.
-        scales: "absmax"; or "search": of each block the scale that makes its squared error small,
-            which may be negative and stands in the place of absmax. The bytes are then the same on
-            every device.
+        tensor: the weight, of any shape: n elements of float32, float16 or bfloat16, on any device.
+            Blocks run over its row-major order.
+        quant_type: "nf4" (the default) or "fp4".
+        blocksize: elements that share one absmax: 32, 64 (the default), 128, … 4096.
+        double_quant: quantize the absmax too, to 8 bits in blocks of 256; True by default. It takes
+            the format from 4.5 to about 4.13 bits per element at a blocksize of 64.
+        scales: "absmax" (the default) divides each block by its largest magnitude. "search" finds
+            the scale that makes the block's squared error small; such a scale may be negative, and
+            stands in the place of absmax.
 
     Returns:
-        packed: [ceil(n / 2), 1] uint8, the even element in the high nibble.
-        state: what `dequantize_4bit` needs beside it.
+        packed: [ceil(n / 2), 1] uint8, on the tensor's device: two codes a byte, the even element's
+            in the high nibble.
+        state: a QuantState, which `dequantize_4bit` and `linear_4bit` need beside it.
 
     Raises:
         CodecError: an unsupported dtype, quant_type, blocksize or kind of scales.
+
+    Example:
+        weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
+        packed, state = nf4conv.quantize_4bit(weight, "nf4", blocksize=64)
+        again = nf4conv.dequantize_4bit(packed, state)  # [4096, 4096] bfloat16
     """
     check_options(quant_type, blocksize)
     if scales not in SCALES:
@@ -54,12 +62,13 @@ def quantize_4bit(
             f"cast the tensor first"
         )
     flat = tensor.contiguous().view(-1)
-    packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=flat.device)
-    absmax = torch.empty(
-        block_count(flat.numel(), blocksize), dtype=torch.float32, device=flat.device
-    )
-    encoder(flat.device, scales)(flat, packed.view(-1), absmax, quant_type, blocksize)
-    code = code_table(quant_type, tensor.device)
+    device = flat.device
+    blocks = block_count(flat.numel(), blocksize)
+    packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=device)
+    absmax = torch.empty(blocks, dtype=torch.float32, device=device)
+    encode = encoder(device, scales)
+    encode(flat, packed.view(-1), absmax, quant_type, blocksize)
+    code = code_table(quant_type, device)
     state = QuantState(absmax, tensor.shape, tensor.dtype, blocksize, quant_type, code)
     if double_quant:
         state.absmax, state.offset, state.state2 = compress_absmax(absmax)
@@ -67,10 +76,15 @@ def quantize_4bit(
 
 
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
-    """The second quantization: absmax, [blocks] float32, to 8-bit codes.
+    """Quantize absmax to 8 bits: the second quantization of double quantization.
 
-    Given back are the codes, [blocks] uint8, the mean that was subtracted, 0-d float32, and how the
-    codes are decoded.
+    Args:
+        absmax: [blocks] float32.
+
+    Returns:
+        codes: [blocks] uint8.
+        offset: 0-d float32, the mean that was subtracted.
+        state2: a NestedState, which decodes the codes.
     """
     codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=absmax.device)
     nested_absmax = absmax.new_empty(block_count(absmax.numel(), NESTED_BLOCKSIZE))
@@ -84,22 +98,29 @@ def dequantize_4bit(
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does. Works under
-    `torch.compile`.
+    """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does.
+
+    Works under `torch.compile`.
 
     Args:
-        packed: the packed codes, contiguous: uint8, or another dtype that the same bytes are viewed
-            as.
-        quant_state: from `quantize_4bit`, or bitsandbytes' own.
-        out: where to write: contiguous, of the weight's shape.
-        dtype: of the result: float32, float16 or bfloat16; the weight's own by default.
+        packed: the packed codes of n elements, ceil(n / 2) bytes: uint8, or another dtype that the
+            same bytes are viewed as; contiguous, of any shape.
+        quant_state: what decodes them: from `quantize_4bit`, or bitsandbytes' own.
+        out: the tensor to write to: contiguous, of the weight's shape, on the device of `packed`;
+            float32, float16 or bfloat16. By default a new one is made.
+        dtype: of the result: float32, float16 or bfloat16. By default that of `out`, or without it
+            the weight's own before it was quantized.
 
     Returns:
         `out`, or a new tensor of the weight's shape.
 
     Raises:
         CodecError: a tensor is not contiguous, on another device, or of a size that contradicts the
-            state.
+            state; or `out` has another shape or dtype than was asked for.
+
+    Example:
+        packed, state = nf4conv.quantize_4bit(weight)
+        weight = nf4conv.dequantize_4bit(packed, state, dtype=torch.float32)
     """
     shape = quant_state.shape
     if out is None:
@@ -119,9 +140,9 @@ def dequantize_4bit(
         dequantize_op(packed, *decoding.tensors(), out, decoding.quant_type, decoding.blocksize)
         return out
     functions = backend(out.device)
-    if functions in (cpu, reference):
+    if functions is cpu or functions is reference:
         functions.dequantize_blocks(packed.view(-1), decoding, out.view(-1))
-    else:  # a view costs a microsecond, and the kernels need none
+    else:  # the kernels take any shape, and a view costs a microsecond
         functions.dequantize_blocks(packed, decoding, out)
     return out
 
@@ -137,22 +158,23 @@ def dequantize_op(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """`backend.dequantize_blocks` as torch.compile sees it: opaque, writing `out`."""
-    state2 = (
-        None
-        if nested_absmax is None or nested_code is None
-        else NestedState(nested_absmax, nested_code)
-    )
+    """Call the backend's `dequantize_blocks`; torch.compile sees an opaque operator that writes
+    `out`.
+    """
+    state2 = None
+    if nested_absmax is not None and nested_code is not None:
+        state2 = NestedState(nested_absmax, nested_code)
     decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
     backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
 
 
 @dequantize_op.register_fake
 def _(*_: object) -> None:
-    """Nothing but `out` is touched."""
+    """Do nothing: only `out` is written, and tracing need not know what."""
 
 
 def check_options(quant_type: str, blocksize: int) -> None:
+    """Raise CodecError unless the data type and the blocksize are supported."""
     if quant_type not in CODEBOOKS:
         raise CodecError(
             f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}"
@@ -164,19 +186,22 @@ def check_options(quant_type: str, blocksize: int) -> None:
 
 
 def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int) -> None:
-    """Raise unless every tensor can be read as one flat piece of memory of the size that so many
-    elements need.
+    """Raise CodecError unless every tensor can be read as one flat piece of memory of the size that
+    a weight of so many elements needs.
     """
-    absmax, state2 = quant_state.absmax, quant_state.state2
     check_options(quant_state.quant_type, quant_state.blocksize)
-    blocks = block_count(elements, quant_state.blocksize)
-    if packed.numel() * packed.itemsize != -(-elements // 2):
+    expected_bytes = -(-elements // 2)
+    if packed.numel() * packed.itemsize != expected_bytes:
         raise CodecError(
-            f"packed: {packed.numel() * packed.itemsize} bytes, expected {-(-elements // 2)}"
+            f"packed: {packed.numel() * packed.itemsize} bytes, expected {expected_bytes}"
         )
     if not packed.is_contiguous():
         raise CodecError("packed: not contiguous; call .contiguous() first")
-    _check_flat("absmax", absmax, blocks, packed.device)
+    device = packed.device
+    absmax = quant_state.absmax
+    state2 = quant_state.state2
+    blocks = block_count(elements, quant_state.blocksize)
+    _check_flat("absmax", absmax, blocks, device)
     if absmax.dtype != (torch.float32 if state2 is None else torch.uint8):
         raise CodecError(
             f"absmax: {absmax.dtype}, expected float32, or uint8 with double quantization"
@@ -184,17 +209,17 @@ def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int
     if state2 is not None:
         if quant_state.offset is None or state2.blocksize != NESTED_BLOCKSIZE:
             raise CodecError(f"nested state: expected an offset and blocksize {NESTED_BLOCKSIZE}")
-        _check_flat(
-            "nested_absmax", state2.absmax, block_count(blocks, NESTED_BLOCKSIZE), packed.device
-        )
-        _check_flat("nested_quant_map", state2.code, 256, packed.device)
-        _check_flat("nested_offset", quant_state.offset, 1, packed.device)
+        nested_blocks = block_count(blocks, NESTED_BLOCKSIZE)
+        _check_flat("nested_absmax", state2.absmax, nested_blocks, device)
+        _check_flat("nested_quant_map", state2.code, 256, device)
+        _check_flat("nested_offset", quant_state.offset, 1, device)
 
 
 def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
+    """Raise CodecError unless a tensor has so many elements, is on a device and contiguous."""
     if tensor.numel() != elements or tensor.device != device or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise CodecError(
-            f"{name}: {tensor.numel()} elements on {tensor.device}, "
-            f"{'' if tensor.is_contiguous() else 'not '}contiguous; expected {elements} on "
-            f"{device}, contiguous"
+            f"{name}: {tensor.numel()} elements on {tensor.device}, {layout}; "
+            f"expected {elements} on {device}, contiguous"
         )

@@ -1,6 +1,7 @@
-"""QuantState: what is needed to decode a packed weight, and its form on disk.
+"""QuantState decodes a packed weight; it becomes the tensors that stand beside the codes on disk,
+and is made from them.
 
-The attributes are bitsandbytes' own (`absmax, shape, code, blocksize, quant_type, dtype, offset,
+Its attributes have bitsandbytes' names (`absmax, shape, code, blocksize, quant_type, dtype, offset,
 state2, nested`), so that `dequantize_4bit` takes either library's state without a conversion.
 """
 
@@ -22,113 +23,169 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @cache
 def code_table(data_type: str, device: torch.device) -> torch.Tensor:
-    """The values of codes, never to be written to: [16] float32 of "nf4" and "fp4" (`quant_map` on
-    disk), [256] of "dynamic" (`nested_quant_map`).
+    """Return the values of codes, a tensor that is shared: never write to it.
+
+    Args:
+        data_type: "nf4" or "fp4" for [16] float32 (`quant_map` on disk); "dynamic" for the
+            256 values of the dynamic map (`nested_quant_map`).
+        device: of the result.
     """
     values = DYNAMIC_MAP if data_type == "dynamic" else CODEBOOKS[data_type].values
-    with torch.inference_mode(
-        mode=False
-    ):  # a tensor made in that mode, and kept, could not be trained with later
+    # a tensor that is made in inference mode, and kept, could not be trained with later
+    with torch.inference_mode(mode=False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @dataclass
 class NestedState:
-    """How a quantized absmax is decoded: `code[absmax] * self.absmax[block] + offset`; the offset
-    is QuantState's.
+    """Decodes a quantized absmax: `code[absmax] * self.absmax[block] + offset`; QuantState has the
+    offset.
+
+    Attributes:
+        absmax: [ceil(blocks / 256)] float32, `nested_absmax` on disk.
+        code: [256] float32, `nested_quant_map` on disk.
+        blocksize: 256, the only value that bitsandbytes knows.
+        dtype: of the absmax before it was quantized: float32.
     """
 
-    absmax: torch.Tensor  # [ceil(blocks / 256)] float32
-    code: torch.Tensor  # [256] float32
-    blocksize: int = NESTED_BLOCKSIZE  # 256, the only value bitsandbytes knows
-    dtype: torch.dtype = torch.float32  # float32, of the absmax before it was quantized
+    absmax: torch.Tensor
+    code: torch.Tensor
+    blocksize: int = NESTED_BLOCKSIZE
+    dtype: torch.dtype = torch.float32
 
 
 class Decoding(NamedTuple):
-    """What the codes of a packed weight of n elements are decoded by."""
+    """Decodes the codes of a packed weight of n elements: what backends need of a QuantState.
 
-    absmax: torch.Tensor  # [ceil(n / blocksize)] float32, or uint8 codes with `state2`
-    state2: NestedState | None  # how absmax is decoded; None when it is float32
-    offset: torch.Tensor | None  # 0-d float32, added to the decoded absmax; None without `state2`
-    quant_type: str  # "nf4" or "fp4"
-    blocksize: int  # elements that share one absmax, a power of two from 32 to 4096
-    scales: str = "absmax"  # what absmax is; "search" widens the bound of errors, and nothing else
+    Attributes:
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
+        state2: decodes absmax; None when absmax is float32.
+        offset: 0-d float32, added to the decoded absmax; None without `state2`.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+        scales: "absmax" or "search", which found the absmax; "search" widens the bound of errors,
+            and nothing else.
+    """
+
+    absmax: torch.Tensor
+    state2: NestedState | None
+    offset: torch.Tensor | None
+    quant_type: str
+    blocksize: int
+    scales: str = "absmax"
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """What kernels read: absmax; and the code, nested absmax and offset that decode it, or
-        absmax instead.
+        """Return what kernels read: absmax, and the code, nested absmax and offset that decode it.
+
+        Without double quantization, absmax stands in the place of the other three.
         """
         if self.state2 is None or self.offset is None:
-            return (self.absmax,) * 4
+            return self.absmax, self.absmax, self.absmax, self.absmax
         return self.absmax, self.state2.code, self.state2.absmax, self.offset
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What custom operators take, which know no classes: absmax, nested absmax, its code,
-        offset.
+        """Return absmax, nested absmax, its code and the offset, for torch's custom operators,
+        which take no classes.
         """
-        nested = (None, None) if self.state2 is None else (self.state2.absmax, self.state2.code)
-        return self.absmax, *nested, self.offset
+        if self.state2 is None:
+            return self.absmax, None, None, self.offset
+        return self.absmax, self.state2.absmax, self.state2.code, self.offset
 
 
 @dataclass
 class QuantState:
-    """Everything but the packed codes of a 4-bit weight."""
+    """Everything but the packed codes of a 4-bit weight.
 
-    absmax: torch.Tensor  # [blocks] float32, or uint8 codes when nested
-    shape: torch.Size  # of the weight
-    dtype: (
-        torch.dtype
-    )  # of the weight: float32, float16 or bfloat16; what `dequantize_4bit` returns by default
-    blocksize: int  # elements that share one absmax, 32 … 4096
-    quant_type: str  # "nf4" or "fp4"
-    code: torch.Tensor  # [16] float32
-    offset: torch.Tensor | None = None  # 0-d float32, on absmax's device; None unless nested
-    state2: NestedState | None = None  # how absmax itself is decoded; None unless nested
+    Attributes:
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with double quantization.
+        shape: of the weight, n elements.
+        dtype: of the weight: float32, float16 or bfloat16. `dequantize_4bit` returns it by default.
+        blocksize: elements that share one absmax: 32, 64, … 4096.
+        quant_type: "nf4" or "fp4".
+        code: [16] float32, the values of the codes.
+        offset: 0-d float32, added to the decoded absmax; None without double quantization.
+        state2: decodes absmax; None without double quantization.
+
+    Example:
+        packed, state = nf4conv.quantize_4bit(weight)
+        on_disk = {"w.weight": packed}
+        for suffix, tensor in state.components().items():
+            on_disk[f"w.weight.{suffix}"] = tensor
+        ...
+        packed = on_disk.pop("w.weight")
+        state = nf4conv.QuantState.from_components(on_disk)
+    """
+
+    absmax: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    blocksize: int
+    quant_type: str
+    code: torch.Tensor
+    offset: torch.Tensor | None = None
+    state2: NestedState | None = None
 
     @property
     def nested(self) -> bool:
+        """True with double quantization: absmax is quantized too."""
         return self.state2 is not None
 
     def components(self) -> dict[str, torch.Tensor]:
-        """The tensors that stand beside the packed codes on disk: suffix → tensor, as
-        layout.components lists them.
+        """Return the tensors that stand beside the packed codes on disk, as bitsandbytes writes
+        them.
 
         Reads the offset back from the device, which waits for it.
+
+        Returns:
+            By suffix, what follows the weight's name and a dot: "absmax", [blocks] float32 or
+            uint8; "quant_map", [16] float32; with double quantization "nested_absmax",
+            [ceil(blocks / 256)] float32, and "nested_quant_map", [256] float32; and
+            "quant_state.bitsandbytes__nf4" (or "__fp4"), JSON as uint8, on the CPU.
         """
         format = layout.Format(
             self.quant_type, self.blocksize, self.nested, DTYPE_NAMES[self.dtype]
         )
-        blob = layout.quant_state_json(
-            format, self.shape, None if self.offset is None else float(self.offset.item())
-        )
+        nested_offset = None
+        if self.offset is not None:
+            nested_offset = float(self.offset.item())
+        blob = layout.quant_state_json(format, self.shape, nested_offset)
         parts = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
-            parts |= {"nested_absmax": self.state2.absmax, "nested_quant_map": self.state2.code}
-        parts[f"{QUANT_STATE_PREFIX}{self.quant_type}"] = torch.frombuffer(
-            bytearray(blob), dtype=torch.uint8
-        )
+            parts["nested_absmax"] = self.state2.absmax
+            parts["nested_quant_map"] = self.state2.code
+        json_name = f"{QUANT_STATE_PREFIX}{self.quant_type}"
+        parts[json_name] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         return parts
 
     @classmethod
     def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
-        """The inverse of `components`; keys may carry any prefix that ends in a dot.
+        """Make a state of the tensors that stand beside the packed codes on disk.
 
         The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
-        low-precision maps. A CodecError if a component is missing, unknown or contradicts another.
+        low-precision maps.
+
+        Args:
+            parts: the tensors that `components` returns, by suffix, or by names that end in a dot
+                and a suffix.
+
+        Returns:
+            The state, on the device of absmax.
+
+        Raises:
+            CodecError: a component is missing, unknown or contradicts another.
         """
         named = _by_suffix(parts)
-        tag = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
-        fields = layout.parse_quant_state(bytes(named[tag].cpu().numpy().tobytes()))
+        json_name = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
+        fields = layout.parse_quant_state(bytes(named[json_name].cpu().numpy().tobytes()))
         absmax = _component(named, "absmax")
         device = absmax.device
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if "nested_absmax" in named:
-            offset = torch.tensor(
-                layout.nested_offset_of(fields), dtype=torch.float32, device=device
-            )
+            nested_offset = layout.nested_offset_of(fields)
+            offset = torch.tensor(nested_offset, dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
-        expected = torch.uint8 if state2 is not None else torch.float32
+        expected = torch.float32 if state2 is None else torch.uint8
         if absmax.dtype != expected:
             raise CodecError(f"absmax: {absmax.dtype}, expected {expected}")
         return cls(
@@ -144,21 +201,17 @@ class QuantState:
 
 
 def decoding_of(state: QuantState) -> Decoding:
-    """What a state, ours or bitsandbytes', says of decoding."""
+    """Return what backends need of a state, ours or bitsandbytes'."""
     return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
 
 
 def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Strip the prefixes of names; raise CodecError unless all are components, with one
+    quant_state.
+    """
     named: dict[str, torch.Tensor] = {}
     for key, tensor in parts.items():
-        suffix = next((s for s in COMPONENT_SUFFIXES if key == s or key.endswith(f".{s}")), None)
-        if suffix is None:
-            raise CodecError(
-                f"{key}: not a component of a 4-bit weight; expected "
-                f"{', '.join(COMPONENT_SUFFIXES)}"
-            )
-        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
-        named[suffix] = tensor
+        named[_suffix_of(key)] = tensor
     tags = [suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX)]
     if len(tags) != 1:
         raise CodecError(
@@ -167,7 +220,19 @@ def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return named
 
 
+def _suffix_of(key: str) -> str:
+    """Return the component that a name ends in; a CodecError if there is none."""
+    for suffix in COMPONENT_SUFFIXES:
+        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
+        if key == suffix or key.endswith(f".{suffix}"):
+            return suffix
+    raise CodecError(
+        f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}"
+    )
+
+
 def _component(named: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
+    """Return a component by its suffix; a CodecError if it is missing."""
     if suffix not in named:
         raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
     return named[suffix]

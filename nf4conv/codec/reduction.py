@@ -1,21 +1,21 @@
 """torch's CUDA mean, reproduced on any device: the offset of double quantization, to the bit.
 
 bitsandbytes takes the offset with `absmax.mean()` on the GPU. A float32 sum depends on its order,
-so the order of torch's reduction kernel (ATen/native/cuda/Reduce.cuh, CUDA, torch 2.10 and later)
-is part of the format:
+so the order of torch's reduction kernel is part of the format. Its source is ATen/native/cuda/
+Reduce.cuh, of torch 2.10 and later:
 
-    thread block    T threads, a power of two, at most 512; thread t owns the float4 vectors t, t + T, t + 2T, …
-                    and sums each of the four components apart; the last 0–3 elements go to threads
-                    0–2
-    thread          ((c0 + c1) + c2) + c3
-    tree            halves: thread t adds thread t + T/2, then t + T/4, … down to thread 0
-    many blocks     from 256 elements a thread on, the vectors are dealt to C blocks in turn; the C sums are then
-                    summed by one block in the same way
+thread block  T threads, a power of two, at most 512. Thread t owns the float4 vectors t, t + T,
+              t + 2T, … and sums each of the four components apart; the last 0–3 elements go to
+              threads 0–2.
+thread        ((c0 + c1) + c2) + c3
+tree          Halves: thread t adds thread t + T/2, then t + T/4, … down to thread 0.
+many blocks   From 256 elements a thread on, the vectors are dealt to C blocks in turn; the C sums
+              are then summed by one block in the same way.
 
-and the mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128
-elements are not read as vectors. How many blocks there are depends on the GPU, if only for more
-than 8192 elements a block that it can hold at once: 130 560 elements are summed alike by all, 655
-360 by a T4 and anything wider, and for more the card meant here is an H100 or H200.
+The mean is the sum times the rounded reciprocal of the length, not a quotient. Fewer than 128
+elements are not read as vectors. The number of blocks depends on the GPU only for more than 8192
+elements for each block that it can hold at once: 130 560 elements are summed alike by all GPUs,
+655 360 by a T4 and anything wider, and for more the GPU meant here is an H100 or H200.
 """
 
 from typing import Final
@@ -26,39 +26,55 @@ import torch
 
 from nf4conv.codec.mean_order import MAX_THREADS, VECTOR, thread_blocks, threads
 
-_RESIDENT_BLOCKS: Final = 132 * (
-    2048 // MAX_THREADS
-)  # H100 and H200: 132 multiprocessors of 2048 threads
+# H100 and H200: 132 multiprocessors of 2048 threads
+_RESIDENT_BLOCKS: Final = 132 * (2048 // MAX_THREADS)
 
 _Floats = npt.NDArray[np.float32]
 
 
 def cuda_mean(values: torch.Tensor) -> torch.Tensor:
-    """0-d float32: the mean of [n] float32 as torch computes it on an H100. Computed on the host.
+    """Return the mean as torch computes it on an H100. The host computes it here.
 
-    The values are contiguous, and on the GPU they would start at a multiple of 16 bytes.
+    Args:
+        values: [n] float32, contiguous. On the GPU they would start at a multiple of 16 bytes.
+
+    Returns:
+        0-d float32, on the device of the values.
     """
     with np.errstate(all="ignore"):
-        mean = _cuda_sum(values.cpu().numpy()) * (np.float32(1) / np.float32(values.numel()))
+        reciprocal = np.float32(1) / np.float32(values.numel())
+        mean = _cuda_sum(values.cpu().numpy()) * reciprocal
     return torch.from_numpy(mean).to(values.device)[0]
 
 
 def _cuda_sum(values: _Floats) -> _Floats:
-    """[1], the sum."""
+    """Return the sum, [1] float32."""
     count = values.size
+    width = threads(count)
     if count < 128:
-        return _halve(_deal(values, threads(count)))
-    width, blocks = threads(count), thread_blocks(count, _RESIDENT_BLOCKS)
+        return _halve(_deal(values, width))
+    blocks = thread_blocks(count, _RESIDENT_BLOCKS)
     body = count - count % VECTOR
-    lanes = _deal(values[:body].reshape(-1, VECTOR), blocks * width)
-    lanes[: count - body, 0] += values[body:]
-    sums = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
-    staged = _halve(sums.reshape(blocks, width))[:, 0]
-    return staged if blocks == 1 else _halve(_deal(staged, width))
+    of_components = _deal(values[:body].reshape(-1, VECTOR), blocks * width)
+    of_components[: count - body, 0] += values[body:]
+    c0, c1, c2, c3 = of_components.T
+    of_threads = ((c0 + c1) + c2) + c3
+    of_blocks = _halve(of_threads.reshape(blocks, width))[:, 0]
+    if blocks == 1:
+        return of_blocks
+    return _halve(_deal(of_blocks, width))
 
 
 def _deal(rows: _Floats, lanes: int) -> _Floats:
-    """Deal rows to `lanes` accumulators in turn, each adding its own in order: [n, …] → [lanes, …]."""
+    """Deal rows to accumulators in turn, each of which adds its own in order.
+
+    Args:
+        rows: [n, …].
+        lanes: the number of accumulators.
+
+    Returns:
+        [lanes, …], the sums.
+    """
     totals = np.zeros((lanes, *rows.shape[1:]), dtype=np.float32)
     for start in range(0, rows.shape[0], lanes):
         dealt = rows[start : start + lanes]
@@ -67,8 +83,9 @@ def _deal(rows: _Floats, lanes: int) -> _Floats:
 
 
 def _halve(lanes: _Floats) -> _Floats:
-    """Add the upper half of the last dimension, a power of two, to the lower one until one element
-    is left.
+    """Add the upper half of the last dimension to the lower one until one element is left.
+
+    The dimension is a power of two.
     """
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
