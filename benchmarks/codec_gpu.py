@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def parsed(description: str | None) -> argparse.Namespace:
-    """What a benchmark on a GPU is told."""
+    """Reads the arguments that a benchmark on a GPU takes."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

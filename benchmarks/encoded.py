@@ -1,10 +1,10 @@
-"""What decoding costs: one model in every encoding that is accepted, packed to NF4, beside the same
-model in bfloat16.
+"""Measures what decoding costs: packs one model to NF4 from every encoding that is accepted, and
+from bfloat16.
 
-And what casts cost: packing and decoding with `--dtype float16`, beside the same without it. Every
-run is a fresh process on files in memory or a warm page cache; each takes turns with what it is
-compared with. Random bytes are as good as weights: nothing here depends on their values but that
-they are finite. All layers hold the same.
+Measures what casts cost, too: packing and decoding with `--dtype float16` and without. Every run is
+a fresh process on files in memory or a warm page cache. It takes turns with the run that it is
+compared with. Random bytes serve as weights: they are finite, and nothing else here depends on the
+values. All layers hold the same bytes.
 
 Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json] [ROW
 ...]
@@ -82,7 +82,7 @@ def gpt_oss(name: str, rows: int, columns: int) -> Tensors:
 
 
 def bfloat16_experts(name: str, rows: int, columns: int) -> Tensors:
-    """As `gpt_oss` is decoded."""
+    """Returns the tensors that those of `gpt_oss` decode to."""
     if ".mlp." not in name:
         return bfloat16(name, rows, columns)
     stacked = torch.randn(EXPERTS, columns, rows // EXPERTS, dtype=torch.bfloat16, device=DEVICE)

@@ -50,7 +50,7 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 def program_of(tree: Path) -> list[str]:
-    """What begins a command of the nf4conv whose package is in a folder."""
+    """Returns the words that begin a command of the nf4conv in a folder."""
     return [
         sys.executable,
         "-c",

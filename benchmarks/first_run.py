@@ -1,5 +1,4 @@
-"""What the first run on a GPU costs: `nf4conv quantize` with nothing in the caches of kernels, and
-once more.
+"""Measures the first run on a GPU: `nf4conv quantize` with empty caches of kernels, and once more.
 
 The checkpoint has 0.9 GB. Versions of nf4conv take turns; every run is a fresh process on files in
 memory.

@@ -160,7 +160,7 @@ def wall_rows() -> list[dict[str, object]]:
 
 
 def tokens_per_second(layers: int = 16, tokens: int = 48) -> dict[str, float]:
-    """Of a model with bitsandbytes' layers, then of the same model patched."""
+    """Measures a model with bitsandbytes' layers, then the same model after patch_linear_4bit."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     shape = {

@@ -1,5 +1,5 @@
-"""What merging an adapter costs: an 8B model with LoRA of rank 64 on all linear layers, and
-without.
+"""Measures what merging an adapter costs: an 8B model with LoRA of rank 64 on all linear layers,
+and without.
 
 Both through the engine with torch, which merging needs, in one process, in turns, after a warm-up,
 on files in memory.

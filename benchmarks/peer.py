@@ -1,4 +1,5 @@
-"""What users do today: load the whole model with transformers + bitsandbytes and save it.
+"""Quantizes as users do today: loads the whole model with transformers and bitsandbytes, and saves
+it.
 
 Usage: python -m benchmarks.peer SOURCE OUT DEVICE
 """

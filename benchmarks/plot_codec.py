@@ -37,8 +37,8 @@ def main(source: Path, target: Path) -> None:
 
 
 def whole_commands(sources: list[Path], target: Path) -> None:
-    """Of each record one group of bars for the seconds and one for the host memory, each by its own
-    longest.
+    """Draws two groups of bars for each record, seconds and host memory. The longest bar of a group
+    has full length.
     """
     left, length, step = 200, 400, 24
     parts, top = [text(16, 24, "whole command, bfloat16 to NF4, files in memory", 14)], 48

@@ -1,4 +1,4 @@
-"""How good a model is after `quantize`, by data type, blocksize and kind of scales.
+"""Measures how good a model is after `quantize`, by data type, blocksize and kind of scales.
 
     python -m benchmarks.quality MODEL [--text FILE] [--tokens 16384] [--device cpu] [--json FILE]
 

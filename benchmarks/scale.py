@@ -81,8 +81,8 @@ def summary(
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is added from a case to the next larger one: by each GB in models, by each weight where
-    these are tiny.
+    """Returns the time that each case takes more than the next smaller one, for each GB in models
+    and for each weight where the weights are tiny.
     """
     groups = defaultdict(list)
     for row in rows:

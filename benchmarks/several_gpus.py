@@ -159,7 +159,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def topology() -> dict[str, str]:
-    """Which cores are beside which GPU, as far as the system tells."""
+    """Returns which cores are beside which GPU, as far as the system tells."""
     found = {}
     for gpu in map(bus_id, range(device_count())):
         files = [

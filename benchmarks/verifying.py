@@ -1,11 +1,10 @@
-"""What it costs to know that a result is right: `quantize --verify` and `verify --source --exact`
-beside `quantize`.
+"""Measures what proofs cost: `quantize --verify` and `verify --source --exact` beside `quantize`.
 
-And how far two checkpoints are apart: `compare` of the source with the result, and with a copy of
-itself, beside the same of another version of nf4conv, and beside reading both.
+Measures `compare`, too, of the source with the result and with a copy of itself. Beside them stand
+the same commands of another version of nf4conv, and reading both files.
 
-Every run is a fresh process on the same files with a warm page cache; the contestants take turns;
-medians are reported.
+Every run is a fresh process on the same files with a warm page cache. The contestants take turns,
+and medians are reported.
 
 Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--before TREE] [--out
 FILE.json]

@@ -112,7 +112,7 @@ def loss(model: Any) -> torch.Tensor:
 
 
 def merged_by_peft(base: Any, *adapters: Path) -> Any:
-    """What PEFT makes of a loaded model and some adapters."""
+    """Returns a loaded model with some adapters, as PEFT merges them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, adapters[0], adapter_name="0")

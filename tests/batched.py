@@ -36,7 +36,7 @@ class Encoded(NamedTuple):
 
 
 def starts_of(counts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where vectors begin in one buffer, at multiples of 16, and its size."""
+    """Returns where vectors begin in one buffer, at multiples of 16, and the size of the buffer."""
     ends = np.cumsum(-(-counts // 16) * 16)
     return np.concatenate([[0], ends[:-1]]), int(ends[-1])
 

@@ -1,5 +1,5 @@
-"""What must be settled before other modules are imported: where the Hub is, and how kernels run
-without a GPU.
+"""Settles what other modules need before they are imported: the Hub of the tests, and the
+interpreter that runs kernels without a GPU.
 """
 
 import inspect

@@ -23,7 +23,7 @@ CONFIG = {
 def error_sums(
     weight: torch.Tensor, packed: torch.Tensor, state: QuantState, scales: str = "absmax"
 ) -> ErrorSums:
-    """How far a packed weight is from the weight it was made of, with what its device has."""
+    """Measures how far a packed weight is from its source, on the backend of its device."""
     decoding = decoding_of(state)._replace(scales=scales)
     sums: ErrorSums = backend(weight.device).error_sums(weight.view(-1), packed.view(-1), decoding)
     return sums

@@ -1,4 +1,5 @@
-"""What tests of hostile sources share: commands that may not fail unseen, nor take long.
+"""Helps tests of hostile sources: its commands fail the test if they leave a traceback or take
+long.
 
 NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass for one.
 """

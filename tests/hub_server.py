@@ -61,7 +61,7 @@ class Repo:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Of the latest commit."""
+        """Returns the files of the latest commit."""
         return self.commits[self.head]
 
 
@@ -92,7 +92,7 @@ class Fault:
 
 @dataclass
 class Request:
-    """What was asked.
+    """A request and the answer.
 
     Attributes:
         line: "METHOD /path".
@@ -136,7 +136,7 @@ class Hub:
             memory.clear()
 
     def count(self, pattern: str) -> int:
-        """How many requests there were like this."""
+        """Returns the number of requests whose line matches a pattern."""
         return sum(re.search(pattern, request.line) is not None for request in self.requests)
 
     def fault_for(self, line: str) -> Fault | None:

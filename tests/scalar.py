@@ -30,8 +30,8 @@ def block_absmax(block: list[np.float32]) -> np.float32:
 
 
 def reciprocal(value: np.float32) -> np.float32:
-    """As codec/reciprocal.py describes it, one bit at a time; held to the GPU by
-    test_reciprocal.py.
+    """Computes 1 / x one bit at a time, as codec/reciprocal.py describes it. test_reciprocal.py
+    compares it with the GPU.
     """
     value = flush(value)
     if value == 0 or not np.isfinite(value):
@@ -165,7 +165,9 @@ def cost(
 
 
 def searched_scale(block: list[np.float32], top: np.float32, quant_type: str) -> np.float32:
-    """What the search and its step come to, for a block without NaN whose absmax is from 1 to 2."""
+    """Returns the result of the search and its step, for a block without NaN whose absmax is from 1
+    to 2.
+    """
     unit = np.float32(1024) / top
     positions = [rounded(x * unit) for x in block]
     least: tuple[int, float, list[int]] | None = None
@@ -210,7 +212,7 @@ def searched_block(block: list[np.float32], quant_type: str) -> tuple[list[int],
 
 
 def search(values: np.ndarray, quant_type: str, blocksize: int) -> tuple[bytes, np.ndarray]:
-    """As `quantize`, with the scales that the search finds."""
+    """Quantizes like `quantize`, with the scales that the search finds."""
     codes: list[int] = []
     scales: list[np.float32] = []
     for start in range(0, len(values), blocksize):

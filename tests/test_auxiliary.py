@@ -1,4 +1,4 @@
-"""Which files beside the weights come along, and which must not."""
+"""The files beside the weights: which are copied, and which must not be."""
 
 import json
 from pathlib import Path

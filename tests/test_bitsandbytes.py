@@ -36,7 +36,7 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def ranks(codes: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Where a code's value stands among the values; of an FP4 code that of its magnitude."""
+    """Returns the place of each code's value among the values; for FP4, that of its magnitude."""
     position = {code: rank for rank, code in enumerate(codebook.ranks)}
     if not codebook.signed_cuts:
         position |= {code + 8: rank for code, rank in position.items()}
@@ -50,7 +50,8 @@ def explained(
     others: torch.Tensor,
     codebook: Codebook,
 ) -> torch.Tensor:
-    """Which pairs of differing codes come from one of bitsandbytes' known deviations on the CPU.
+    """Finds the pairs of differing codes that come from a known deviation of bitsandbytes on the
+    CPU.
 
     Two codes of an FP4 zero; or neighbours, the quotient lying between the cut of the CUDA kernels
     and the plain float32 midpoint of the values, both included. The quotient is the product with

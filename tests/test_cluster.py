@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def single(tmp_path: Path, source: Path) -> dict[str, bytes]:
-    """What one run makes."""
+    """The output of one run on one machine."""
     options = QuantizeOptions(max_shard_size=60_000)
     nf4conv.quantize_checkpoint(source, tmp_path / "single", options, RunOptions(device="cpu"))
     return contents(tmp_path / "single")
@@ -94,8 +94,8 @@ def test_some_tasks_of_a_slurm_array_again(
 
 
 def test_kubernetes(tmp_path: Path, environment: dict[str, str], single: dict[str, bytes]):
-    """What the containers run, as the controller of indexed jobs has it run, with a finish that
-    came too early.
+    """Runs the words of the containers in the order of the controller of indexed jobs, with a
+    finish that comes too early.
     """
     parts, finish = (yaml.safe_load(FILES[name])["spec"] for name in ("parts.yaml", "finish.yaml"))
     (part,), (last,) = (job["template"]["spec"]["containers"] for job in (parts, finish))

@@ -26,7 +26,9 @@ def random_bytes(*shape: int) -> torch.Tensor:
 
 
 def random_scale(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Of all magnitudes: for bytes all of them; 0, subnormal and infinite ones among floats."""
+    """Returns scales of all magnitudes: all bytes, and floats with 0, subnormal and infinite ones
+    among them.
+    """
     if dtype in (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn):
         return random_bytes(*shape).view(dtype)
     generator = torch.Generator().manual_seed(1)

@@ -45,7 +45,7 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
 def decoded(
     tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What the codec makes of a stored weight."""
+    """Decodes a stored weight with the codec."""
     parts = {
         key.removeprefix(f"{name}."): part
         for key, part in tensors.items()
@@ -201,8 +201,8 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
 
 
 def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
-    """What is decoded and packed again has the same codes: the values are those of the format
-    already.
+    """A weight that is decoded and packed again has the same codes: its values are already those of
+    the format.
     """
     weight = random(64, 192).bfloat16()
     (tmp_path / "source").mkdir()

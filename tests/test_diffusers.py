@@ -61,9 +61,7 @@ def component(folder: Path, stem: str, config: dict, **shapes: tuple[int, ...]) 
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """What save_pretrained of a tiny FluxPipeline writes, with files beside it that are no part of
-    it.
-    """
+    """Saves a tiny FluxPipeline with save_pretrained, and adds files that are no part of it."""
     folder = tmp_path / "pipeline"
     component(
         folder / "transformer",

@@ -206,7 +206,7 @@ def nvfp4_modelopt() -> Encoded:
 
 
 def mxfp4_rows() -> Encoded:
-    """As DeepSeek-V4 stores its experts."""
+    """Encodes experts as DeepSeek-V4 does."""
     stored, decoded = {}, {}
     for module, (rows, columns) in SHAPES.items():
         pairs, exponents = (
@@ -227,7 +227,7 @@ def mxfp4_rows() -> Encoded:
 
 
 def mxfp4_experts() -> Encoded:
-    """As gpt-oss: the experts are stacked, stored transposed, and stay in 16 bits."""
+    """Encodes experts as gpt-oss does: stacked and stored transposed. They stay in 16 bits."""
     experts = "model.layers.0.mlp.experts"
     blocks, scales = random_bytes(3, 64, 4, 16), random_bytes(3, 64, 4, high=8) + 120
     bias = random(3, 64).to(BF16)

@@ -1,5 +1,5 @@
-"""What can break during a run: one clear line, no hang, nothing that looks finished, and the same
-command resumes.
+"""Faults during a run: one clear line, no hang, nothing that looks finished, and the same command
+resumes.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 
 def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
-    """What was read is partly old and partly new: no checkpoint may come of it, nor of a resumed
-    run.
+    """The bytes that were read are partly old and partly new. Neither the run nor a resumed one may
+    make a checkpoint of them.
     """
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     shard = source / "model-00001-of-00002.safetensors"

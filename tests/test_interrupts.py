@@ -95,7 +95,7 @@ def launch(*arguments: object) -> subprocess.Popen[str]:
 
 
 def is_answered(process: subprocess.Popen[str]) -> bool:
-    """Whether the process has set up what answers SIGINT."""
+    """Returns True if the process has set up its handler of SIGINT."""
     mask = next(
         line
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -147,7 +147,7 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
 
 
 def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
-    """As for `command &` in a script."""
+    """A shell turns SIGINT off for `command &` in a script."""
     ignoring = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -173,7 +173,7 @@ def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
 
 
 def test_a_full_disk_that_is_written_to_as_output(tmp_path: Path):
-    """What click writes, and what a command does."""
+    """Both click and the commands write to stdout."""
     source = write_source(tmp_path / "source")
     for command in (
         ["--version"],

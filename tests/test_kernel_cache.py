@@ -22,7 +22,7 @@ PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
 
 
 class Gpu:
-    """As much of a device as its kernels are chosen by."""
+    """A device with the properties that kernels are chosen by."""
 
     ordinal = 0
 
@@ -94,7 +94,7 @@ def test_content_of_another_shape_is_no_traceback(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
-    """As in containers that run under a number: no HOME, and no entry in the list of users."""
+    """In a container that runs under a number there is no HOME, and no entry in the list of users."""
 
     def nobody(_: int) -> None:
         raise KeyError("uid not found")
@@ -118,7 +118,7 @@ def test_kernels_are_loaded_on_the_device_they_are_for(
 
 
 def test_a_context_is_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch):
-    """By a thread of its own; what fails there fails again where it can be told."""
+    """A thread of its own makes it. An error there is raised again where the user can be told."""
     gpu, users = Gpu(), []
 
     def use() -> None:
@@ -150,6 +150,8 @@ def test_triton_keeps_nothing_at_a_home_that_is_not_there(
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
-    """As the specification of XDG_CACHE_HOME says; it would be another one in each folder."""
+    """The specification of XDG_CACHE_HOME says so. A relative one would be another folder for each
+    working directory.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     assert bundle.kernel_folder() == Path.home() / ".cache/nf4conv"

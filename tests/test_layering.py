@@ -88,7 +88,7 @@ def test_a_room_knows_only_what_is_below_it(name):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name], ids=str)
 def test_a_delayed_import_says_why(name):
-    """By a comment behind it, or in the docstring of the module: importing torch, YAML or the Hub's
+    """A comment behind it says so, or the module's docstring: importing torch, YAML or the Hub's
     client is slow.
     """
     file = MODULES[name]

@@ -88,7 +88,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def largest_difference(ours: Any, theirs: Any) -> float:
-    """Of any value, relative to the largest of its tensor."""
+    """Returns the largest difference of two values, relative to the largest value of their tensor."""
     found, expected = ours.state_dict(), theirs.state_dict()
     assert found.keys() == expected.keys()
     return max(
@@ -294,8 +294,8 @@ def test_an_adapter_of_a_model_without_its_head_fits_the_one_with_it(tmp_path):
 
 
 def test_an_adapter_of_single_experts_is_merged_into_them(tmp_path):
-    """As transformers 4 trained them; transformers 5 has them stacked, and PEFT puts the factors
-    together.
+    """transformers 4 trained such adapters. transformers 5 stacks the experts, and PEFT puts the
+    factors together.
     """
     base = make_model(tmp_path / "base", "qwen3_moe")
     tensors = load_file(base / "model.safetensors")

@@ -92,7 +92,7 @@ OPTIONS = ("--device", "cpu", "--workers", "2", "--quiet")
 
 @dataclass(frozen=True)
 class Made:
-    """What the commands made of one checkpoint.
+    """The results that the commands made of one checkpoint.
 
     Attributes:
         source: the checkpoint.
@@ -150,7 +150,9 @@ def run_commands(folder: Path, weights: int) -> Made:
     "command", ["quantize", "verify", "dequantize", "compare", "merge", "merge into 4 bits"]
 )
 def test_nothing_is_kept_of_what_is_done(made, command):
-    """Of 235 MB more weights the absmax alone are 14.7 MB. An adapter, which is kept, has 1 MB."""
+    """The absmax alone of 235 MB more weights are 14.7 MB. An adapter, which is kept, has 1 MB
+    more.
+    """
     small, large = made
     assert large.peaks[command] - small.peaks[command] < 9
 

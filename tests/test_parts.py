@@ -63,7 +63,7 @@ def part(
 
 
 def names_of(count: int) -> list[str]:
-    """Of all parts, in any order, some of them twice."""
+    """Returns the names of all parts, in any order, some of them twice."""
     chosen = random.Random(count)
     names = [f"{number}/{count}" for number in range(1, count + 1)]
     names += chosen.sample(names, (count + 1) // 2)
@@ -240,7 +240,7 @@ STATING_THE_VERSION: tuple[Any, ...] = (fingerprint_module, writing_module)
 
 
 def other_weights(source: Path) -> None:
-    """As after more training: the same headers."""
+    """Changes the weights but not the headers, as more training does."""
     shard = source / "model-00001-of-00002.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))

@@ -387,7 +387,7 @@ def test_a_plain_pickle_is_no_file_of_torch(tmp_path: Path):
 
 @pytest.fixture
 def _in_no_time() -> Iterator[None]:
-    """What hangs fails; signals get through to whatever Python does."""
+    """Fails a test that hangs. The signal interrupts whatever Python does."""
 
     def stop(_number: int, _frame: object) -> None:
         raise AssertionError("still running after 20 seconds")

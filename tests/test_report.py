@@ -30,7 +30,7 @@ VOID = {"meta", "br"}
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerifyReport]:
-    """Of one checkpoint: passed, without a source, and failed."""
+    """Reports about one checkpoint: passed, without a source, and failed."""
     folder = tmp_path_factory.mktemp("report")
     source = write_source(folder / "source", layers=32)
     quantize_checkpoint(source, folder / "out", None, CPU)
@@ -86,7 +86,7 @@ def parsed(content: str) -> Checker:
 
 
 def embedded(content: str) -> dict[str, Any]:
-    """What the page's script draws."""
+    """Returns the data that the page's script draws."""
     found: dict[str, Any] = json.loads(content.partition('id="data">')[2].partition("</script>")[0])
     return found
 
@@ -206,7 +206,7 @@ def test_nothing_is_wider_than_the_window(
 
 
 def drawn(report: VerifyReport, folder: Path, script: str) -> Any:
-    """What a piece of JavaScript returns in the drawn page."""
+    """Returns the value of a piece of JavaScript in the drawn page."""
     content = page(report)
     put = f"document.getElementById('probe').textContent = JSON.stringify((() => {{{script}}})())"
     probe = f"<pre id=probe></pre><script>{put}</script>"

@@ -262,7 +262,7 @@ def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", BLOCKSIZES, ids="b{}".format)
 def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
-    """Of 2^20 weights at equal steps of the distribution's quantiles, in random order."""
+    """Takes 2^20 weights at equal steps of the distribution's quantiles, in random order."""
     count = 1 << 20
     p = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     spread = 4 * p * (1 - p)

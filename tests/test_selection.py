@@ -1,4 +1,4 @@
-"""What is packed and what is kept, by name, shape and config."""
+"""Decides by name, shape and config which tensors are packed and which are kept."""
 
 from pathlib import Path
 

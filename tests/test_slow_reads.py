@@ -55,7 +55,7 @@ def test_many_reads_are_in_flight_at_a_time(tmp_path: Path):
 def test_what_is_slow_stays_so_while_many_reads_make_it_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As over a network, where a long read takes as many round trips as several short ones."""
+    """Over a network, a long read takes as many round trips as several short ones."""
     content, preadv, longest = write(tmp_path / "file", 64), os.preadv, 0
 
     def delayed(descriptor: int, views: list[memoryview], position: int) -> int:
@@ -123,7 +123,7 @@ def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether the page cache has the first byte of a file."""
+    """Returns True if the page cache has the first byte of a file."""
     with path.open("rb") as file:
         try:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
@@ -134,8 +134,8 @@ def is_in_memory(path: Path) -> bool:
 
 
 def test_what_is_let_go_leaves_the_page_cache(tmp_path: Path):
-    """As far as the filesystem lets anything go: one in memory keeps what it is asked to drop by
-    whomever.
+    """A filesystem in memory keeps what it is asked to drop, so the test compares with a file that
+    the system itself was asked to drop.
     """
     for name in ("file", "other"):
         write_file(tmp_path / name, [bytes(BLOCK)])

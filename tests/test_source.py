@@ -1,4 +1,4 @@
-"""What is found in a folder before any weight is read, and what is refused."""
+"""The contents of a folder before any weight is read: what is found, and what is refused."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def test_a_file_without_tensors_is_refused(tmp_path):
 
 
 def test_a_folder_that_may_not_be_entered(tmp_path):
-    """As another user in a child process, because nothing is forbidden to root."""
+    """A child process tries it as another user, because root may enter every folder."""
     folder = save(tmp_path / "closed", "model.safetensors", "w")
     folder.chmod(0o000)
     child = os.fork()

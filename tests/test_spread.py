@@ -266,7 +266,7 @@ def test_places_share_all_cores():
 
 @pytest.mark.gpu
 def test_all_gpus(tmp_path: Path, source: Path):
-    """Of one, it is a plain run."""
+    """With one GPU it is a plain run."""
     report = nf4conv.quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
     )

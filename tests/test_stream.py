@@ -74,7 +74,7 @@ def where(tmp_path: Path) -> SourceOptions:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> dict[str, bytes]:
-    """What the same checkpoint gives from a local folder."""
+    """The output that the same checkpoint gives from a local folder."""
     return converted_locally(tmp_path, checkpoint())
 
 

@@ -196,7 +196,7 @@ def without_map(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]
 
 
 def low_map(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """As bitsandbytes before 0.45.3 made it under another default dtype."""
+    """Makes the code map as bitsandbytes before 0.45.3 did under another default dtype."""
     return [
         {
             name: part.bfloat16().float() if name.endswith(".quant_map") else part
@@ -218,7 +218,7 @@ def edited(parts: dict[str, torch.Tensor], **fields: Any) -> list[dict[str, torc
 
 
 def low_nested_dtype(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """As bitsandbytes on a CPU saves after a forward pass."""
+    """Names the dtype that bitsandbytes saves on a CPU after a forward pass."""
     return edited(parts, nested_dtype="bfloat16")
 
 

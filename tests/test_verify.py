@@ -53,7 +53,7 @@ def good(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(source: Path) -> Path:
-    """The same without double quantization."""
+    """The checkpoint without double quantization."""
     out = source.parent / "plain"
     quantize_checkpoint(source, out, QuantizeOptions(double_quant=False), RunOptions(device="cpu"))
     return out
@@ -580,7 +580,7 @@ def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
 
 
 def respaced(tensor: torch.Tensor) -> torch.Tensor:
-    """The same JSON, in other bytes."""
+    """Returns the JSON in other bytes, with the same meaning."""
     text = json.dumps(json.loads(bytes(tensor.tolist())), separators=(",", ":"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
 

@@ -328,7 +328,7 @@ def test_a_damaged_record_of_a_shard_is_none(tmp_path, content):
 
 
 def written_bytes() -> int:
-    """By this process, so far."""
+    """Returns the bytes that this process has written so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 

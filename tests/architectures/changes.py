@@ -1,4 +1,4 @@
-"""What single architectures need to be different from the sizes of tiny.py."""
+"""Lists the settings in which single architectures must differ from the sizes of tiny.py."""
 
 PLAIN_ROPE = {"rope_scaling": {"rope_type": "default"}}
 MROPE = {

@@ -1,6 +1,4 @@
-"""What is shown for each architecture: our checkpoint is the model that transformers quantizes
-itself.
-"""
+"""Shows for an architecture that our checkpoint is the model that transformers quantizes itself."""
 
 import json
 import subprocess
@@ -48,7 +46,7 @@ class Roundtrip:
 
 @dataclass(frozen=True)
 class Modules:
-    """Which modules are packed, by their paths in memory.
+    """The modules that are packed, by their paths in memory.
 
     Attributes:
         ours: by us.
@@ -64,7 +62,7 @@ class Modules:
 
     @property
     def differences(self) -> dict[str, str]:
-        """What transformers packs and we do not → why."""
+        """Returns the modules that transformers packs and we keep, with our reasons."""
         return {
             path: self.reasons.get(path, "not on disk under its own name")
             for path in self.theirs - self.ours
@@ -195,8 +193,8 @@ def _reasons(selection: Selection, skeleton: Skeleton) -> dict[str, str]:
 def ask_transformers(
     python: Path | str, command: str, folder: Path, *architectures: str
 ) -> dict[str, str]:
-    """What in_another_transformers.py answers: architecture → "ok", UNKNOWN, UNREADABLE, or what
-    went wrong.
+    """Returns what in_another_transformers.py answers: architecture → "ok", UNKNOWN, UNREADABLE, or
+    the error.
     """
     script = Path(__file__).with_name("in_another_transformers.py")
     arguments = [python, "-W", "ignore", script, command, folder, *architectures]

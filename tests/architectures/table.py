@@ -80,7 +80,7 @@ SHORT_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of an architecture.
+    """The findings about an architecture.
 
     Attributes:
         architecture: its class.
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def model_type(self) -> str:
-        """As in config.json."""
+        """Returns the model_type that stands in config.json."""
         name: str = getattr(transformers, self.architecture).config_class.model_type
         return name
 
@@ -129,7 +129,7 @@ def examine(architecture: str, folder: Path) -> Row:
 
 
 def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -> dict[str, str]:
-    """What transformers 4 makes of our output for checkpoints that it saved itself."""
+    """Returns what transformers 4 makes of our output for checkpoints that it saved itself."""
     saved = ask_transformers(python, "save", folder, *architectures)
     known = [name for name, answer in saved.items() if answer == "ok"]
     for name in known:

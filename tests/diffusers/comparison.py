@@ -1,4 +1,4 @@
-"""What is shown for each denoiser: our checkpoint is the model that diffusers quantizes itself.
+"""Shows for a denoiser that our checkpoint is the model that diffusers quantizes itself.
 
 diffusers asks for a GPU before it quantizes or loads; without one that question is not asked here,
 and bitsandbytes computes on the CPU.
@@ -35,7 +35,9 @@ class Roundtrip:
 
     @property
     def kept(self) -> frozenset[str]:
-        """What diffusers packs by itself and we do not, numbers as N."""
+        """Returns the modules that diffusers packs by itself and we keep, with N for the numbers in
+        their names.
+        """
         return fold(packed(self.alone).keys() - packed(self.ours).keys())
 
 
@@ -80,7 +82,7 @@ def quantize_both_ways(
 def own_quantization(
     library: Any, kind: Any, folder: Path, skip: list[str] | None, *, double_quant: bool = True
 ) -> torch.nn.Module:
-    """What diffusers or transformers makes of a source on the fly."""
+    """Quantizes a source with diffusers or transformers while it is loaded."""
     config = library.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

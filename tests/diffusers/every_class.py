@@ -58,7 +58,7 @@ ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a class.
+    """The plans that we and diffusers have for a class.
 
     Attributes:
         packed: modules that we pack.
@@ -104,7 +104,7 @@ def _modules(package: str) -> Iterator[Any]:
 
 
 def plan(kind: Any) -> Plan:
-    """What we and what diffusers would do with a class; its weights are on no device."""
+    """Plans a class for us and for diffusers. Its weights are on no device."""
     with torch.device("meta"):
         model = kind(**ARGUMENTS.get(kind.__name__, {}))
     linear = _of_type(model, torch.nn.Linear)
@@ -128,8 +128,8 @@ def _of_type(model: torch.nn.Module, kind: type) -> frozenset[str]:
 
 
 def _replace(model: Any, skip_modules: Iterable[str]) -> frozenset[str]:
-    """What diffusers makes 4-bit, as in
-    BnB4BitDiffusersQuantizer._process_model_before_weight_loading.
+    """Replaces modules by 4-bit ones, as
+    BnB4BitDiffusersQuantizer._process_model_before_weight_loading does.
     """
     import bitsandbytes
     import diffusers

@@ -30,7 +30,9 @@ def larger(denoiser: Denoiser, **config: object) -> Denoiser:
 
 
 def flux_converted(tensors: dict[str, torch.Tensor], _: object) -> dict[str, torch.Tensor]:
-    """By a function that knows one width of Flux only, which is in its code: here it is ours."""
+    """Converts names with diffusers' own function, which has one width of Flux in its code; here it
+    gets ours.
+    """
     convert = single_file_utils.convert_flux_transformer_checkpoint_to_diffusers
     constants = tuple(
         WIDTH if constant == 3072 else constant for constant in convert.__code__.co_consts
@@ -85,7 +87,9 @@ def decoded(file: Path) -> dict[str, torch.Tensor]:
 
 
 def packed_alone(state: dict[str, torch.Tensor], name: str, *, is_flux: bool) -> torch.Tensor:
-    """What a weight is once it has been packed with all that stands with it in an original one."""
+    """Returns a weight as it is after it was packed together with its neighbours in an original
+    weight.
+    """
     module, _, leaf = name.removesuffix(".weight").rpartition(".")
     base = module.removesuffix(".attn") if name.startswith("single_") else module
     parts = [name]

@@ -68,7 +68,7 @@ def below(parent: str, *names: str) -> frozenset[str]:
 
 
 def mlp(parent: str) -> frozenset[str]:
-    """What diffusers names linear_1 and linear_2."""
+    """Returns the modules that diffusers names linear_1 and linear_2 below a parent."""
     return below(parent, "linear_1", "linear_2")
 
 
