@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions, RunOptions
@@ -34,13 +34,19 @@ _SCHEDULERS: Final = (
 """Of several that are set, the first counts."""
 
 
-def plan_part(plan: Any, run: RunOptions, asked_by: str = "--part") -> Any:
+PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan[Any])
+
+
+def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     """Returns the part of a plan that `run.part` names.
 
     Args:
         plan: plan of `plan_quantization` or `plan_dequantization`.
         run: how to use the machine. Without `run.part` the plan is returned as it is.
         asked_by: option to name in errors.
+
+    Returns:
+        A plan of the same kind, with the shards of the part.
 
     Raises:
         PlanError: there is no such part, or the plan cannot be carried out in parts.
