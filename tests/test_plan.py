@@ -14,7 +14,9 @@ from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
-from nf4conv.plan.jobs import CopyJob, PackJob, make_plan, plan_fingerprint
+from nf4conv.plan.arrange import make_plan
+from nf4conv.plan.fingerprint import plan_fingerprint
+from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.sources.header import build_header, parse_header
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 

@@ -19,7 +19,8 @@ from nf4conv.format.layout import TAGS, Format
 from nf4conv.models.config import plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions
-from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job, arrange
+from nf4conv.plan.arrange import arrange
+from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.source import Source

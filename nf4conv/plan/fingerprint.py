@@ -1,5 +1,6 @@
 """Tells plans apart: an interrupted run is resumed only by a run that would write the same bytes."""
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import asdict
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from typing import Any
 from nf4conv import __version__
 from nf4conv.errors import SourceError
 from nf4conv.options import RunOptions
-from nf4conv.plan.jobs import plan_fingerprint
+from nf4conv.plan.jobs import CopyJob, Job, Plan
 from nf4conv.plan.writing import Part, WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
@@ -96,3 +97,21 @@ def require_unchanged(source: Source, what: str, files: Collection[Path] | None 
         stamps = {file: stamp for file, stamp in stamps.items() if file in files}
     for file in changed_files(stamps):
         raise SourceError(f"{file}: changed {what}")
+
+
+def plan_fingerprint(output: Plan) -> str:
+    """Returns a digest of what becomes of each tensor, and of the file that it goes to.
+
+    A run that resumes decides anew, and must decide alike.
+    """
+    digest = hashlib.sha256()
+    for shard in output.shards:
+        jobs = [(job.name, _kind(job)) for job in shard.jobs]
+        digest.update(repr((shard.name, jobs)).encode())
+    return digest.hexdigest()
+
+
+def _kind(job: Job) -> str:
+    if isinstance(job, CopyJob):
+        return "copied"
+    return "packed" if job.stored is None else "unchanged"

@@ -15,7 +15,8 @@ from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
-from nf4conv.plan.jobs import Job, PackJob, make_plan
+from nf4conv.plan.arrange import make_plan
+from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of

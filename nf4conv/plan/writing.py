@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from nf4conv import __version__
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions
-from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, arrange
+from nf4conv.plan.arrange import arrange
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
 from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard

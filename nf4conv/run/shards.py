@@ -17,7 +17,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import DTYPE_NAMES, Format, block_count, quant_state_json
 from nf4conv.output.writer import ShardWriter
-from nf4conv.plan.jobs import CopyJob, PackJob, Shard, component_name
+from nf4conv.plan.jobs import CopyJob, Entry, PackJob, Shard, component_name
 from nf4conv.report.measured import WeightResult
 from nf4conv.run.loop import Task, W, Worker, batches, interleave
 from nf4conv.sources.encodings.pieces import (
@@ -107,15 +107,8 @@ class ShardProgress:
             if isinstance(job, PackJob):
                 blob = self._blobs[job.name]
                 start = self.shard.fixed_size + len(tail)
-                entries.append(
-                    (
-                        component_name(job, job.components[-1]),
-                        "U8",
-                        (len(blob),),
-                        start,
-                        start + len(blob),
-                    )
-                )
+                name = component_name(job, job.components[-1])
+                entries.append(Entry(name, "U8", (len(blob),), start, start + len(blob)))
                 tail += blob
         self.finished(self.writer.finish(entries, bytes(tail)))
 

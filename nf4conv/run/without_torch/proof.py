@@ -14,7 +14,8 @@ from functools import partial
 from nf4conv.check.pairing import Pairs
 from nf4conv.choose.unchanged import stored_format
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
-from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, Shard, arrange
+from nf4conv.plan.arrange import arrange
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, Shard
 from nf4conv.report.measured import ScaleErrors, WeightResult
 from nf4conv.run.loop import Pipeline, Task
 from nf4conv.run.same_bytes import Comparer, compare_with, is_same

@@ -1,0 +1,211 @@
+"""Places every output tensor: divides jobs into shards and gives each its offset.
+
+No data is read. Every byte that a run writes has its place here, except the JSON blobs: the
+decimals of nested_offset vary in number. So each shard holds
+
+    the header, padded to its longest possible size
+    tensors of 8-, 4-, 2- and 1-byte elements, in that order: everything is aligned without a hole
+    the JSON blobs, packed tight when all their lengths are known
+
+Within an alignment, tensors of one kind stand together in the order of the jobs. So the outputs of
+neighbouring small tensors are neighbours too, and can be written together.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from nf4conv.choose.decisions import Keep, Pack
+from nf4conv.choose.unchanged import Stored
+from nf4conv.errors import PlanError
+from nf4conv.format.layout import DTYPE_NAMES, TAGS, Format
+from nf4conv.plan.jobs import (
+    ALIGNMENTS,
+    FLOAT_TAGS,
+    CopyJob,
+    Job,
+    Kind,
+    PackJob,
+    Plan,
+    Shard,
+    entry_size,
+    footprint,
+)
+from nf4conv.sources.header import LENGTH_BYTES, METADATA_KEY
+from nf4conv.sources.tensors import TensorInfo
+
+_LARGEST_HEADER: Final = 50_000_000  # half of what safetensors accepts
+
+_quoted: Final = json.encoder.encode_basestring_ascii
+"""Quotes a text as json.dumps does, in a fraction of the time."""
+
+
+def make_plan(
+    tensors: Sequence[TensorInfo],
+    decisions: Mapping[str, Pack | Keep],
+    format: Format,
+    *,
+    max_shard_size: int,
+    stem: str = "model",
+    unchanged: Mapping[str, Stored | str] | None = None,
+) -> Plan:
+    """Places every output tensor, given what becomes of each tensor of the source.
+
+    Args:
+        tensors: tensors of the source, in the order in which they are to be read.
+        decisions: what becomes of each, by name.
+        format: how weights are packed.
+        max_shard_size: bytes of data that an output file should not exceed.
+        stem: base name of the output files.
+        unchanged: for weights that are in 4 bits already, by name: what they are copied from, or
+            why they are packed anew.
+
+    Raises:
+        PlanError: two output tensors would have one name, or a tensor cannot be packed.
+    """
+    known = unchanged or {}
+    groups: list[list[Job]] = []
+    for tensor in tensors:
+        jobs = _jobs(tensor, decisions[tensor.name], format, known.get(tensor.name))
+        groups += [[job] for job in jobs]
+    return arrange(groups, format, max_shard_size=max_shard_size, stem=stem)
+
+
+def _jobs(
+    tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None
+) -> list[Job]:
+    """Returns what is to be done for one tensor of the source."""
+    reason = decision.reason
+    if tensor.unmerged is not tensor:
+        reason = f"{reason}, merged with an adapter"
+    if isinstance(decision, Keep):
+        is_cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
+        return [CopyJob(tensor, TAGS[format.dtype] if is_cast else tensor.dtype, reason)]
+    if tensor.dtype not in FLOAT_TAGS:
+        raise PlanError(
+            f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype"
+        )
+    if isinstance(stored, Stored):
+        [matrix] = decision.matrices
+        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype])
+        return [PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)]
+    if stored is not None:
+        reason = f"{reason}, packed anew: {stored}"
+    return [
+        PackJob(tensor, matrix, reason, footprint(format, matrix.shape))
+        for matrix in decision.matrices
+    ]
+
+
+def arrange(
+    groups: Sequence[Sequence[Job]], format: Format, *, max_shard_size: int, stem: str = "model"
+) -> Plan:
+    """Divides jobs into shards and places them.
+
+    Args:
+        groups: jobs whose outputs must be in one shard, in the order in which they are to be read.
+            A group that is larger than `max_shard_size` gets a shard of its own.
+        format: how weights are packed.
+        max_shard_size: bytes of data that an output file should not exceed.
+        stem: base name of the output files.
+
+    Raises:
+        PlanError: two output tensors would have one name.
+    """
+    _check_names([job for group in groups for job in group])
+    contents = list(_split(groups, max_shard_size))
+    shards = []
+    for number, content in enumerate(contents, start=1):
+        suffix = f"-{number:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
+        shards.append(_place(f"{stem}{suffix}.safetensors", content))
+    return Plan(format, tuple(shards))
+
+
+def _check_names(jobs: Sequence[Job]) -> None:
+    seen: dict[str, Job] = {}
+    for job in jobs:
+        if seen.setdefault(job.name, job) is not job:
+            raise PlanError(
+                f"{job.source.file}: {job.name}: two output tensors would have this name"
+            )
+    for name, job in seen.items():
+        weight, found, suffix = name.rpartition(".weight.")
+        if not found:
+            continue
+        packed = seen.get(f"{weight}.weight")
+        if isinstance(packed, PackJob) and suffix in [part.suffix for part in packed.components]:
+            raise PlanError(
+                f"{job.source.file}: {name}: a tensor of the packed {packed.name} would have this "
+                f"name"
+            )
+
+
+@dataclass
+class _Content:
+    """Gathers what one shard holds."""
+
+    jobs: list[Job] = field(default_factory=list)
+    # bytes of data
+    size: int = 0
+    # the most bytes that the entries of the header take
+    header: int = 0
+
+
+def _split(groups: Sequence[Sequence[Job]], max_shard_size: int) -> Iterator[_Content]:
+    """Yields the content of one shard after the other; a single empty one if there are no jobs."""
+    content = _Content()
+    for group in groups:
+        size = sum([job.nbytes for job in group])
+        header = sum([_header_size(job) for job in group])
+        is_full = content.size + size > max_shard_size or content.header + header > _LARGEST_HEADER
+        if content.jobs and is_full:
+            yield content
+            content = _Content()
+        content.jobs += group
+        content.size += size
+        content.header += header
+    yield content
+
+
+def _header_size(job: Job) -> int:
+    """Returns the most bytes that a job's tensors take in the header."""
+    name = len(_quoted(job.name))
+    if isinstance(job, CopyJob):
+        return name + entry_size(job.dtype, job.source.shape)
+    return name * len(job.components) + job.footprint.header
+
+
+def _place(name: str, content: _Content) -> Shard:
+    """Gives every tensor of a shard its offset."""
+    copies: defaultdict[Kind, list[CopyJob]] = defaultdict(list)
+    packed: list[PackJob] = []
+    for job in content.jobs:
+        if isinstance(job, CopyJob):
+            copies[Kind(-ALIGNMENTS[job.dtype], "copy", 0)].append(job)
+        else:
+            packed.append(job)
+            job.offsets = [0] * len(job.footprint.kinds)
+    kinds = list(copies)
+    if packed:
+        kinds += packed[0].footprint.kinds  # those of all weights, for they share a format
+    position = 0
+    for kind in sorted(kinds):
+        if kind in copies:
+            for copy in copies[kind]:
+                copy.offset = position
+                position += copy.nbytes
+        else:
+            for job in packed:
+                job.offsets[kind.component] = position
+                position += job.footprint.sizes[kind.component]
+    blobs_size = sum(job.footprint.sizes[-1] for job in packed)
+    return Shard(name, tuple(content.jobs), _padded_header(content), position, blobs_size)
+
+
+def _padded_header(content: _Content) -> int:
+    """Returns the bytes that a shard's header may take, a multiple of 8."""
+    metadata = json.dumps({METADATA_KEY: {"format": "pt"}})
+    size = LENGTH_BYTES + len(metadata) + content.header
+    return size + -size % 8
