@@ -1,4 +1,4 @@
-"""`nf4conv quantize`: turns a checkpoint or a diffusers pipeline into its 4-bit bitsandbytes form."""
+"""`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits."""
 
 import gc
 import shutil

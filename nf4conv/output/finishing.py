@@ -35,9 +35,11 @@ def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes
     """
     if len(set(files.values())) <= 1:
         return {}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    content = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    return {f"{stem}.safetensors.index.json": content.encode()}
+    weight_map = dict(sorted(files.items()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, ensure_ascii=False)
+    name = f"{stem}.safetensors.index.json"
+    return {name: f"{text}\n".encode()}
 
 
 def finish(folder: OutputFolder, last: LastFiles) -> None:

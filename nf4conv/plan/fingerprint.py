@@ -1,4 +1,4 @@
-"""Tells plans apart: an interrupted run is resumed only by a run that would write the same bytes."""
+"""Tells plans apart: only a run that would write the same bytes resumes an interrupted run."""
 
 import hashlib
 from collections.abc import Collection

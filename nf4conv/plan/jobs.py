@@ -122,7 +122,7 @@ class PackJob:
 
     @property
     def source_range(self) -> tuple[int, int]:
-        """Returns the bytes of the source file that hold the weight, with all columns of its rows."""
+        """Returns the range of source bytes that hold the weight, with all columns of its rows."""
         *_, height, width = self.source.shape
         row = width * DTYPE_BITS[self.source.dtype] // 8
         first, last = self.matrix.rows or (0, height)

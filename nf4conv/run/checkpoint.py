@@ -205,11 +205,12 @@ class _Writing:
         for name in plan.auxiliary:
             folder.copy(str(name), plan.source.folder / name)
         files = {}
+        headers = 0
         for shard in plan.output.shards:
+            headers += shard.header_size
             for tensor in shard.tensor_names():
                 files[tensor] = shard.name
         size = sum(file.size for file in folder.finished.values())
-        headers = sum(shard.header_size for shard in plan.output.shards)
         last = LastFiles(
             index=index_of(plan.source.stem, size - headers, files),
             card=card(size, verification),
