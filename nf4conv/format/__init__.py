@@ -1,5 +1,5 @@
-"""What both halves know of the bytes: what a 4-bit weight becomes on disk, and its code values.
+"""The bytes that the codec and the checkpoint code agree on.
 
-layout.py      the tensors of a 4-bit weight, their names, dtypes and sizes, and the JSON blob
-codebook.py    the code values and cut points, as bit patterns
+layout.py     says what tensors a 4-bit weight becomes: names, dtypes, sizes, and the JSON blob
+codebook.py   holds the code values and cut points, as bit patterns
 """

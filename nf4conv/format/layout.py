@@ -1,15 +1,16 @@
-"""How one 4-bit weight is laid out on disk: which tensors it becomes, their dtypes and shapes, and
-the JSON blob.
+"""The layout of one 4-bit weight on disk: which tensors it becomes, their dtypes and shapes, and the
+JSON blob.
 
 A weight `W` of n elements becomes these tensors, in bitsandbytes' order (docs/format.md):
 
-    W                                       packed codes, [ceil(n / 2), 1] uint8, the even element in the high nibble;
-                                            or the same bytes seen as elements of another dtype
-    W.absmax                                [blocks] float32; uint8 codes when the absmax is quantized too
-    W.quant_map                             [16] float32, the code values
-    W.nested_absmax                         [ceil(blocks / 256)] float32, double quantization only
-    W.nested_quant_map                      [256] float32, double quantization only
-    W.quant_state.bitsandbytes__nf4         the JSON below as uint8 ("__fp4" for FP4)
+W                    packed codes, [ceil(n / 2), 1] uint8, the even element in the high nibble; or
+                     the same bytes seen as elements of another dtype
+W.absmax             [blocks] float32; uint8 codes with double quantization
+W.quant_map          [16] float32, the code values
+W.nested_absmax      [ceil(blocks / 256)] float32, double quantization only
+W.nested_quant_map   [256] float32, double quantization only
+W.quant_state.bitsandbytes__nf4 (or "__fp4")
+                     the JSON blob as uint8
 
 Nothing here imports torch, so that a plan can be made, and sized, before torch is loaded.
 """
@@ -18,7 +19,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -28,24 +29,27 @@ from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_B
 QUANT_STATE_PREFIX: Final = "quant_state.bitsandbytes__"
 
 COMPONENT_SUFFIXES: Final = (
-    *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),
-    *(f"{QUANT_STATE_PREFIX}{quant_type}" for quant_type in CODEBOOKS),
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    f"{QUANT_STATE_PREFIX}nf4",
+    f"{QUANT_STATE_PREFIX}fp4",
 )
 """Every suffix a component of a 4-bit weight can have after `W.`."""
 
-_MOST_DIMENSIONS: Final = 64  # as torch
+_MOST_DIMENSIONS: Final = 64  # of a weight; torch has this limit too
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' dtype tags of the weights that can be quantized, and the names the JSON uses for
-them.
-"""
+"""By safetensors' dtype tag of a weight that can be quantized, the dtype's name in the JSON blob."""
 
-TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
+TAGS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""By the name in the JSON blob, safetensors' dtype tag."""
 
 STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""What packed codes may be stored as, and how config.json calls it: FSDP shards only floats, all of
-one dtype.
+"""By safetensors' tag, the dtypes that packed codes may be stored as (quant_storage in
+config.json): FSDP shards only floats, all of one dtype.
 """
 
 ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an element of these
@@ -58,16 +62,24 @@ _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are packed: one choice for a whole checkpoint, as loaders require."""
+    """The format of packed weights: one choice for a whole checkpoint, as loaders require.
 
-    quant_type: str  # "nf4" or "fp4"
-    blocksize: int  # elements that share one absmax
-    double_quant: bool  # whether absmax is quantized too
-    # "float32", "float16" or "bfloat16": what weights are cast to before they are packed, and what
-    # other float tensors are stored in
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax: 32, 64, … 4096.
+        double_quant: True if absmax is quantized too.
+        dtype: "float32", "float16" or "bfloat16": weights are cast to it before they are packed,
+            and other float tensors are stored in it.
+        quant_storage: the dtype that packed codes are stored as, of STORAGE_DTYPES.
+        scales: the way to choose a block's scale, of codebook.SCALES.
+    """
+
+    quant_type: str
+    blocksize: int
+    double_quant: bool
     dtype: str
-    quant_storage: str = "uint8"  # what packed codes are stored as, of STORAGE_DTYPES
-    scales: str = "absmax"  # "absmax", or "search" for those that make the error small
+    quant_storage: str = "uint8"
+    scales: str = "absmax"
 
     @property
     def storage_tag(self) -> str:
@@ -75,45 +87,63 @@ class Format:
         return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
 
     def decodes_like(self, other: "Format") -> bool:
-        """Whether codes and scales of one are read as those of the other, which may be of other
-        dtypes.
+        """Return True if codes and scales of both formats are decoded in the same way; dtypes may
+        differ.
         """
         return (
-            replace(self, dtype=other.dtype, quant_storage=other.quant_storage, scales=other.scales)
-            == other
+            self.quant_type == other.quant_type
+            and self.blocksize == other.blocksize
+            and self.double_quant == other.double_quant
         )
 
     def __str__(self) -> str:
-        storage = "" if self.quant_storage == "uint8" else f" in {self.quant_storage}"
-        return f"{self.quant_type}{'+' if self.double_quant else ''}/{self.blocksize}{storage}"
+        """Return a short form, such as "nf4+/64": the plus is double quantization."""
+        text = self.quant_type
+        if self.double_quant:
+            text += "+"
+        text += f"/{self.blocksize}"
+        if self.quant_storage != "uint8":
+            text += f" in {self.quant_storage}"
+        return text
 
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor that a 4-bit weight becomes on disk."""
+    """One tensor that a 4-bit weight becomes on disk.
 
-    suffix: str  # what follows `W.` in its name; empty for the packed codes themselves
-    dtype: str  # safetensors' dtype tag, of STORAGE_DTYPES
-    shape: tuple[
-        int, ...
-    ]  # its shape. For the JSON blob the longest it can get: the decimals of nested_offset vary
+    Attributes:
+        suffix: what follows `W.` in its name; empty for the packed codes themselves.
+        dtype: safetensors' dtype tag, of STORAGE_DTYPES.
+        shape: its shape. The JSON blob's is the longest that it can get: the number of decimals of
+            nested_offset varies.
+    """
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def block_count(elements: int, blocksize: int) -> int:
+    """Return the number of blocks, of which the last may be partial."""
     return -(-elements // blocksize)
 
 
 def quant_state_json(
     format: Format, shape: Sequence[int], nested_offset: float | None = None
 ) -> bytes:
-    """The JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes it.
+    """Return the JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes
+    it.
 
-    The shape is that of the weight that was quantized; `nested_offset` is the float32 mean of
-    absmax, widened, or None without double quantization.
+    Args:
+        format: of the weight.
+        shape: of the weight before it was packed.
+        nested_offset: the float32 mean of absmax, widened to float64; None without double
+            quantization.
     """
     state: dict[str, object] = {
         "quant_type": format.quant_type,
@@ -122,62 +152,96 @@ def quant_state_json(
         "shape": list(shape),
     }
     if nested_offset is not None:
-        state |= {
-            "nested_blocksize": NESTED_BLOCKSIZE,
-            "nested_dtype": "float32",
-            "nested_offset": nested_offset,
-        }
+        state["nested_blocksize"] = NESTED_BLOCKSIZE
+        state["nested_dtype"] = "float32"
+        state["nested_offset"] = nested_offset
     return json.dumps(state).encode()
 
 
 @lru_cache(maxsize=4096)
 def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
-    """The tensors that a weight of a shape becomes, in the order of the module docstring."""
+    """Return the tensors that a weight becomes, in the order of the module docstring.
+
+    Args:
+        format: of the weight.
+        shape: of the weight before it is packed.
+    """
     elements = math.prod(shape)
     blocks = block_count(elements, format.blocksize)
-    longest_json = quant_state_json(format, shape, _LONGEST_OFFSET if format.double_quant else None)
-    blob = Component(f"{QUANT_STATE_PREFIX}{format.quant_type}", "U8", (len(longest_json),))
-    packed = Component(
-        "", format.storage_tag, (-(-elements // 2) // ITEMSIZES[format.storage_tag], 1)
-    )
-    absmax = Component("absmax", "U8" if format.double_quant else "F32", (blocks,))
-    quant_map = Component("quant_map", "F32", (16,))
+    packed_bytes = -(-elements // 2)
+    packed_shape = (packed_bytes // ITEMSIZES[format.storage_tag], 1)
+    packed = Component("", format.storage_tag, packed_shape)
+    quant_map = Component("quant_map", "F32", (len(CODEBOOKS[format.quant_type].values),))
+    blob_suffix = f"{QUANT_STATE_PREFIX}{format.quant_type}"
+    if not format.double_quant:
+        absmax = Component("absmax", "F32", (blocks,))
+        blob = Component(blob_suffix, "U8", (len(quant_state_json(format, shape)),))
+        return (packed, absmax, quant_map, blob)
+    absmax = Component("absmax", "U8", (blocks,))
     nested_absmax = Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),))
     nested_quant_map = Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),))
-    nested = (nested_absmax, nested_quant_map) if format.double_quant else ()
-    return (packed, absmax, quant_map, *nested, blob)
+    longest_json = quant_state_json(format, shape, _LONGEST_OFFSET)
+    blob = Component(blob_suffix, "U8", (len(longest_json),))
+    return (packed, absmax, quant_map, nested_absmax, nested_quant_map, blob)
 
 
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
-    """The content of a JSON blob; a CodecError if bitsandbytes could not read it. It
-    `may_say_more`: have more keys.
+    """Read a JSON blob.
+
+    Args:
+        blob: the bytes.
+        may_say_more: True to accept other keys besides bitsandbytes' own.
+
+    Returns:
+        Its fields by name. "quant_type", "blocksize", "dtype" and "shape" are there and valid; the
+        nested ones may be missing or of any kind, see `nested_offset_of`.
+
+    Raises:
+        CodecError: bitsandbytes could not read it.
     """
     try:
         fields = json.loads(blob)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"quant_state: not JSON ({error})") from error
+    needed = set(JSON_KEYS)
     known = {*JSON_KEYS, *NESTED_JSON_KEYS}
-    if not isinstance(fields, dict) or not {*JSON_KEYS} <= fields.keys() <= (
-        known if not may_say_more else {*fields}
-    ):
+    has_right_keys = isinstance(fields, dict) and needed <= fields.keys()
+    if has_right_keys and not may_say_more:
+        has_right_keys = fields.keys() <= known
+    if not has_right_keys:
         raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
-    shape = fields["shape"]
-    is_short = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
-    if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-        raise CodecError(f"quant_state: shape {shape!r:.100} is not a list of sizes")
-    for key, allowed in (
-        ("quant_type", tuple(CODEBOOKS)),
-        ("blocksize", BLOCKSIZES),
-        ("dtype", tuple(DTYPE_NAMES.values())),
-    ):
-        if type(fields[key]) not in (str, int) or fields[key] not in allowed:
-            raise CodecError(f"quant_state: {key} {fields[key]!r}, expected one of {list(allowed)}")
-    return fields
+    if not _is_shape(fields["shape"]):
+        raise CodecError(f"quant_state: shape {fields['shape']!r:.100} is not a list of sizes")
+    _check_choice(fields, "quant_type", tuple(CODEBOOKS))
+    _check_choice(fields, "blocksize", BLOCKSIZES)
+    _check_choice(fields, "dtype", tuple(DTYPE_NAMES.values()))
+    checked: dict[str, Any] = fields
+    return checked
+
+
+def _is_shape(value: object) -> bool:
+    """Return True for a list of sizes that torch could hold; True and 1.0 are no sizes."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _check_choice(
+    fields: Mapping[str, Any], key: str, allowed: tuple[str, ...] | tuple[int, ...]
+) -> None:
+    """Raise a CodecError unless a field has one of the allowed values; 64.0 is not 64."""
+    value = fields[key]
+    if type(value) not in (str, int) or value not in allowed:
+        raise CodecError(f"quant_state: {key} {value!r}, expected one of {list(allowed)}")
 
 
 def nested_offset_of(fields: Mapping[str, Any]) -> float:
-    """The nested_offset of a blob's content; a CodecError if there is none, or it cannot be one."""
-    if not fields.keys() >= {*NESTED_JSON_KEYS}:
+    """Return the nested_offset of a JSON blob's fields, a float32 in float64.
+
+    Raises:
+        CodecError: there is none, or it is no number that float32 holds.
+    """
+    if not fields.keys() >= set(NESTED_JSON_KEYS):
         raise CodecError(
             f"quant_state: there is a nested_absmax, but not the keys {sorted(NESTED_JSON_KEYS)}"
         )

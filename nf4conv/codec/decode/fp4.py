@@ -1,13 +1,15 @@
-"""E2M1 values in pairs, the low nibble first, times a scale for each 16 or 32 of a row: NVFP4 and
-MXFP4.
+"""Pairs of E2M1 values, the low nibble first, times a scale for each 16 or 32 values of a row: MXFP4
+and NVFP4.
 
-    MXFP4                      value = e2m1 × 2^(scale − 127)                 groups of 32
-    NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)   groups of 16, scale in FP8 E4M3
-    NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)        the same, with a factor, not a divisor
+MXFP4                      value = e2m1 × 2^(scale − 127)
+                           groups of 32; OCP Microscaling Formats v1.0, section 5.3.3, and
+                           convert_moe_packed_tensors of transformers' integrations/mxfp4.py
+NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)
+                           groups of 16, scale in FP8 E4M3; compressed-tensors' compressors/nvfp4
+NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)
+                           groups of 16, scale in FP8 E4M3; ModelOpt's NVFP4QTensor.dequantize
 
-Computed in float32 and rounded once: OCP Microscaling Formats v1.0, section 5.3.3;
-convert_moe_packed_tensors of transformers' integrations/mxfp4.py; compressed-tensors'
-compressors/nvfp4; ModelOpt's NVFP4QTensor.dequantize.
+Everything is computed in float32 and rounded once.
 """
 
 from typing import Final
@@ -18,24 +20,9 @@ from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks, scale_values
 from nf4conv.errors import CodecError
 
-E2M1: Final = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+E2M1: Final = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the 16 codes: a sign bit, two bits of exponent, one of mantissa."""
 
 
@@ -66,42 +53,58 @@ def decode_fp4(
     Raises:
         CodecError: the scales do not fit the values.
     """
-    rows, pairs, groups = values.shape[:-1], values.shape[-1], scale.shape[-1:].numel()
+    rows = values.shape[:-1]
+    pairs = values.shape[-1]
+    groups = 1 if scale.dim() == 0 else scale.shape[-1]
+    _check_scales(values, scale, groups)
+    out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
+    flat_values = values.flatten(0, -2)
+    flat_scale = scale.flatten(0, -2)
+    flat_out = out.flatten(0, -2)
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels.decoding import fp4  # importing Triton takes a second
+
+        fp4.decode_fp4(
+            flat_values.contiguous(), flat_scale.contiguous(), divisor, multiplier, flat_out
+        )
+    else:
+        factors = scale_values(flat_scale)
+        if divisor is not None:
+            factors = factors / divisor.reshape(()).to(torch.float32)
+        if multiplier is not None:
+            factors = factors * multiplier.reshape(()).to(torch.float32)
+        for part in chunks(flat_values, 2 * pairs):
+            decoded = pair_values(flat_values[part]).view(-1, groups, 2 * pairs // groups)
+            decoded.mul_(factors[part].unsqueeze(-1))
+            flat_out[part] = decoded.view(-1, 2 * pairs)
+    if is_transposed:
+        return out.mT.contiguous()
+    return out
+
+
+def _check_scales(values: torch.Tensor, scale: torch.Tensor, groups: int) -> None:
+    """Raise a CodecError unless there is a scale for each 16 or 32 values of a row."""
+    pairs = values.shape[-1]
+    has_whole_groups = groups > 0 and pairs % groups == 0
     if (
-        scale.shape[:-1] != rows
-        or groups == 0
-        or pairs % groups
+        scale.shape[:-1] != values.shape[:-1]
+        or not has_whole_groups
         or 2 * pairs // groups not in (16, 32)
     ):
         raise CodecError(
             f"scales of shape {list(scale.shape)} for FP4 values of shape {list(values.shape)}, "
-            f"expected one for each "
-            "16 or 32 values of a row"
+            f"expected one for each 16 or 32 values of a row"
         )
-    out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
-    values, scale, flat = (part.flatten(0, -2) for part in (values, scale, out))
-    if has_kernels(values.device):
-        from nf4conv.codec.kernels.decoding import fp4  # importing Triton takes a second
-
-        fp4.decode_fp4(values.contiguous(), scale.contiguous(), divisor, multiplier, flat)
-        return out.mT.contiguous() if is_transposed else out
-    scale = scale_values(scale)
-    if divisor is not None:
-        scale = scale / divisor.reshape(()).to(torch.float32)
-    if multiplier is not None:
-        scale = scale * multiplier.reshape(()).to(torch.float32)
-    for part in chunks(values, 2 * pairs):
-        decoded = pair_values(values[part]).view(-1, groups, 2 * pairs // groups)
-        flat[part] = decoded.mul_(scale[part].unsqueeze(-1)).view(-1, 2 * pairs)
-    return out.mT.contiguous() if is_transposed else out
 
 
 def pair_values(values: torch.Tensor) -> torch.Tensor:
-    """[..., n] bytes → [..., 2n] float32, by a table of all pairs."""
+    """Decode bytes to the two values of each, by a table of all pairs: [..., n] → [..., 2 · n]
+    float32.
+    """
     singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
     codes = torch.arange(256, device=values.device)
-    pairs = (
-        torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1).view(torch.int64).view(-1)
-    )
-    found = pairs.index_select(0, values.reshape(-1).view(torch.uint8).to(torch.int32))
+    pairs = torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1)
+    table = pairs.view(torch.int64).view(-1)  # a pair as one word
+    indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
+    found = table.index_select(0, indices)
     return found.view(torch.float32).view(*values.shape[:-1], -1)

@@ -25,11 +25,13 @@ def decode_packed(
     Raises:
         CodecError: the parts contradict each other.
     """
-    components = {role: part for role, part in parts.items() if role != "values"}
-    packed = parts["values"].view(torch.uint8)
+    components = dict(parts)
+    packed = components.pop("values").view(torch.uint8)
     state = QuantState.from_components(components)
     held = 2 * packed.nbytes
     if held < state.shape.numel():
         state.shape = torch.Size((held,))
     decoded = dequantize_4bit(packed, state, dtype=dtype)
-    return decoded.t().contiguous() if is_transposed else decoded
+    if is_transposed:
+        return decoded.t().contiguous()
+    return decoded

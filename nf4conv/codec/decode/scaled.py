@@ -10,17 +10,17 @@ section 5.4.1).
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.errors import CodecError
 
-_CPU_CHUNK = 2**18
-_GPU_CHUNK = 2**24
-"""Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the
-launches.
-"""
+# Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the
+# launches.
+_CPU_CHUNK: Final = 2**18
+_GPU_CHUNK: Final = 2**24
 
 
 def decode_scaled(
@@ -30,26 +30,30 @@ def decode_scaled(
     dtype: torch.dtype,
     by_127: bool = False,
 ) -> torch.Tensor:
-    """Decode 8-bit values to [..., rows, columns] `dtype`; a CodecError if the scales do not fit
-    them.
+    """Decode 8-bit values.
 
     Args:
         values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
-        scale: what they are multiplied with, float32, bfloat16, float16, or E8M0 as float8_e8m0fnu
-            or uint8.
-            With a block: [..., ceil(rows / block rows), ceil(columns / block columns)]; the last
-                blocks may be partial.
-            Without: one value, or [rows], or a shape that broadcasts against the values'. None: all
-                ones.
+        scale: the factors: float32, bfloat16, float16, or E8M0 as float8_e8m0fnu or uint8. With a
+            block they are [..., ceil(rows / block rows), ceil(columns / block columns)]; the last
+            blocks may be partial. Without one they are a single value, or [rows], or of a shape
+            that broadcasts against the values'. None for all ones.
         block: (rows, columns) that share a scale; None where the shape of the scales tells.
         dtype: of the result.
-        by_127: whether a product is then multiplied by 1 / 127, rounded once more.
+        by_127: True to multiply each product by 1 / 127 too, rounded once more.
+
+    Returns:
+        [..., rows, columns] `dtype`.
+
+    Raises:
+        CodecError: the scales do not fit the values.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
     if block is None or scale.numel() == 1:
-        block = None
+        block = (1, 1)
         scale = _broadcastable(values, scale)
+        scale = scale.expand((*values.shape[:-2], *scale.shape[-2:]))
     else:
         _check_grid(values, scale, block)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
@@ -58,19 +62,29 @@ def decode_scaled(
         from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
 
         decode = scaled.decode_scaled
-    spread = scale if block is not None else scale.expand((*values.shape[:-2], *scale.shape[-2:]))
-    for matrix, scales, decoded in zip(*map(_matrices, (values, spread, out)), strict=True):
-        decode(matrix.contiguous(), scales.contiguous(), block or (1, 1), decoded, by_127=by_127)
+    for matrix, scales, decoded in zip(
+        _matrices(values), _matrices(scale), _matrices(out), strict=True
+    ):
+        decode(matrix.contiguous(), scales.contiguous(), block, decoded, by_127=by_127)
     return out
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode a weight of bitsandbytes' LLM.int8(): each row was scaled so that its largest
+    """Decode a weight of bitsandbytes' LLM.int8(), whose rows were scaled so that their largest
     magnitude is 127.
 
-    `values` are [rows, columns] int8 (`weight`), `scale` the largest magnitudes, [rows] float32
-    (`SCB`). The result is [rows, columns] of a dtype, rounded as bitsandbytes'
-    int8_vectorwise_dequant: twice in float32.
+    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32.
+
+    Args:
+        values: [rows, columns] int8 (`weight`).
+        scale: [rows] float32, the largest magnitudes (`SCB`).
+        dtype: of the result.
+
+    Returns:
+        [rows, columns] `dtype`.
+
+    Raises:
+        CodecError: there is not one scale for each row.
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
@@ -78,48 +92,59 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as float32; bytes are E8M0, of which 255 means NaN."""
+    """Return scales as float32, in their shape; bytes are E8M0, of which 255 means NaN."""
     if scale.dtype != torch.uint8:
         return scale.to(torch.float32)
-    bits = scale.to(torch.int32) << 23  # torch before 2.7 has no dtype of this name to cast from
-    bits.masked_fill_(scale == 0, 1 << 22).masked_fill_(scale == 255, 0x7FC00000)
+    bits = scale.to(torch.int32) << 23  # torch before 2.7 has no E8M0 dtype to cast from
+    bits.masked_fill_(scale == 0, 1 << 22)  # 2^-127, a denormal
+    bits.masked_fill_(scale == 255, 0x7FC00000)
     return bits.view(torch.float32)
 
 
 def byte_values(values: torch.Tensor) -> torch.Tensor:
-    """8-bit values of any dtype as float32, by a table of all 256: several times as fast as torch's
-    cast on a CPU.
+    """Return 8-bit values of any dtype as float32, in their shape.
+
+    A table of all 256 is several times as fast as torch's cast on a CPU.
     """
-    table = (
-        torch.arange(256, dtype=torch.uint8, device=values.device)
-        .view(values.dtype)
-        .to(torch.float32)
-    )
+    all_bytes = torch.arange(256, dtype=torch.uint8, device=values.device)
+    table = all_bytes.view(values.dtype).to(torch.float32)
     indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
     return table.index_select(0, indices).view(values.shape)
 
 
 def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
-    """A tensor's rows, of so many values each, a few at a time: whole units of them."""
+    """Cut a tensor's rows into chunks.
+
+    Args:
+        values: [rows, …].
+        columns: values that a row decodes to.
+        unit: the rows of a chunk are a multiple of this.
+
+    Yields:
+        The rows of each chunk.
+    """
     rows = len(values)
     size = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
-    step = max(size // max(columns * unit, 1), 1) * unit
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    units = max(size // max(columns * unit, 1), 1)
+    step = units * unit
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    """Raise a CodecError unless there is a scale for each block."""
     height, width = block
     *stacked, rows, columns = values.shape
     expected = (*stacked, -(-rows // height), -(-columns // width))
     if tuple(scale.shape) != expected:
         raise CodecError(
             f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)} in "
-            f"blocks of "
-            f"{height} × {width}, expected {list(expected)}"
+            f"blocks of {height} × {width}, expected {list(expected)}"
         )
 
 
 def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the matrices of a stack, [..., rows, columns]; a vector is one row."""
     shape = torch.atleast_2d(stack).shape  # type: ignore[no-untyped-call]
     return stack.reshape(math.prod(shape[:-2]), *shape[-2:]).unbind()
 
@@ -132,28 +157,46 @@ def _decode_matrix(
     *,
     by_127: bool = False,
 ) -> None:
-    """As kernels.scaled.decode_scaled."""
-    (height, width), scale = block, scale_values(scale)
-    for part in chunks(values, values.shape[1], height):
-        scales = (
-            scale if scale.shape[0] == 1 else scale[part.start // height : -(-part.stop // height)]
-        )
+    """Decode a matrix in plain torch.
+
+    Args:
+        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
+        scale: a scale for each block; with blocks of 1 × 1 a dimension of one is for all.
+        block: (rows, columns) that share a scale.
+        out: [rows, columns] of a float dtype, written.
+        by_127: True to multiply each product by 1 / 127 too.
+    """
+    height, width = block
+    columns = values.shape[1]
+    factors = scale_values(scale)
+    for part in chunks(values, columns, height):
+        if factors.shape[0] == 1:
+            scales = factors
+        else:
+            scales = factors[part.start // height : -(-part.stop // height)]
         if block != (1, 1):
-            scales = scales.repeat_interleave(width, dim=1)[:, : values.shape[1]].repeat_interleave(
-                height, dim=0
-            )
-        decoded = byte_values(values[part]).mul_(scales[: part.stop - part.start])
-        out[part] = decoded.mul_(1 / 127) if by_127 else decoded
+            scales = scales.repeat_interleave(width, dim=1)[:, :columns]
+            scales = scales.repeat_interleave(height, dim=0)
+        decoded = byte_values(values[part])
+        decoded.mul_(scales[: part.stop - part.start])
+        if by_127:
+            decoded.mul_(1 / 127)
+        out[part] = decoded
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in a shape that broadcasts against the values'; a CodecError if there is
+    none.
+    """
     if scale.numel() == 1:
         return scale.view((1,) * values.dim())
     if scale.dim() == 1 and values.dim() == 2:
         scale = scale.view(-1, 1)  # a scale for each row, that is, output channel
-    if scale.dim() != values.dim() or any(
-        size not in (1, whole) for size, whole in zip(scale.shape, values.shape, strict=True)
-    ):
+    fits = scale.dim() == values.dim()
+    if fits:
+        for size, whole in zip(scale.shape, values.shape, strict=True):
+            fits = fits and size in (1, whole)
+    if not fits:
         raise CodecError(
             f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}"
         )
