@@ -1,5 +1,9 @@
-"""LoRA adapters of PEFT.
+"""Reads LoRA adapters of PEFT, and merges them into a source.
 
-adapter.py   opens an adapter and reads what it changes
-merging.py   presents a checkpoint with adapters merged into it
+adapter.py   reads what an adapter consists of: its config and its tensors
+merging.py   opens a source and gives it the tensors that adapters change
+base.py      finds tensors of the source by the names that they have in the model
+modules.py   finds out what an adapter does to the weights of a module
+experts.py   finds out what an adapter does to parameters that stack experts
+tied.py      decides about an output head that is the embedding
 """

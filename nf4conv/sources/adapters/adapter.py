@@ -1,5 +1,4 @@
-"""A LoRA adapter as PEFT saves it: what its config says, and what its tensors do. Only headers are
-read.
+"""Reads a LoRA adapter as PEFT saves it: its config, and the headers of its tensors.
 
     P.lora_A.weight [rank, in], P.lora_B.weight [out, rank]       added to P.weight: scale · B · A
     P.lora_B.bias                                                 added to P.bias: scale · it
@@ -13,13 +12,12 @@ P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.
 tuners/lora/layer.py, utils/save_and_load.py).
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
@@ -30,15 +28,37 @@ from nf4conv.sources.source import AdapterFiles, is_repo_id, read_json
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.hub import Origin
+
 _ROLE: Final = re.compile(
-    r"(?P<module>.+?)(?P<nested>(\.base_layer)*)\.(token_adapter\.)?(?P<role>lora_A\.weight|lora_B\.weight|lora_B\.bias"
-    r"|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?=(\.weight)?$)|trainable_tokens_delta)(\.weight)?"
+    r"(?P<module>.+?)(?P<nested>(\.base_layer)*)\.(token_adapter\.)?"
+    r"(?P<role>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector(?=(\.weight)?$)|trainable_tokens_delta)(\.weight)?"
 )
-TOKENS: Final = "trainable_tokens_delta"
-_OTHER: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-"""By key of the config what needs another arithmetic than LoRA's, and the values of
-init_lora_weights for which PEFT changes the base's weights when the adapter is made.
+"""The name of a LoRA tensor behind "base_model.model.": the module, the wrappers around it, and
+what the tensor is to the module (its role).
 """
+
+TOKENS: Final = "trainable_tokens_delta"
+"""The role of rows that are put in the place of those of an embedding."""
+
+_OTHER_ARITHMETIC: Final = {
+    "use_qalora": "QA-LoRA",
+    "alora_invocation_tokens": "aLoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "layer_replication": "layer replication",
+    "megatron_config": "Megatron's parallel layers",
+}
+"""Keys of adapter_config.json that stand for another arithmetic than LoRA's, and its name."""
+
+_OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights for which PEFT changes the base's weights when the adapter is made."""
+
+_DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
 
 
 class Targeted(NamedTuple):
@@ -50,17 +70,24 @@ class Targeted(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter(AdapterFiles):
-    """An adapter that can be merged."""
+    """An adapter that can be merged.
 
-    targeted: tuple[
-        Targeted, ...
-    ] = ()  # modules with LoRA tensors, outer wrappers of a module first
-    # tensors in the place of others, by the name of those in the model
+    Attributes:
+        targeted: the modules with LoRA tensors; outer wrappers of a module come first.
+        replaced: tensors that are put in the place of others, by the name of those in the model.
+    """
+
+    targeted: tuple[Targeted, ...] = ()
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def rank(self, path: str) -> int:
-        """The rank of a module's factors; `path` is that of the parameter for one of
-        target_parameters.
+        """Returns the rank of a module's factors.
+
+        Args:
+            path: the path of the module, or of the parameter for one of target_parameters.
+
+        Raises:
+            SourceError: the config gives no rank.
         """
         rank = self._value("r", "rank_pattern", path)
         if type(rank) is not int or rank <= 0:
@@ -68,20 +95,35 @@ class Adapter(AdapterFiles):
         return rank
 
     def scale(self, path: str) -> float:
-        """What the product of a module's factors is multiplied by."""
-        rank, alpha = self.rank(path), self._value("lora_alpha", "alpha_pattern", path)
+        """Returns what the product of a module's factors is multiplied by.
+
+        Args:
+            path: the path of the module, or of the parameter for one of target_parameters.
+
+        Raises:
+            SourceError: the config gives no rank, or no lora_alpha.
+        """
+        rank = self.rank(path)
+        alpha = self._value("lora_alpha", "alpha_pattern", path)
         if type(alpha) not in (int, float) or not abs(alpha) < 2**31:
             raise SourceError(f"{self.place}/{ADAPTER_CONFIG}: {path}: {alpha!r} is no lora_alpha")
-        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+        if self.config.get("use_rslora"):
+            return float(alpha / math.sqrt(rank))
+        return float(alpha / rank)
 
     def _value(self, key: str, patterns: str, path: str) -> Any:
-        default = self.config.get(key, 8)  # 8 is PEFT's default of both
+        """Returns the config's value for a module: that of the first pattern that fits its path.
+
+        Args:
+            key: the key of the value for all other modules.
+            patterns: the key of values by pattern.
+            path: the path of the module.
+        """
         try:
-            special = (self.config.get(patterns) or {}).items()
-            return next(
-                (value for pattern, value in special if re.match(rf"(.*\.)?({pattern})$", path)),
-                default,
-            )
+            for pattern, value in (self.config.get(patterns) or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", path):
+                    return value
+            return self.config.get(key, _DEFAULT)
         except (AttributeError, re.error, OverflowError, RecursionError) as error:
             where = f"{self.place}/{ADAPTER_CONFIG}: {patterns}"
             raise SourceError(
@@ -89,59 +131,62 @@ class Adapter(AdapterFiles):
             ) from error
 
     def token_indices(self, module: str) -> tuple[int, ...]:
-        """The rows of an embedding that trainable tokens take the place of."""
-        indices = (
-            self.config.get("trainable_token_indices") or self.config.get("token_indices") or ()
-        )
+        """Returns the rows of an embedding that trainable tokens take the place of.
+
+        Raises:
+            SourceError: the config does not list them.
+        """
+        indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
         if isinstance(indices, Mapping):
-            indices = next(
-                (value for key, value in indices.items() if f".{module}".endswith(f".{key}")), ()
-            )
-        if not isinstance(indices, list) or not all(
-            type(index) is int and index >= 0 for index in indices
-        ):
-            raise SourceError(
-                f"{self.place}/{ADAPTER_CONFIG}: {module}: no list of trainable_token_indices"
-            )
-        return tuple(indices)
+            indices = _of_module(indices, module)
+        if isinstance(indices, list) and all(_is_index(index) for index in indices):
+            return tuple(indices)
+        raise SourceError(
+            f"{self.place}/{ADAPTER_CONFIG}: {module}: no list of trainable_token_indices"
+        )
 
     @property
     def target_parameters(self) -> tuple[str, ...]:
-        """Ends of the names of parameters that are no module's weight."""
+        """Returns ends of the names of parameters that are no module's weight."""
         return tuple(self.config.get("target_parameters") or ())
 
     def targets(self, parameter: str) -> bool:
-        """Whether a parameter is one of target_parameters."""
+        """Returns True if a parameter is one of target_parameters."""
         return any(f".{parameter}".endswith(f".{target}") for target in self.target_parameters)
 
 
+def _is_index(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _of_module(values: Mapping[str, Any], module: str) -> Any:
+    """Returns the first value whose key is the end of a module's path; None if there is none."""
+    for key, value in values.items():
+        if f".{module}".endswith(f".{key}"):
+            return value
+    return None
+
+
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
-    """Read what an adapter consists of: a folder, or "org/name" on the Hub, with "@revision" or
-    without.
+    """Reads what an adapter consists of.
 
-    A SourceError if there is none, or one whose arithmetic is not that of LoRA; the message says
-    which.
+    Args:
+        place: a folder, or "org/name" on the Hugging Face Hub, with "@revision" or without.
+        where: the token, the cache and the like of the Hub.
+
+    Raises:
+        SourceError: there is no adapter, or its arithmetic is not that of LoRA; the message names
+            the arithmetic.
     """
-    folder, origin = Path(place), None
+    folder = Path(place)
+    origin = None
     if not folder.is_dir():
-        repo, _, revision = place.partition("@")
-        if folder.exists() or not is_repo_id(repo):
-            raise SourceError(
-                f"{place}: no such folder; an adapter is a folder, or a name on the Hub"
-            )
-        from nf4conv.sources.remote.hub import (
-            fetch_adapter,  # importing huggingface_hub takes a while
-        )
-
-        where = replace(
-            where or SourceOptions(), revision=revision or None, subfolder=None, variant=None
-        )
-        folder, origin = fetch_adapter(repo, where)
+        folder, origin = _fetched(place, where or SourceOptions())
     if not (folder / ADAPTER_CONFIG).is_file():
         raise SourceError(f"{place}: no {ADAPTER_CONFIG} in it, so this is no adapter of PEFT")
     config = read_json(require_own(folder / ADAPTER_CONFIG, folder))
     _check_kind(place, config)
-    file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    file = _weights_in(folder)
     if file is None:
         raise SourceError(f"{place}: neither {' nor '.join(ADAPTER_WEIGHTS)} in it")
     require_own(file, folder)
@@ -149,30 +194,50 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
     return _sorted(Adapter(place, file, config, origin=origin), tensors)
 
 
+def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
+    """Fetches an adapter from the Hub, and returns its folder in the cache and where it came from."""
+    repo, _, revision = place.partition("@")
+    if Path(place).exists() or not is_repo_id(repo):
+        raise SourceError(f"{place}: no such folder; an adapter is a folder, or a name on the Hub")
+    from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
+
+    of_adapter = replace(where, revision=revision or None, subfolder=None, variant=None)
+    return fetch_adapter(repo, of_adapter)
+
+
+def _weights_in(folder: Path) -> Path | None:
+    for name in ADAPTER_WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
 def _check_kind(place: str, config: Mapping[str, Any]) -> None:
+    """Raises a SourceError if an adapter cannot be merged by LoRA's arithmetic."""
     kind = config.get("peft_type")
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
         raise SourceError(
             f"{place}: an adapter of the kind {kind}; only LoRA, with or without DoRA, can be "
             f"merged"
         )
-    for key, name in _OTHER["arithmetic"].items():
+    for key, name in _OTHER_ARITHMETIC.items():
         if config.get(key):
             raise SourceError(
                 f"{place}: {name} ({key}), which cannot be merged by LoRA's arithmetic"
             )
     init = str(config.get("init_lora_weights")).lower()
-    if init.startswith(tuple(_OTHER["bases"])):
+    if init.startswith(_OTHER_BASES):
         raise SourceError(
             f"{place}: made with init_lora_weights {init}, which changed the base's weights; save "
-            f"it as plain LoRA: "
-            "PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            f"it as plain LoRA: PEFT's save_pretrained(…, "
+            f"path_initial_model_for_weight_conversion=…)"
         )
 
 
 def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
-    """An adapter with its tensors by what they do."""
-    # by path, and by how many other wrappers are around it: those of several parameters are nested
+    """Returns an adapter with its tensors, divided by what they do."""
+    # by path, and by how many other wrappers are around it: wrappers of several parameters of a
+    # module are nested
     modules: dict[tuple[str, int], dict[str, TensorInfo]] = {}
     replaced: dict[str, TensorInfo] = {}
     for tensor in tensors:

@@ -1,0 +1,169 @@
+"""Finds out what an adapter does to parameters that stack experts.
+
+In memory, the experts of a layer are fused: gate_up_proj and down_proj are parameters of shape
+[experts, rows, columns]. On disk they may be stacked as well, or stand one by one under the names
+of their matrices.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+from nf4conv.errors import SourceError
+from nf4conv.sources.adapters.adapter import Adapter, Targeted
+from nf4conv.sources.adapters.base import Base, misfit
+from nf4conv.sources.adapters.modules import Change, factors_of
+from nf4conv.sources.tensors import LowRankDelta, TensorInfo
+
+_FUSED: Final = ("gate_up_proj", "down_proj")
+"""Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""
+
+
+class _MatrixNames(NamedTuple):
+    """The names that the matrices of a single expert have on disk."""
+
+    gate: str
+    up: str
+    down: str
+
+
+_SINGLE: Final = (_MatrixNames("gate_proj", "up_proj", "down_proj"), _MatrixNames("w1", "w3", "w2"))
+
+
+class _Place(NamedTuple):
+    """A tensor on disk that holds a parameter, or a part of it."""
+
+    tensor: TensorInfo
+    expert: int | None = None  # which expert the tensor is; None if it holds all of them
+    share: int = 0  # which part of the expert's rows it is
+    shares: int = 1  # how many such parts there are
+
+
+def changes_of_parameters(
+    base: Base, adapter: Adapter, module: str, parts: Sequence[Targeted]
+) -> Iterator[Change]:
+    """Yields what an adapter does to the parameters of a module.
+
+    Args:
+        base: the source.
+        adapter: the adapter.
+        module: the path of the module in the model.
+        parts: the adapter's tensors for each parameter; the outermost wrapper comes first.
+
+    Raises:
+        SourceError: tensors do not fit, or the source lacks a parameter.
+    """
+    leaves = set()
+    for target in adapter.target_parameters:
+        leaf = target.rpartition(".")[2]
+        if adapter.targets(f"{module}.{leaf}") and _places_of(base, module, leaf):
+            leaves.add(leaf)
+    if len(leaves) != len(parts):
+        raise base.lacks(adapter, module)
+    from_outermost = sorted(leaves, key=_wrapping_order, reverse=True)
+    for part, leaf in zip(parts, from_outermost, strict=True):
+        yield from _changes_of_parameter(base, adapter, part, leaf)
+
+
+def _wrapping_order(leaf: str) -> tuple[int, str]:
+    """Returns a sort key: parameters in the order in which PEFT wraps them."""
+    place = _FUSED.index(leaf) if leaf in _FUSED else len(_FUSED)
+    return place, leaf
+
+
+def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
+    """Returns all tensors on disk that hold a parameter; none if the source lacks it."""
+    found = base.find(f"{module}.{leaf}")
+    if found is not None:
+        return [_Place(found)]
+    for names in _SINGLE:
+        if leaf == "gate_up_proj":
+            shares = [names.gate, names.up]
+        elif leaf == "down_proj":
+            shares = [names.down]
+        else:
+            return []
+        if base.find(f"{module}.0.{names.down}.weight") is None:
+            continue
+        places = []
+        for share, name in enumerate(shares):
+            for expert, single in enumerate(_single_experts(base, module, name)):
+                places.append(_Place(single, expert, share, len(shares)))
+        return places
+    return []
+
+
+def _single_experts(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
+    """Yields the matrices of this name, expert by expert, until there is none."""
+    for expert in count():
+        found = base.find(f"{module}.{expert}.{name}.weight")
+        if found is None:
+            return
+        yield found
+
+
+def _changes_of_parameter(
+    base: Base, adapter: Adapter, part: Targeted, leaf: str
+) -> Iterator[Change]:
+    """Yields what is added to the experts that a parameter stacks (PEFT: ParamWrapper)."""
+    path = f"{part.module}.{leaf}"
+    up, down, _ = factors_of(adapter, part)
+    if len(part.tensors) != 2:
+        raise SourceError(
+            f"{adapter.file}: {path}: LoRA of a parameter has lora_A and lora_B, and nothing else"
+        )
+    places = _places_of(base, part.module, leaf)
+    first = places[0]
+    if first.expert is None:
+        if len(first.tensor.shape) != 3:
+            raise misfit(adapter, up, first.tensor)
+        experts = first.tensor.shape[0]
+    else:
+        experts = len(places) // first.shares
+    rank = adapter.rank(path)
+    if down.shape[0] != rank * experts or up.shape[1] != rank * experts:
+        more = f" for {experts} experts and the rank {rank} of its config"
+        raise misfit(adapter, down, first.tensor, more)
+    for place in places:
+        height = up.shape[0] // place.shares
+        rows = None
+        if place.shares > 1:
+            rows = (place.share * height, (place.share + 1) * height)
+        delta = LowRankDelta(
+            up,
+            down,
+            adapter.scale(path),
+            is_transposed=_is_transposed(base, adapter, part, place),
+            rows=rows,
+            experts=experts,
+            expert=place.expert,
+        )
+        yield Change(place.tensor, delta)
+
+
+def _is_transposed(base: Base, adapter: Adapter, part: Targeted, place: _Place) -> bool:
+    """Returns True if the matrices at a place are stored as [in, out].
+
+    Raises:
+        SourceError: they are neither the product of the factors nor that transposed.
+    """
+    up, down, _ = factors_of(adapter, part)
+    made = (up.shape[0] // place.shares, down.shape[1])
+    stored = place.tensor.shape[-2:]
+    if stored not in (made, made[::-1]):
+        raise misfit(adapter, up, place.tensor, f" by way of {list(down.shape)}")
+    if made[0] != made[1]:
+        return stored != made
+    return _is_stack_transposed(base, part.module)
+
+
+def _is_stack_transposed(base: Base, module: str) -> bool:
+    """Returns True if experts are stacked as [in, out], seen by both parameters of a module.
+
+    The shape of one alone does not tell for the square experts of GPT-OSS.
+    """
+    gate_up = base.find(f"{module}.gate_up_proj")
+    down = base.find(f"{module}.down_proj")
+    if gate_up is None or down is None:
+        return False
+    return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])

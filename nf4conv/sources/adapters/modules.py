@@ -1,0 +1,151 @@
+"""Finds out what an adapter does to the weights of a module."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nf4conv.errors import SourceError
+from nf4conv.models.families import is_transposed
+from nf4conv.models.module_names import module_of
+from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted
+from nf4conv.sources.adapters.base import Base, misfit
+from nf4conv.sources.tensors import Delta, LowRankDelta, RowsDelta, TensorInfo, VectorDelta
+
+
+class Change(NamedTuple):
+    """A change that an adapter makes to one tensor."""
+
+    tensor: TensorInfo  # of the source
+    delta: Delta
+
+
+class Factors(NamedTuple):
+    """The two matrices whose product is added to a weight."""
+
+    up: TensorInfo  # [out, rank], lora_B
+    down: TensorInfo  # [rank, in], lora_A
+    is_embedding: bool  # True if an embedding's weight is the product transposed
+
+
+def factors_of(adapter: Adapter, part: Targeted) -> Factors:
+    """Returns the factors of a module.
+
+    Raises:
+        SourceError: one of them is missing, or is no matrix.
+    """
+    embedding = ("lora_embedding_B", "lora_embedding_A", True)
+    linear = ("lora_B.weight", "lora_A.weight", False)
+    for up_role, down_role, is_embedding in (embedding, linear):
+        up = part.tensors.get(up_role)
+        down = part.tensors.get(down_role)
+        if up is None or down is None:
+            continue
+        if len(up.shape) < 2 or len(down.shape) < 2:
+            raise misfit(adapter, up, down)
+        return Factors(up, down, is_embedding)
+    raise SourceError(f"{adapter.file}: {part.module}: has one of lora_A and lora_B, but not both")
+
+
+def shape_made(adapter: Adapter, part: Targeted) -> tuple[int, int] | None:
+    """Returns the shape of the weight that a module's factors are made for.
+
+    Returns:
+        None for a module of which only trainable tokens are given.
+    """
+    if part.tensors.keys() == {TOKENS}:
+        return None
+    factors = factors_of(adapter, part)
+    rows = factors.up.shape[0]
+    columns = factors.down.shape[1]
+    return (columns, rows) if factors.is_embedding else (rows, columns)
+
+
+def changes_of_module(
+    base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo
+) -> Iterator[Change]:
+    """Yields what an adapter does to the tensors of a module.
+
+    Args:
+        base: the source.
+        adapter: the adapter.
+        part: its tensors for the module.
+        weight: the weight of the module.
+
+    Raises:
+        SourceError: tensors do not fit, or the source lacks one.
+    """
+    if TOKENS in part.tensors:
+        yield from _changes_of_tokens(base, adapter, part, weight)
+        if len(part.tensors) == 1:
+            return
+    path = part.module
+    if adapter.targets(f"{part.module}.weight"):
+        path = f"{part.module}.weight"
+    bias = part.tensors.get("lora_B.bias")
+    if bias is not None:
+        yield _change_of_bias(base, adapter, part.module, bias, adapter.scale(path))
+    up, down, _ = factors = factors_of(adapter, part)
+    transposed = _is_product_transposed(base, adapter, factors, weight)
+    if down.shape[0] != adapter.rank(path) or up.shape[1] != down.shape[0]:
+        raise misfit(adapter, down, up, f", nor with the rank {adapter.rank(path)} of its config")
+    magnitude = part.tensors.get("lora_magnitude_vector")
+    if magnitude is not None and magnitude.elements != up.shape[0]:
+        raise misfit(adapter, magnitude, weight)
+    yield Change(weight, LowRankDelta(up, down, adapter.scale(path), transposed, magnitude))
+
+
+def _changes_of_tokens(
+    base: Base, adapter: Adapter, part: Targeted, embedding: TensorInfo
+) -> Iterator[Change]:
+    """Yields the change of an embedding's rows, and of a head that is the same."""
+    rows = part.tensors[TOKENS]
+    indices = adapter.token_indices(part.module)
+    if rows.shape != (len(indices), *embedding.shape[1:]):
+        raise misfit(adapter, rows, embedding)
+    if max(indices, default=0) >= embedding.shape[0]:
+        raise misfit(adapter, rows, embedding)
+    delta = RowsDelta(rows, indices)
+    yield Change(embedding, delta)
+    head = _stored_twin(base, embedding)
+    if head is not None:
+        yield Change(head, delta)
+
+
+def _stored_twin(base: Base, embedding: TensorInfo) -> TensorInfo | None:
+    """Returns the head that is stored beside an embedding although it is the same."""
+    head = base.find("lm_head.weight")
+    if head is None or head == embedding or head.shape != embedding.shape:
+        return None
+    return head if base.config.get("tie_word_embeddings") is True else None
+
+
+def _change_of_bias(
+    base: Base, adapter: Adapter, module: str, bias: TensorInfo, scale: float
+) -> Change:
+    target = base.find(f"{module}.bias")
+    if target is None:
+        raise base.lacks(adapter, f"{module}.bias")
+    if target.shape != bias.shape:
+        raise misfit(adapter, bias, target)
+    return Change(target, VectorDelta(bias, scale))
+
+
+def _is_product_transposed(
+    base: Base, adapter: Adapter, factors: Factors, weight: TensorInfo
+) -> bool:
+    """Returns True if a matrix on disk is the product of its factors transposed.
+
+    Raises:
+        SourceError: it is neither the product nor that transposed.
+    """
+    up, down, is_embedding = factors
+    if len(up.shape) == len(down.shape) == len(weight.shape) == 2:
+        made = (up.shape[0], down.shape[1])
+        fits = weight.shape == made
+        fits_transposed = weight.shape == made[::-1]
+        if fits_transposed and is_embedding:
+            return True
+        if fits and fits_transposed:  # the shape of a square matrix does not tell
+            return is_transposed(module_of(weight.name), base.names.families)
+        if not is_embedding and (fits or fits_transposed):
+            return fits_transposed
+    raise misfit(adapter, up, weight, f" by way of {list(down.shape)}")
