@@ -208,7 +208,7 @@ def test_models_on_the_hub(tmp_path, ids, hub: Hub):
     assert asked == []
     result = run(*arguments, "--card", "--local-files-only")
     assert result.exit_code == 2
-    assert "org/out: --card writes into a folder of yours" in result.stderr
+    assert "org/out: --card needs a local folder" in result.stderr
 
 
 def test_the_card_and_its_checksum(tmp_path, ids):
@@ -236,8 +236,8 @@ def test_the_exit_code_is_the_verdict(tmp_path, ids, most, code):
 def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     source, out = made(tmp_path, "causal")
     for arguments, message in (
-        ((), "no tokens; give their ids, --text ids.npy"),
-        (("--text", source / "model.safetensors"), "no tokens"),
+        ((), "give token ids instead: --text ids.npy"),
+        (("--text", source / "model.safetensors"), "cannot be tokenized"),
     ):
         result = run(out, "--source", source, *arguments)
         assert result.exit_code == 2
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     with pytest.raises(SourceError, match="transformers cannot run it: index"):
         nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
     shutil.copytree(made(tmp_path / "vit", "classifier")[1], tmp_path / "images")
-    with pytest.raises(PlanError, match="does not say how many tokens it knows"):
+    with pytest.raises(PlanError, match="has no vocab_size"):
         nf4conv.evaluate_checkpoint(tmp_path / "images", source, EvaluateOptions(text=ids), "cpu")
 
 

@@ -897,7 +897,7 @@ def test_what_is_no_checkpoint(tmp_path: Path):
 def test_a_checkpoint_that_is_not_packed_fails(source: Path):
     report = verify_checkpoint(source, None, None, CPU)
     assert not report.passed
-    assert any("nothing in it is in 4 bits" in finding.text for finding in report.findings)
+    assert any("has no weight in 4 bits" in finding.text for finding in report.findings)
 
 
 def test_another_model_as_the_source(good: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from nf4conv.commands.dequantize import AnyDequantizationPlan
 from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
@@ -38,18 +39,22 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     if isinstance(plan, QuantizationPlan):
         notes.extend(second_opinion(plan))
     notes.extend(_unusual(rows))
-    is_quantization = isinstance(totals, QuantizationTotals)
-    return PlanReport(
-        command="quantize" if is_quantization else "dequantize",
-        source=str(plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source),
+    source = plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source
+    report = PlanReport(
+        command="dequantize",
+        source=str(source),
         totals=totals,
         kinds=tuple(_kinds(rows)),
         tensors=tuple(rows),
         config=plan.config,
-        gpu_bytes=gpu_bytes(totals.bytes_after) if is_quantization else None,
-        advice=advice(rows) if is_quantization else "",
+        gpu_bytes=None,
+        advice="",
         notes=tuple(notes),
     )
+    if not isinstance(totals, QuantizationTotals):
+        return report
+    needed = gpu_bytes(totals.bytes_after)
+    return replace(report, command="quantize", gpu_bytes=needed, advice=advice(rows))
 
 
 def _unusual(rows: Sequence[PlanRow]) -> tuple[str, ...]:

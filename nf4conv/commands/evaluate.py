@@ -60,7 +60,7 @@ _REFUSALS: Final = (
 
 @dataclass(frozen=True)
 class _Question:
-    """What both models are asked."""
+    """Holds what both models are asked."""
 
     # "causal", "seq2seq", "masked" or "encoder"
     kind: str
@@ -121,7 +121,7 @@ def evaluate_checkpoint(
     stored = open_stored(out, replace(where, revision=None, subfolder=None, variant=None))
     original = open_stored(source, where).folder
     if options.card and stored.fetched is not None:
-        raise PlanError(f"{out}: --card writes into a folder of yours, and this is on the Hub")
+        raise PlanError(f"{out}: --card needs a local folder, and this model is on the Hub")
     question = _make_question(stored.folder, stored.config or {}, options, device)
     if options.max_kl is not None and question.kind == "encoder":
         raise PlanError("--max-kl: an encoder gives no probabilities")
@@ -159,7 +159,7 @@ def _make_question(
     text_config = _text_config(config)
     vocabulary = text_config.get("vocab_size")
     if not isinstance(vocabulary, int):
-        raise PlanError(f"{out}: its config does not say how many tokens it knows")
+        raise PlanError(f"{out}: its config has no vocab_size, so the tokens cannot be checked")
     width = vocabulary
     if kind == "encoder":
         width = int(text_config.get("hidden_size") or text_config.get("dim") or 1)
@@ -208,7 +208,8 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
         from transformers.models.auto import modeling_auto as auto
     except ImportError as error:
         raise PlanError(
-            f"evaluate needs more: pip install 'nf4conv[evaluate]' ({error})"
+            f"evaluate needs transformers and bitsandbytes: "
+            f"pip install 'nf4conv[evaluate]' ({error})"
         ) from error
     # nf4conv shows a bar of its own
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -251,7 +252,8 @@ def _read_tokens(out: Path, text: Path | None, wanted: int) -> _Tokens:
         return _tokenize(out, text, wanted)
     except _REFUSALS as error:
         raise PlanError(
-            f"{text or out}: no tokens; give their ids, --text ids.npy ({_first_line(error)})"
+            f"{text or out}: cannot be tokenized ({_first_line(error)}); "
+            f"give token ids instead: --text ids.npy"
         ) from error
 
 

@@ -5,10 +5,7 @@ From the Hub only the headers are fetched, and the few bytes of each quant state
 sources ▸ check (quant states and config) ▸ report
 """
 
-import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,26 +13,15 @@ from typing import Any
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import look_at
 from nf4conv.errors import DiffusersFolderError
-from nf4conv.format.layout import (
-    DTYPE_NAMES,
-    LARGEST_QUANT_STATE,
-    QUANT_STATE_PREFIX,
-    STORAGE_DTYPES,
-)
+from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
 from nf4conv.options import SourceOptions
+from nf4conv.report.inspected import inspected_kinds, inspected_rows
 from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.places import by_kind, place_of, unusual
+from nf4conv.report.places import unusual
 from nf4conv.report.results import Inspection
-from nf4conv.report.rows import (
-    InspectedKind,
-    InspectedRow,
-    InspectionTotals,
-    StoredQuantization,
-    format_name,
-)
+from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers_folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
-from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, open_stored, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
@@ -130,7 +116,7 @@ def _first_record(sources: Iterable[Source]) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is found in one checkpoint, or in one submodel of a pipeline."""
+    """Holds what is found in one checkpoint, or in one submodel of a pipeline."""
 
     files: Sequence[str]
     tensors: Sequence[InspectedRow]
@@ -155,11 +141,11 @@ class _Part:
 def _inspect_one(source: Source) -> _Part:
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
-    rows = list(_rows(source, contents))
+    rows = list(inspected_rows(source.tensors, contents))
     return _Part(
         files=[file.name for file in source.files],
         tensors=rows,
-        kinds=list(_kinds(rows)),
+        kinds=list(inspected_kinds(rows)),
         notes=unusual((row.name, row.format) for row in rows),
         findings=_findings(source, contents) if contents else (),
     )
@@ -188,123 +174,3 @@ def _findings(source: Source, contents: Mapping[str, bytes]) -> Sequence[Finding
     )
     check_config(look_at(structure))
     return sorted(structure.findings, key=lambda finding: not finding.is_fault)
-
-
-def _rows(source: Source, contents: Mapping[str, bytes]) -> Iterator[InspectedRow]:
-    """Yields a row for each tensor, the components of a packed weight being one.
-
-    `contents` are the bytes of quant states and code maps, by name.
-    """
-    names = {tensor.name for tensor in source.tensors}
-    components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    alone: list[TensorInfo] = []
-    for tensor in source.tensors:
-        owner, suffix = split_component(tensor.name)
-        if suffix and owner in names:
-            components[owner][suffix] = tensor
-        else:
-            alone.append(tensor)
-    for tensor in alone:
-        yield _row(tensor, components.get(tensor.name, {}), contents)
-
-
-def _row(
-    tensor: TensorInfo, components: Mapping[str, TensorInfo], contents: Mapping[str, bytes]
-) -> InspectedRow:
-    size = tensor.nbytes + sum(part.nbytes for part in components.values())
-    shape = tensor.shape
-    dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    format = dtype
-    quantization = None
-    state = _state_of(components, contents)
-    if state is not None:
-        shape = state.shape
-        dtype = state.dtype
-        quantization = _quantization(state, tensor, components)
-        format = format_name(state.quant_type, quantization.double_quant, state.blocksize)
-    parameters = math.prod(shape)
-    return InspectedRow(
-        name=tensor.name,
-        file=tensor.file.name,
-        dtype=dtype,
-        shape=shape,
-        parameters=parameters,
-        bytes=size,
-        bits_per_parameter=8 * size / max(parameters, 1),
-        format=format,
-        quantization=quantization,
-    )
-
-
-@dataclass(frozen=True)
-class _QuantState:
-    """The fields of a quant state, as far as they can be told."""
-
-    quant_type: str
-    blocksize: int
-    dtype: str  # of the weight
-    shape: tuple[int, ...]  # of the weight
-    nested_offset: Any  # whatever the file says; None if it says nothing
-
-
-def _quantization(
-    state: _QuantState, values: TensorInfo, components: Mapping[str, TensorInfo]
-) -> StoredQuantization:
-    tensors = {"": _dtype_and_shape(values)}
-    for suffix, part in components.items():
-        tensors[suffix] = _dtype_and_shape(part)
-    return StoredQuantization(
-        quant_type=state.quant_type,
-        blocksize=state.blocksize,
-        double_quant="nested_absmax" in components,
-        nested_offset=state.nested_offset,
-        storage=STORAGE_DTYPES.get(values.dtype, values.dtype),
-        tensors=tensors,
-    )
-
-
-def _dtype_and_shape(tensor: TensorInfo) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _state_of(
-    components: Mapping[str, TensorInfo], contents: Mapping[str, bytes]
-) -> _QuantState | None:
-    """Reads the quant state of a weight; None if it has none, or one that says too little."""
-    for suffix, part in components.items():
-        if suffix.startswith(QUANT_STATE_PREFIX):
-            return _read_state(contents.get(part.name, b""))
-    return None
-
-
-def _read_state(blob: bytes) -> _QuantState | None:
-    """Reads a quant state; None if it is none. `verify` says what is wrong with it."""
-    try:
-        fields = json.loads(blob)
-        shape = tuple(int(size) for size in fields["shape"])
-        if min(shape, default=0) < 0 or math.prod(shape) >= LARGEST_SIZE:
-            return None
-        return _QuantState(
-            quant_type=str(fields["quant_type"]),
-            blocksize=int(fields["blocksize"]),
-            dtype=str(fields["dtype"]),
-            shape=shape,
-            nested_offset=fields.get("nested_offset"),
-        )
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-
-
-def _kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
-    """Sums up the rows of each kind of module in each stack of layers."""
-    for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
-        totals = InspectionTotals.of(members)
-        yield InspectedKind(
-            stack=stack,
-            kind=kind,
-            tensors=totals.tensors,
-            formats=tuple(sorted({row.format for row in members})),
-            parameters=totals.parameters,
-            bytes=totals.bytes,
-            bits_per_parameter=totals.bits_per_parameter,
-        )

@@ -175,7 +175,7 @@ def _plan_checkpoint(
     structure = read_structure(Path(path))
     config = check_config(structure)
     if not structure.weights and not structure.findings:
-        structure.note("components", "", "", f"{path}: nothing in it is in 4 bits")
+        structure.note("components", "", "", f"{path}: has no weight in 4 bits")
     return _plan_pairs(path, structure, config, source, options, where)
 
 
@@ -194,7 +194,7 @@ def _plan_pipeline(
             original = None
         else:
             if name not in origin.submodels:
-                raise PlanError(f"{source}: lacks the submodel {name} of {path}")
+                raise PlanError(f"{source}: has no submodel {name}, which {path} has")
             place = origin.submodels[name]
             original = origin.place
         structure = read_structure(folder.folder / name)

@@ -1,8 +1,9 @@
-"""What commands find and return, and how it is shown.
+"""Holds what commands return, and shows it.
 
 results.py         holds the results that commands return
 rows/              holds their rows: one tensor, or one kind of module
 measured.py        gathers what verification and comparison measure of a tensor, piece by piece
+inspected.py       describes the tensors of a checkpoint
 verified.py        composes the report of a verification
 compared.py        describes how the tensors of two checkpoints compare
 tolerance.py       says how large the relative error of a weight may be

@@ -37,10 +37,10 @@ def compared_row(
         layer=place.layer,
         kind=place.kind,
         parameters=pair.either.elements,
-        format_a=None if pair.a is None else _format(pair.a),
-        format_b=None if pair.b is None else _format(pair.b),
-        shape_a=None if pair.a is None else pair.a.shape,
-        shape_b=None if pair.b is None else pair.b.shape,
+        format_a=_format(pair.a),
+        format_b=_format(pair.b),
+        shape_a=_shape(pair.a),
+        shape_b=_shape(pair.b),
         status=_status(pair, result),
     )
     difference = None if result is None else result.difference
@@ -74,8 +74,14 @@ def _status(pair: TensorPair, result: TensorDifference | None) -> Status:
     return Status.DIFFERENT if result.a.elements else Status.EQUAL
 
 
-def _format(tensor: TensorInfo) -> str:
-    """Returns how a tensor is stored, in a few words."""
+def _shape(tensor: TensorInfo | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tensor.shape
+
+
+def _format(tensor: TensorInfo | None) -> str | None:
+    """Returns how a tensor is stored, in a few words; None if there is no tensor."""
+    if tensor is None:
+        return None
     encoding = tensor.encoding
     if encoding is None:
         return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)

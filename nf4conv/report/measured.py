@@ -230,7 +230,7 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
     if result.improper:
         yield (
             "scales",
-            f"{result.improper:,} scales are infinite, NaN or, though not searched, negative",
+            f"{result.improper:,} scales are infinite or NaN, or negative without being searched",
         )
     errors = result.errors
     scales = result.scales
