@@ -29,7 +29,7 @@ class FinishedFile(NamedTuple):
     sha256: str | None  # hexadecimal; None when no checksums were asked for
     source_bytes: int = 0  # of the source that it stands for
     verified: Mapping[str, Any] | None = (
-        None  # a VerificationSummary, see report/rows.py; None without --verify
+        None  # a VerificationSummary, see report/rows/weights.py; None without --verify
     )
     plan: str = ""  # SHA-256 of the run.json by which it was made
 
