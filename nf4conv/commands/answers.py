@@ -18,24 +18,33 @@ class TokenDistances:
 
     def add(self, before: torch.Tensor, after: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds log-probabilities of the original and of the model in 4 bits, and their tokens."""
-        terms = before.exp() * (before - after)
-        terms = torch.where(before.isneginf(), 0, terms)  # what the source rules out adds nothing
-        self.divergence.append(_values(terms.sum(dim=-1, dtype=torch.float64)))
-        self.agreement.append(_values(before.argmax(dim=-1) == after.argmax(dim=-1)))
-        self.loss_source.append(_values(-before.gather(-1, targets[..., None])))
-        self.loss.append(_values(-after.gather(-1, targets[..., None])))
+        # what the source rules out adds nothing
+        ruled_out = before.isneginf()
+        probabilities = before.exp()
+        terms = probabilities * (before - after)
+        terms = torch.where(ruled_out, 0, terms)
+        divergence = terms.sum(dim=-1, dtype=torch.float64)
+        best_before = before.argmax(dim=-1)
+        best_after = after.argmax(dim=-1)
+        tokens = targets[..., None]
+        self.divergence.append(_values(divergence))
+        self.agreement.append(_values(best_before == best_after))
+        loss_source = -before.gather(-1, tokens)
+        loss = -after.gather(-1, tokens)
+        self.loss_source.append(_values(loss_source))
+        self.loss.append(_values(loss))
 
     def figures(self) -> dict[str, float]:
         """Returns what Evaluation.figures holds."""
         divergence = torch.cat(self.divergence).numpy()
-        return {
-            "kl": float(divergence.mean()),
-            "kl_median": float(np.median(divergence)),
-            "kl_99th": float(np.quantile(divergence, 0.99)),
-            "agreement": _mean(self.agreement),
-            "perplexity_source": _perplexity(_mean(self.loss_source)),
-            "perplexity": _perplexity(_mean(self.loss)),
-        }
+        figures = {}
+        figures["kl"] = float(divergence.mean())
+        figures["kl_median"] = float(np.median(divergence))
+        figures["kl_99th"] = float(np.quantile(divergence, 0.99))
+        figures["agreement"] = _mean(self.agreement)
+        figures["perplexity_source"] = _perplexity(self.loss_source)
+        figures["perplexity"] = _perplexity(self.loss)
+        return figures
 
 
 @dataclass
@@ -52,15 +61,18 @@ class StateDistances:
         targets: torch.Tensor,  # noqa: ARG002
     ) -> None:
         """Adds hidden states of the original and of the model in 4 bits."""
-        self.cosine.append(_values(torch.cosine_similarity(before, after, dim=-1)))
-        pooled = torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1)
-        self.cosine_pooled.append(_values(pooled))
+        cosine = torch.cosine_similarity(before, after, dim=-1)
+        mean_before = before.mean(dim=1)
+        mean_after = after.mean(dim=1)
+        cosine_pooled = torch.cosine_similarity(mean_before, mean_after, dim=-1)
+        self.cosine.append(_values(cosine))
+        self.cosine_pooled.append(_values(cosine_pooled))
 
     def figures(self) -> dict[str, float]:
         """Returns what Evaluation.figures holds."""
         return {
             "cosine": _mean(self.cosine),
-            "cosine_least": float(torch.cat(self.cosine).min()),
+            "cosine_least": _least(self.cosine),
             "cosine_pooled": _mean(self.cosine_pooled),
         }
 
@@ -70,8 +82,14 @@ def _values(found: torch.Tensor) -> torch.Tensor:
 
 
 def _mean(values: list[torch.Tensor]) -> float:
-    return float(torch.cat(values).numpy().mean())
+    joined = torch.cat(values)
+    return float(joined.numpy().mean())
 
 
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700))  # a larger exponent is no float
+def _least(values: list[torch.Tensor]) -> float:
+    joined = torch.cat(values)
+    return float(joined.min())
+
+
+def _perplexity(losses: list[torch.Tensor]) -> float:
+    return math.exp(min(_mean(losses), 700))  # a larger exponent gives no float

@@ -234,7 +234,14 @@ def execute_comparison(
         compared_row(name, pair, results.get(name), tolerance)
         for name, pair in plan.tensors.items()
     )
-    counts = Counter(row.status for row in rows)
+    found = Counter(row.status for row in rows)
+    counts = {status: found[status] for status in Status if found[status]}
+    settings = {
+        **asdict(plan.options),
+        "device": device,
+        "nf4conv": __version__,
+        "torch": version("torch"),
+    }
     return ComparisonReport(
         a=plan.a,
         b=plan.b,
@@ -242,13 +249,8 @@ def execute_comparison(
         notes=plan.notes,
         tensors=rows,
         kinds=tuple(compared_kinds(rows)),
-        counts={status: counts[status] for status in Status if counts[status]},
-        settings={
-            **asdict(plan.options),
-            "device": device,
-            "nf4conv": __version__,
-            "torch": version("torch"),
-        },
+        counts=counts,
+        settings=settings,
         seconds=time.perf_counter() - started,
     )
 

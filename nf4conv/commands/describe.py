@@ -76,13 +76,20 @@ def _kinds(rows: Sequence[PlanRow]) -> Iterator[PlanKind]:
         for row in members:
             alike[row.action, row.reason].append(row)
         for (action, reason), treated in alike.items():
+            parameters = 0
+            bytes_before = 0
+            bytes_after = 0
+            for row in treated:
+                parameters += row.parameters
+                bytes_before += row.bytes_before
+                bytes_after += row.bytes_after
             yield PlanKind(
                 stack=stack,
                 kind=kind,
                 action=action,
                 reason=reason,
                 tensors=len(treated),
-                parameters=sum(row.parameters for row in treated),
-                bytes_before=sum(row.bytes_before for row in treated),
-                bytes_after=sum(row.bytes_after for row in treated),
+                parameters=parameters,
+                bytes_before=bytes_before,
+                bytes_after=bytes_after,
             )

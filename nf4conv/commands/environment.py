@@ -42,15 +42,17 @@ def environment() -> Environment:
     """
     from huggingface_hub import constants  # importing huggingface_hub takes a while
 
+    packages = {name: version_of(name) or None for name in _PACKAGES}
+    folders = {"kernels": str(kernel_folder()), "downloads": str(constants.HF_HUB_CACHE)}
     computing = _find_computing()
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: version_of(name) or None for name in _PACKAGES},
+        packages=packages,
         cores=cores(),
         gpus=computing.gpus,
         engine=computing.engine,
-        folders={"kernels": str(kernel_folder()), "downloads": str(constants.HF_HUB_CACHE)},
+        folders=folders,
     )
 
 

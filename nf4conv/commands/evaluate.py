@@ -126,15 +126,17 @@ def evaluate_checkpoint(
     if options.max_kl is not None and question.kind == "encoder":
         raise PlanError("--max-kl: an encoder gives no probabilities")
     figures = _ask_both(question, original, where.variant, stored.folder, progress)
+    passed = options.max_kl is None or figures["kl"] <= options.max_kl
+    arithmetic = "float32, weights decoded" if question.device == "cpu" else "as loaded"
     evaluation = Evaluation(
         out=str(out),
         source=str(source),
-        passed=options.max_kl is None or figures["kl"] <= options.max_kl,
+        passed=passed,
         kind=question.kind,
         text=question.text,
         tokens=question.ids.numel(),
         device=question.device,
-        arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
+        arithmetic=arithmetic,
         figures=figures,
     )
     if options.card:
@@ -177,14 +179,16 @@ def _make_question(
     ends = tokens.ends if kind in ("encoder", "masked") else ()
     window = min(window - len(ends), ids.size)
     whole = ids.size // window * window
+    windows = torch.from_numpy(ids[:whole].reshape(-1, window))
+    mask = tokens.mask if kind == "masked" else None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return _Question(
         kind=kind,
         loader=loader,
-        ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
+        ids=windows,
         text=text,
-        mask=tokens.mask if kind == "masked" else None,
+        mask=mask,
         ends=ends,
         width=width,
         device=device,

@@ -126,27 +126,26 @@ class _Part:
 
     def inside(self, submodel: str) -> "_Part":
         """Puts the name of a submodel before all names."""
+        files = [f"{submodel}/{file}" for file in self.files]
+        tensors = [row.inside(submodel) for row in self.tensors]
+        kinds = [kind.inside(submodel) for kind in self.kinds]
+        notes = [f"{submodel}/{note}" for note in self.notes]
         findings = [
             replace(finding, file=f"{submodel}/{finding.file}") for finding in self.findings
         ]
-        return _Part(
-            files=[f"{submodel}/{file}" for file in self.files],
-            tensors=[row.inside(submodel) for row in self.tensors],
-            kinds=[kind.inside(submodel) for kind in self.kinds],
-            notes=[f"{submodel}/{note}" for note in self.notes],
-            findings=findings,
-        )
+        return _Part(files, tensors, kinds, notes, findings)
 
 
 def _inspect_one(source: Source) -> _Part:
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
     rows = list(inspected_rows(source.tensors, contents))
+    notes = unusual((row.name, row.format) for row in rows)
     return _Part(
         files=[file.name for file in source.files],
         tensors=rows,
         kinds=list(inspected_kinds(rows)),
-        notes=unusual((row.name, row.format) for row in rows),
+        notes=notes,
         findings=_findings(source, contents) if contents else (),
     )
 

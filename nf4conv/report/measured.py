@@ -47,15 +47,30 @@ class PieceErrors(NamedTuple):
 
     @classmethod
     def sum_up(cls, pieces: Sequence["PieceErrors"]) -> "PieceErrors":
-        """Returns the errors of the whole weight."""
+        """Returns the errors of the whole weight, which has at least one piece."""
+        squared_errors = []
+        squared_weights = []
+        max_error = pieces[0].max_error
+        max_relative_error = pieces[0].max_relative_error
+        outside = 0
+        differing = 0
+        not_nearest = 0
+        for piece in pieces:
+            squared_errors.append(piece.squared_error)
+            squared_weights.append(piece.squared_weight)
+            max_error = max(max_error, piece.max_error)
+            max_relative_error = max(max_relative_error, piece.max_relative_error)
+            outside += piece.outside
+            differing += piece.differing
+            not_nearest += piece.not_nearest
         return cls(
-            squared_error=_add_floats([piece.squared_error for piece in pieces]),
-            squared_weight=_add_floats([piece.squared_weight for piece in pieces]),
-            max_error=max(piece.max_error for piece in pieces),
-            max_relative_error=max(piece.max_relative_error for piece in pieces),
-            outside=sum(piece.outside for piece in pieces),
-            differing=sum(piece.differing for piece in pieces),
-            not_nearest=sum(piece.not_nearest for piece in pieces),
+            squared_error=_add_floats(squared_errors),
+            squared_weight=_add_floats(squared_weights),
+            max_error=max_error,
+            max_relative_error=max_relative_error,
+            outside=outside,
+            differing=differing,
+            not_nearest=not_nearest,
         )
 
 
@@ -171,12 +186,21 @@ class PieceDifference(NamedTuple):
 
     @classmethod
     def sum_up(cls, pieces: Sequence["PieceDifference"]) -> "PieceDifference":
-        """Returns the difference of the whole tensor."""
+        """Returns the difference of the whole tensor, which has at least one piece."""
+        squared_differences = []
+        squared_values = []
+        largest_difference = pieces[0].largest_difference
+        differing = 0
+        for piece in pieces:
+            squared_differences.append(piece.squared_difference)
+            squared_values.append(piece.squared_values)
+            largest_difference = max(largest_difference, piece.largest_difference)
+            differing += piece.differing
         return cls(
-            squared_difference=_add_floats([piece.squared_difference for piece in pieces]),
-            squared_values=_add_floats([piece.squared_values for piece in pieces]),
-            largest_difference=max(piece.largest_difference for piece in pieces),
-            differing=sum(piece.differing for piece in pieces),
+            squared_difference=_add_floats(squared_differences),
+            squared_values=_add_floats(squared_values),
+            largest_difference=largest_difference,
+            differing=differing,
         )
 
 

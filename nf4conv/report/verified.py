@@ -67,6 +67,7 @@ def verification_report(
     identical = None
     if source is not None:
         identical = all(result.bytes_differing == 0 for result in measured.weights.values())
+    passed = not any(finding.is_fault for finding in findings)
     ran = set(ALWAYS)
     if with_checksums:
         ran.add("checksums")
@@ -77,7 +78,7 @@ def verification_report(
     return VerifyReport(
         path=path,
         source=source,
-        passed=not any(finding.is_fault for finding in findings),
+        passed=passed,
         checks=_check_results(ran, findings),
         findings=findings,
         made=read_record(structure.folder),
@@ -189,6 +190,7 @@ def join_reports(
         weights.extend(row.inside(submodel) for row in report.weights)
         kinds.extend(kind.inside(submodel) for kind in report.kinds)
         parameters += report.parameters
+    passed = all(report.passed for report in reports.values())
     identical = None
     if source is not None:
         identical = all(report.identical for report in reports.values())
@@ -196,7 +198,7 @@ def join_reports(
         first,
         path=path,
         source=source,
-        passed=all(report.passed for report in reports.values()),
+        passed=passed,
         checks=checks,
         findings=tuple(findings),
         weights=tuple(weights),

@@ -136,17 +136,15 @@ def diffusers_card(
     plans = {name: plan for name, (_, plan) in submodels.items()}
     source, plan = _first_packed(submodels)
     jobs = [job for plan in plans.values() for job in plan.jobs]
+    bytes_before = sum(part.bytes_before for part in figures.values())
+    bytes_after = sum(part.bytes_after for part in figures.values())
     subject = Subject(
         name=_name_pipeline(source, base_model),
         original=original,
         library="diffusers",
         format=plan.format,
         jobs=jobs,
-        figures=Figures(
-            bytes_before=sum(part.bytes_before for part in figures.values()),
-            bytes_after=sum(part.bytes_after for part in figures.values()),
-            verified=verified,
-        ),
+        figures=Figures(bytes_before, bytes_after, verified),
     )
     parts = [
         sections.settings(subject, None),

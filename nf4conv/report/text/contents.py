@@ -40,10 +40,11 @@ def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) 
 
 def _inspection_head(inspection: Inspection) -> Iterator[str]:
     totals = inspection.totals
+    tensors = f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits"
+    bits = f"{totals.bits_per_parameter:.2f} bits each"
     yield (
-        f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits, "
-        f"in {len(inspection.files):,} files: {totals.parameters:,} parameters, "
-        f"{size(totals.bytes)}, {totals.bits_per_parameter:.2f} bits each"
+        f"{tensors}, in {len(inspection.files):,} files: "
+        f"{totals.parameters:,} parameters, {size(totals.bytes)}, {bits}"
     )
     yield _gpu_line(inspection.gpu_bytes)
     if inspection.config is not None:

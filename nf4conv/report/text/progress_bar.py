@@ -80,7 +80,6 @@ class _Log:
         rate = self._done / seconds
         percent = 100 * self._done / self._total
         minutes_left = (self._total - self._done) / max(rate, 1) / 60
-        tell(
-            f"{self._verb}: {size(self._done)} of {size(self._total)} ({percent:.0f} %), "
-            f"{size(rate)}/s, about {minutes_left:.0f} min left"
-        )
+        done = f"{size(self._done)} of {size(self._total)} ({percent:.0f} %)"
+        speed = f"{size(rate)}/s, about {minutes_left:.0f} min left"
+        tell(f"{self._verb}: {done}, {speed}")

@@ -18,10 +18,10 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
     if report.part is not None:
         yield _timing(report, report.bytes_before)
         return
+    compression = report.bytes_before / report.bytes_after
+    bits = f"{report.bits_per_parameter:.2f} bits per parameter"
     yield (
-        f"{size(report.bytes_before)} → {size(report.bytes_after)} "
-        f"({report.bytes_before / report.bytes_after:.2f}x, "
-        f"{report.bits_per_parameter:.2f} bits per parameter), "
+        f"{size(report.bytes_before)} → {size(report.bytes_after)} ({compression:.2f}x, {bits}), "
         f"about {size(report.gpu_bytes)} of GPU memory to load"
     )
     if report.advice:
