@@ -139,7 +139,7 @@ def _class(kind: type[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
         kind: the dataclass.
         name_of: returns the name of a field's type.
     """
-    yield from (" ".join(_summary(kind).split()), "")
+    yield from (textwrap.fill(" ".join(_summary(kind).split()), 100), "")
     meanings = attributes(kind)
     hints = get_type_hints(kind)
     yield from ("| field | type | meaning |", "|---|---|---|")
