@@ -7,12 +7,13 @@ each time.
 The first prints a JSON line for each kill point, or for POINTS of them. The second prints one for
 each number of parts that run at once.
 
-A program, so that forks start from a warm interpreter. A kill point is an open for writing, write,
-fsync, truncation, rename, removal or new folder; of some there is a second kill in the run that
-resumes. Which operations there are differs a little from run to run, as threads do; a point beyond
-the last is a run to its end.
+This is a program of its own, so that forks start from a warm interpreter. A kill point is an open
+for writing, a write, an fsync, a truncation, a rename, a removal or a new folder. After every third
+kill the run that resumes is killed, too. The number of operations differs a little from run to run,
+as the threads do; a run that ends before its point runs to its end.
 """
 
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,17 @@ from typing import Any
 
 from checkpoints import contents, write_source
 
+# none of these imports the Hub's client, which must know the address of our server before
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.finish import finish_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.errors import OutputError
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+
+# serves a checkpoint as org/name until its stdin ends, and prints its address
 SERVER = """
 import sys
 from pathlib import Path
@@ -43,23 +55,15 @@ sys.stdin.read()
 
 
 class Counter:
-    """Counts operations, and kills the process at one of them: before it (a write: halfway
-    through), or after it.
+    """Counts operations, and kills this process before or after one of them.
+
+    A kill before a write happens halfway through it.
     """
 
     NAMES = (
-        "open",
-        "write",
-        "pwrite",
-        "fsync",
-        "ftruncate",
-        "rename",
-        "replace",
-        "link",
-        "unlink",
-        "rmdir",
-        "mkdir",
-    )
+        "open", "write", "pwrite", "fsync", "ftruncate", "rename", "replace", "link", "unlink",
+        "rmdir", "mkdir",
+    )  # fmt: skip
 
     def __init__(self, kill_at: int | None, *, is_before: bool = True) -> None:
         self.calls = 0
@@ -94,9 +98,9 @@ class Scenario:
     """A command that is interrupted.
 
     Attributes:
-        run: it, into a folder.
-        prepare: what is there before.
-        mark: without which no loader takes the result for a model.
+        run: runs it into a folder.
+        prepare: puts into the folder what was there before.
+        mark: the file without which no loader takes the folder for a model.
     """
 
     run: Callable[[Path], Any]
@@ -105,69 +109,83 @@ class Scenario:
 
 
 def scenario(name: str, folder: Path) -> Scenario:
-    """Made once; imports come late, because the Hub's address must be known before its client is
-    imported.
-    """
+    """Prepares a scenario in a folder."""
     source = write_source(folder / "source", layers=4)
-    stop = start_server(source) if "stream" in name else None
-    from nf4conv.commands.dequantize import dequantize_checkpoint
-    from nf4conv.commands.finish import finish_checkpoint
-    from nf4conv.commands.quantize import quantize_checkpoint
-    from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
-
-    options = QuantizeOptions(max_shard_size=60_000)
-    run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
-    quantize = Scenario(lambda out: quantize_checkpoint(source, out, options, run))
-    if name == "quantize":
-        return quantize
     if name == "overwrite":
-        old = folder / "old"
-        quantize_checkpoint(source, old, replace(options, quant_type="fp4"), run)
-        again = replace(run, overwrite=True)
-        return Scenario(
-            lambda out: quantize_checkpoint(source, out, options, again),
-            lambda out: shutil.copytree(old, out),
-        )
+        return overwriting(folder, source)
     if name == "dequantize":
-        quantize.run(folder / "packed")
-        large = DequantizeOptions(max_shard_size=150_000)
-        return Scenario(lambda out: dequantize_checkpoint(folder / "packed", out, large, run))
-    if name == "stream":
-        assert stop is not None
+        return dequantizing(folder, source)
+    if name == "pipeline":
+        return quantizing_pipeline(folder, source)
+    place: str | Path = source
+    where = None
+    if name in ("stream", "streamed-parts"):
+        start_server(source)
+        place = "org/name"
         where = SourceOptions(stream=True, cache_dir=folder / "cache")
-        return Scenario(lambda out: quantize_checkpoint("org/name", out, options, run, where=where))
-    if name in ("parts", "streamed-parts"):
-        place, where = (
-            (source, None)
-            if stop is None
-            else ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache"))
-        )
 
-        def in_parts(out: Path) -> None:
-            for number in (2, 3, 1):
-                quantize_checkpoint(
-                    place, out, options, replace(run, part=f"{number}/3"), where=where
-                )
-            finish_checkpoint(out)
+    def quantize(out: Path) -> None:
+        quantize_checkpoint(place, out, OPTIONS, RUN, where=where)
 
-        return Scenario(in_parts)
-    whole = folder / "pipeline"
-    whole.mkdir()
-    for part in ("text_encoder", "text_encoder_2"):
-        shutil.copytree(source, whole / part)
-    (whole / "scheduler").mkdir()
-    (whole / "scheduler/scheduler_config.json").write_text("{}")
-    parts = {part: ["transformers", "LlamaModel"] for part in ("text_encoder", "text_encoder_2")}
-    (whole / "model_index.json").write_text(
-        json.dumps({"_class_name": "StableDiffusionPipeline", **parts})
-    )
-    return Scenario(
-        lambda out: quantize_checkpoint(whole, out, options, run), mark="model_index.json"
-    )
+    def quantize_in_parts(out: Path) -> None:
+        for number in (2, 3, 1):
+            part = replace(RUN, part=f"{number}/3")
+            quantize_checkpoint(place, out, OPTIONS, part, where=where)
+        finish_checkpoint(out)
+
+    scenarios = {
+        "quantize": quantize,
+        "stream": quantize,
+        "parts": quantize_in_parts,
+        "streamed-parts": quantize_in_parts,
+    }
+    return Scenario(scenarios[name])
+
+
+def overwriting(folder: Path, source: Path) -> Scenario:
+    old = folder / "old"
+    quantize_checkpoint(source, old, replace(OPTIONS, quant_type="fp4"), RUN)
+
+    def overwrite(out: Path) -> None:
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, overwrite=True))
+
+    return Scenario(overwrite, prepare=lambda out: shutil.copytree(old, out))
+
+
+def dequantizing(folder: Path, source: Path) -> Scenario:
+    packed = folder / "packed"
+    quantize_checkpoint(source, packed, OPTIONS, RUN)
+
+    def dequantize(out: Path) -> None:
+        dequantize_checkpoint(packed, out, DequantizeOptions(max_shard_size=150_000), RUN)
+
+    return Scenario(dequantize)
+
+
+def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
+    pipeline = write_pipeline(folder / "pipeline", source)
+
+    def quantize(out: Path) -> None:
+        quantize_checkpoint(pipeline, out, OPTIONS, RUN)
+
+    return Scenario(quantize, mark="model_index.json")
+
+
+def write_pipeline(folder: Path, source: Path) -> Path:
+    """Writes a diffusers pipeline with two submodels that are copies of a checkpoint."""
+    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
+    folder.mkdir()
+    for submodel in ("text_encoder", "text_encoder_2"):
+        shutil.copytree(source, folder / submodel)
+        index[submodel] = ["transformers", "LlamaModel"]
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler/scheduler_config.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
 
 
 def start_server(source: Path) -> subprocess.Popen[str]:
-    """A hub in a process of its own, which ends with this one."""
+    """Starts a Hub in a process of its own, which ends with this one."""
     words = [sys.executable, "-c", SERVER, str(source)]
     here = Path(__file__).parent
     server = subprocess.Popen(
@@ -182,20 +200,29 @@ def start_server(source: Path) -> subprocess.Popen[str]:
     return server
 
 
-def in_fork(work: Callable[[], None]) -> int:
-    """Run in a child process; its wait status."""
+def in_fork(work: Callable[[], object], *, is_loud: bool = True) -> int:
+    """Begins work in a child process and returns its id."""
     child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the child must not return into the parent's code
+    if child:
+        return child
+    status = 0
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - the child must not return into the parent's code
+        status = 3
+        if is_loud:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(3)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
+    os._exit(status)
+
+
+def status_of(child: int) -> int:
+    """Waits for a child process and returns its wait status."""
+    _, status = os.waitpid(child, 0)
+    return status
 
 
 def count_calls(made: Scenario, out: Path) -> int:
+    """Runs to the end, and returns the number of operations."""
     receiving, sending = os.pipe()
     made.prepare(out)
     write = os.write
@@ -205,22 +232,28 @@ def count_calls(made: Scenario, out: Path) -> int:
         made.run(out)
         write(sending, str(counter.calls).encode())
 
-    if in_fork(work):
+    if status_of(in_fork(work)):
         raise RuntimeError("the uninterrupted run failed")
     return int(os.read(receiving, 100))
 
 
 def finished(out: Path, mark: str) -> dict[str, bytes] | None:
-    """What a loader would find; None if it would find no model."""
+    """Returns the files that a loader would find, or None if it would find no model."""
     if not (out / mark).exists():
         return None
     return {name: content for name, content in contents(out).items() if ".nf4conv/" not in name}
 
 
-def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) -> int:
-    def work() -> None:
-        from nf4conv.errors import OutputError
+def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
+    """Returns the names of files that two folders do not share, or have with other bytes."""
+    names = found.keys() | expected.keys()
+    return sorted(name for name in names if found.get(name) != expected.get(name))
 
+
+def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) -> int:
+    """Runs in a fork that is killed at an operation, or not at all. Returns the wait status."""
+
+    def work() -> None:
         Counter(kill_at, is_before=is_before)
         try:
             made.run(out)
@@ -229,96 +262,76 @@ def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) 
             if "exists and is not empty" not in str(error) or not (out / made.mark).exists():
                 raise
 
-    return in_fork(work)
-
-
-def begun(work: Callable[[], object]) -> int:
-    """A child process that does something; its id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
-            os._exit(3)
-        os._exit(0)
-    return child
+    return status_of(in_fork(work))
 
 
 def kill_at_random(
     make: Callable[[str], object], names: list[str], most: int, chosen: random.Random
 ) -> tuple[int, int]:
-    """Make all at once; what is killed, so many times at most, or refused is begun again; how often
-    it was each.
+    """Makes all parts at once and kills some, `most` times at most.
+
+    Parts that are killed or refused are begun again. Returns how many were killed and how many
+    were refused.
     """
     running: dict[int, str] = {}
-    killed = refused = 0
+    killed = 0
+    refused = 0
     while names or running:
         for name in chosen.sample(names, len(names)):
             if name != "finish" or chosen.random() < 0.2:
                 names.remove(name)
-                running[begun(partial(make, name))] = name
+                running[in_fork(partial(make, name), is_loud=False)] = name
         time.sleep(chosen.uniform(0, 0.1))
         if killed < most and running:
             os.kill(chosen.choice(list(running)), signal.SIGKILL)
         for child in list(running):
             found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                killed, refused = (
-                    killed + os.WIFSIGNALED(status),
-                    refused + os.WIFEXITED(status) * (status != 0),
-                )
-                name = running.pop(child)
-                names += [name] if status else []
+            if not found:
+                continue
+            name = running.pop(child)
+            if status:
+                names.append(name)
+                if os.WIFSIGNALED(status):
+                    killed += 1
+                else:
+                    refused += 1
     return killed, refused
 
 
 def kill_parts_at_once(folder: Path) -> None:
-    """1, 2, 3 and 7 parts at once, one of them twice, and finish; also of a source that is
-    streamed.
+    """Makes 1, 2, 3 and 7 parts at once, one of them twice, and finish.
+
+    The source is a local folder, then a repository that is streamed.
     """
     source = write_source(folder / "source", layers=8)
     server = start_server(source)
-    from nf4conv.commands.finish import finish_checkpoint
-    from nf4conv.commands.quantize import quantize_checkpoint
-    from nf4conv.options import QuantizeOptions, RunOptions, SourceOptions
-
-    options = QuantizeOptions(max_shard_size=60_000)
-    run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
     chosen = random.Random(18)
 
     def make(place: str | Path, where: SourceOptions | None, out: Path, name: str) -> None:
         if name == "finish":
             finish_checkpoint(out)
         else:
-            quantize_checkpoint(place, out, options, replace(run, part=name or None), where=where)
+            quantize_checkpoint(place, out, OPTIONS, replace(RUN, part=name or None), where=where)
 
-    for place, where in (
-        (source, None),
-        ("org/name", SourceOptions(stream=True, cache_dir=folder / "cache")),
-    ):
-        single = folder / f"single {where is None}"
-        os.waitpid(begun(partial(make, place, where, single, "")), 0)
+    streamed = SourceOptions(stream=True, cache_dir=folder / "cache")
+    for place, where in ((source, None), ("org/name", streamed)):
+        kind = "local" if where is None else "streamed"
+        single = folder / f"single {kind}"
+        status_of(in_fork(partial(make, place, where, single, "")))
         for count in (1, 2, 3, 7):
-            out = folder / f"{count} {where is None}"
-            names = [
-                *(f"{number}/{count}" for number in range(1, count + 1)),
-                f"{count}/{count}",
-                "finish",
-            ]
-            killed, refused = kill_at_random(
-                partial(make, place, where, out), names, 3 + count, chosen
-            )
-            found, expected = contents(out), contents(single)
-            differing = sorted(
-                name for name in found.keys() | expected if found.get(name) != expected.get(name)
-            )
+            out = folder / f"{count} {kind}"
+            names = [f"{number}/{count}" for number in range(1, count + 1)]
+            names += [f"{count}/{count}", "finish"]
+            make_one = partial(make, place, where, out)
+            killed, refused = kill_at_random(make_one, names, 3 + count, chosen)
             result = {
                 "parts": count,
                 "streamed": where is not None,
                 "killed": killed,
                 "finish too early": refused,
+                "differing": differing(contents(out), contents(single)),
             }
-            print(json.dumps(result | {"differing": differing}), flush=True)
+            print(json.dumps(result), flush=True)
     server.kill()
 
 
@@ -330,9 +343,7 @@ def main() -> None:
     made = scenario(name, folder)
     total = count_calls(made, folder / "whole")
     expected = contents(folder / "whole")
-    points = [
-        (kill_at, is_before) for kill_at in range(1, total + 1) for is_before in (True, False)
-    ]
+    points = list(itertools.product(range(1, total + 1), (True, False)))
     chosen = random.Random(total)
     if len(sys.argv) > 3:
         points = sorted(chosen.sample(points, min(int(sys.argv[3]), len(points))))
@@ -347,14 +358,11 @@ def main() -> None:
         if second is not None:
             attempt(made, out, second, is_before=chosen.random() < 0.5)
         status = attempt(made, out, None, is_before=True)
-        after = contents(out)
         result = {
             "killed": [kill_at, is_before, second],
             "of": total,
             "status": status,
-            "differing": sorted(
-                name for name in after.keys() | expected if after.get(name) != expected.get(name)
-            ),
+            "differing": differing(contents(out), expected),
             "looks finished and is not": found is not None and found not in (expected, before),
         }
         print(json.dumps(result), flush=True)
