@@ -11,6 +11,6 @@ places.py          finds where a tensor stands in a model, and what is unlike it
 loading.py         says how a result is loaded, and what that takes
 text/              shows results, notes and progress on a terminal
 as_json.py         writes results as JSON
-page.py            writes a verification as an HTML page, from page.html
+page.py            writes a verification as an HTML page, from page.html and page.js
 card/              writes the model card of a checkpoint
 """

@@ -1,6 +1,6 @@
 """Writes a verification as one HTML page that needs no network.
 
-page.html is its template: a script in it draws the JSON of the report.
+page.html is its template. page.js is the script in it, which draws the JSON of the report.
 """
 
 import html
@@ -53,9 +53,14 @@ def page(report: VerifyReport) -> str:
         "verdict": html.escape(printable(report.verdict)),
         "state": "passed" if report.passed else "failed",
         "data": data.replace("<", "\\u003c"),  # no name can end the script
+        "script": _read("page.js").rstrip(),
     }
-    template = files("nf4conv.report").joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"@(title|verdict|state|data)@", lambda found: values[found[1]], template)
+    names = "|".join(values)
+    return re.sub(f"@({names})@", lambda found: values[found[1]], _read("page.html"))
+
+
+def _read(name: str) -> str:
+    return files("nf4conv.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _folder_name(place: str) -> str:
