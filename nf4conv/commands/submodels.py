@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from nf4conv import __version__
 from nf4conv.options import RunOptions
-from nf4conv.output.workspace import CHECKSUMS, Workspace, tidy
+from nf4conv.output.folder import CHECKSUMS
+from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import DequantizeReport, QuantizeReport

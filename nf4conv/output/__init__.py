@@ -2,8 +2,10 @@
 
 writer.py          writes one shard: temporary file, positional writes, header, fsync, rename
 crc32.py           combines checksums of pieces that are written in any order
-workspace.py       holds the output folder of one run: lock, records, resume
-shared_folder.py   holds an output folder that several processes fill in parts
+folder.py          fills an output folder: shards, their records, the last files
+fingerprints.py    compares what two runs make
+workspace.py       locks the folder for one run, and resumes what an earlier one has begun
+shared_folder.py   fills a folder from several processes, each with its part of the shards
 finishing.py       writes the files beside the weights, config.json last
 push.py            uploads the folder to the Hub while it is filled
 """

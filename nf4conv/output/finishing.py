@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nf4conv.output.workspace import OutputFolder
+from nf4conv.output.folder import OutputFolder
 from nf4conv.sources.record import MAKING, as_bytes
 
 

@@ -1,18 +1,21 @@
-"""`--push-to-hub`: finished shards go up while later ones are made, and one commit at the end makes
-them a model.
+"""Uploads a checkpoint while it is being made (`--push-to-hub`).
 
-Until that commit the repository holds nothing new: large files are uploaded ahead of it to the
-Hub's storage, where they are nobody's until a commit names them. So an interrupted run leaves no
-half of a model, and the next one uploads what the Hub lacks.
+Finished shards go up while later ones are made, and one commit at the end makes them a model. Until
+that commit the repository holds nothing new: large files are uploaded ahead of it to the Hub's
+storage, where they belong to nobody until a commit names them. So an interrupted run leaves no half
+of a model, and the next one uploads what the Hub lacks.
 """
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported, but by name only
+
+# disable_progress_bars is exported, but by name only
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.sources.remote.hub import (
@@ -26,24 +29,31 @@ from nf4conv.sources.remote.hub import (
 from nf4conv.system.background import Background, outlast
 
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-_MISLEADING: Final = (
-    "SHA256SUMS",
-    "model_index.json",
-)  # beside other weights than those that they were written for
+"""Endings of files that hold weights or list them."""
+
+_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
+"""Files that are wrong beside other weights than those that they were written for."""
+
+
+class _FinishedFile(NamedTuple):
+    """Names a file that can be uploaded."""
+
+    name: str  # in the repository
+    path: Path  # on this disk
 
 
 class Push:
-    """A model repository that is being filled; use it as a context manager.
+    """Fills a model repository in the background; use it as a context manager.
 
     Args:
-        repo: "org/name"; made if it does not exist.
-        token: to write with; None for the one that is logged in.
+        repo: the repository, "org/name"; it is created if it does not exist.
+        token: the token to write with; None for the one that is logged in.
         public: whether everybody may see it.
         overwrite: whether weights that it holds already are replaced.
 
     Raises:
-        OutputError: it cannot be written, is public though nobody asked for that, or holds weights
-            already.
+        OutputError: it cannot be written, is public although nobody asked for that, or holds
+            weights already.
     """
 
     def __init__(
@@ -52,28 +62,40 @@ class Push:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
         self._api = HfApi(token=token, library_name=LIBRARY)
-        self._queue: SimpleQueue[tuple[str, Path] | None] = SimpleQueue()
+        # files to upload; None ends the uploads
+        self._queue: SimpleQueue[_FinishedFile | None] = SimpleQueue()
         self._uploaded: dict[str, CommitOperationAdd] = {}
+        # what ended the uploads
         self._error: Exception | None = None
         self._stopped = threading.Event()
         self._uploading = Background(self._upload_all, "nf4conv-push")
+        # names of the files that the repository holds so far
+        self._before = self._open_repository(public, overwrite)
+
+    def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
+        """Creates the repository if needed, and returns the names of its files.
+
+        Raises:
+            OutputError: it must not be filled.
+        """
         try:
-            self._api.create_repo(repo, private=not public, exist_ok=True)
-            info = self._api.model_info(repo)
+            self._api.create_repo(self.repo, private=not public, exist_ok=True)
+            info = self._api.model_info(self.repo)
         except HUB_ERRORS as error:
-            raise OutputError(f"--push-to-hub {repo}: {one_line(error)}") from error
-        self._before = {file.rfilename for file in info.siblings or ()}
+            raise OutputError(f"--push-to-hub {self.repo}: {one_line(error)}") from error
         if not info.private and not public:
             raise OutputError(
-                f"--push-to-hub {repo}: is public; say --public if you mean it, or choose another "
-                f"name"
+                f"--push-to-hub {self.repo}: is public; say --public if you mean it, or choose "
+                f"another name"
             )
-        weights = sorted(name for name in self._before if name.endswith(_WEIGHTS))
+        names = {file.rfilename for file in info.siblings or ()}
+        weights = sorted(name for name in names if name.endswith(_WEIGHTS))
         if weights and not overwrite:
             raise OutputError(
-                f"--push-to-hub {repo}: holds weights already ({weights[0]}); choose another "
+                f"--push-to-hub {self.repo}: holds weights already ({weights[0]}); choose another "
                 f"name, or --overwrite"
             )
+        return names
 
     def __enter__(self) -> "Push":
         self._uploading.start()
@@ -89,43 +111,36 @@ class Push:
             abort_transfers()
 
     def offer(self, name: str, path: Path) -> None:
-        """Say that a file is finished; it is uploaded in the background. May be called from any
-        thread.
+        """Uploads a finished file in the background. May be called from any thread.
+
+        Args:
+            name: its name in the repository.
+            path: the file.
         """
-        self._queue.put((name, path))
+        self._queue.put(_FinishedFile(name, path))
 
     def commit(self, folder: Path, message: str) -> str:
-        """Make the files of a folder a model, when those that were offered are uploaded; the
-        address of the commit.
+        """Makes the files of a folder a model, once those that were offered are uploaded.
+
+        Args:
+            folder: the finished checkpoint.
+            message: the message of the commit.
+
+        Returns:
+            The address of the commit.
 
         Raises:
-            Nf4convError: the hub did not take them.
+            Nf4convError: the Hub did not take them.
         """
         self._queue.put(None)
         self._uploading.wait()
-        files = {
-            path.relative_to(folder).as_posix(): path
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
+        files = _files_in(folder)
         try:
             if self._error is not None:
                 raise self._error
-            additions = [
-                self._uploaded.get(name) or CommitOperationAdd(name, path)
-                for name, path in sorted(files.items())
-            ]
-            stale = sorted(
-                name
-                for name in self._before - files.keys()
-                if name.endswith((*_WEIGHTS, *_MISLEADING))
-            )
-            deletions = [CommitOperationDelete(path_in_repo=name) for name in stale]
-            return str(
-                self._api.create_commit(
-                    self.repo, [*additions, *deletions], commit_message=message
-                ).commit_url
-            )
+            operations = self._operations(files)
+            commit = self._api.create_commit(self.repo, operations, commit_message=message)
+            return str(commit.commit_url)
         except HUB_ERRORS as error:
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
@@ -133,19 +148,43 @@ class Push:
                 f"it: hf upload {self.repo} {folder} ."
             ) from error
 
+    def _operations(
+        self, files: Mapping[str, Path]
+    ) -> list[CommitOperationAdd | CommitOperationDelete]:
+        """Returns what the commit does: adds these files, and deletes stale ones."""
+        additions = [
+            self._uploaded.get(name) or CommitOperationAdd(name, path)
+            for name, path in sorted(files.items())
+        ]
+        others = sorted(self._before - files.keys())
+        stale = [name for name in others if name.endswith((*_WEIGHTS, *_MISLEADING))]
+        return [*additions, *(CommitOperationDelete(path_in_repo=name) for name in stale)]
+
     def _upload_all(self) -> None:
         try:
-            while (entry := self._queue.get()) is not None and not self._stopped.is_set():
-                self._upload(*entry)
+            while True:
+                file = self._queue.get()
+                if file is None or self._stopped.is_set():
+                    return
+                self._upload(file)
         except Exception as error:  # noqa: BLE001 - raised again by `commit`
             self._error = error
 
-    def _upload(self, name: str, path: Path) -> None:
+    def _upload(self, file: _FinishedFile) -> None:
         def upload() -> CommitOperationAdd:
-            addition = CommitOperationAdd(name, path)
+            addition = CommitOperationAdd(file.name, file.path)
             self._api.preupload_lfs_files(self.repo, [addition])
             return addition
 
         addition = patiently(upload, self._stopped)
         if addition is not None:
-            self._uploaded[name] = addition
+            self._uploaded[file.name] = addition
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    """Returns all files in a folder, by their names in it."""
+    files = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = path
+    return files

@@ -1,28 +1,32 @@
-"""An output folder that several processes fill, each with its part of the shards, on any hosts that
-share it.
+"""Fills an output folder from several processes, each with its part of the shards.
+
+The processes may run on any hosts that share the folder.
 
     OUT/.nf4conv/run.json            what all parts make, written by the one that came first
-    OUT/.nf4conv/auxiliary           what is copied beside the weights, so that nobody needs the source at the end
-    OUT/.nf4conv/shards/NAME.json    of each finished shard, see FinishedFile
-    OUT/.nf4conv/HOST.PID.RANDOM     what one process is writing or fetching; left behind if it is killed
+    OUT/.nf4conv/auxiliary           what is copied beside the weights, so that nobody needs the
+                                     source at the end
+    OUT/.nf4conv/shards/NAME.json    a record of each finished shard, see FinishedFile
+    OUT/.nf4conv/HOST.PID.RANDOM     what one process is writing or fetching; left behind if it is
+                                     killed
     OUT/*.safetensors                finished shards
 
-No lock, clock, inode number or time of change is asked, for hosts do not share them. What is relied
-on: a rename is atomic, and a link is not made where a file is. Where there are no links, two first
-parts may both take theirs for the plan of all; every record of a shard names its plan, so `finish`
-refuses what came of the other.
+No lock, clock, inode number or time of change is used, for hosts do not share them. Two things are
+relied on: a rename is atomic, and a link is not made where a file is. Where there are no links, two
+first parts may both take theirs for the plan of all. Every record of a shard names its plan, so
+`finish` refuses what came of the other.
 """
 
 import json
 import os
 import shutil
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.workspace import OutputFolder, compare, short
+from nf4conv.output.fingerprints import as_json, require_same_run, shortened
+from nf4conv.output.folder import OutputFolder
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
 from nf4conv.sources.reader import digest_of, read_chunks
@@ -33,10 +37,10 @@ _AUXILIARY: Final = "auxiliary"
 
 
 class SharedFolder(OutputFolder):
-    """An output folder that others fill too; use it as a context manager.
+    """Holds an output folder that others fill too; use it as a context manager.
 
-    Raises:
-        OutputError: it holds something else, a run that is not in parts, or other parts.
+    Args:
+        out: the folder.
     """
 
     def __init__(self, out: Path) -> None:
@@ -50,10 +54,17 @@ class SharedFolder(OutputFolder):
         shutil.rmtree(self._private, ignore_errors=True)
 
     def join(self, plan: Mapping[str, Any], auxiliary: Path, part: Plan) -> None:
-        """Take part in a plan, as JSON values; those of this `part`'s shards that are finished are
-        kept if intact.
+        """Takes part in a plan. Shards of this part that are finished and intact are kept.
 
-        The digests of the files to copy from the folder `auxiliary` are in the plan, by name.
+        Args:
+            plan: the fingerprint of what all parts make, as JSON values. It holds the digests of
+                the files to copy, by name.
+            auxiliary: the folder that has these files.
+            part: what this process makes.
+
+        Raises:
+            OutputError: the folder holds something else, a run that is not in parts, or parts of
+                another plan.
         """
         with named(self.out, OutputError, inside=True):
             self.check_occupied(overwrite=False)
@@ -62,16 +73,21 @@ class SharedFolder(OutputFolder):
             self._private.mkdir()
             self._publish(json.dumps({"fingerprint": plan, "stamps": None}).encode())
             advice = "all parts take the same command and source; choose another folder for others"
-            compare(self.out, self.read_plan(), json.loads(json.dumps(plan)), advice)
-            for folder in (SHARDS, _AUXILIARY):
-                (self._work / folder).mkdir(exist_ok=True)
+            require_same_run(self.out, self.read_plan(), as_json(plan), advice)
+            (self._work / SHARDS).mkdir(exist_ok=True)
+            (self._work / _AUXILIARY).mkdir(exist_ok=True)
             for name, digest in plan[_AUXILIARY].items():
                 self._stage(auxiliary / name, self._work / _AUXILIARY / digest)
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
-        """Make the content that of run.json, unless there is one."""
-        draft, path = self._private / RECORD, self._work / RECORD
+        """Makes `content` that of run.json, unless there is one.
+
+        Raises:
+            OutputError: the folder has been finished since this process looked.
+        """
+        draft = self._private / RECORD
+        path = self._work / RECORD
         write_file(draft, [content])
         try:
             os.link(draft, path)
@@ -81,20 +97,23 @@ class SharedFolder(OutputFolder):
             if path.exists():
                 return
             draft.replace(path)
-        if (self.out / MAKING).exists():  # it has been finished since this process looked
+        if (self.out / MAKING).exists():
             path.unlink()
             raise OutputError(f"{self.out}: exists and is not empty; choose another folder")
 
     def read_plan(self) -> dict[str, Any]:
-        """The plan that all parts are held to; an OutputError if this run is not one in parts."""
-        plan: dict[str, Any] = self.read_run()["fingerprint"]
+        """Reads the plan that all parts are held to, as JSON values.
+
+        Raises:
+            OutputError: the run in this folder is not one in parts, or its plan is damaged.
+        """
+        plan = self.read_run().fingerprint
         if PARTS not in plan:
             raise OutputError(
                 f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "
                 f"begun"
             )
-        names = map(PurePosixPath, (*plan[SHARDS], *plan[_AUXILIARY], plan["stem"]))
-        if any(name.is_absolute() or ".." in name.parts for name in names):
+        if _leads_outside([*plan[SHARDS], *plan[_AUXILIARY], plan["stem"]]):
             raise OutputError(
                 f"{self.out}: its {RECORD} names files outside it; that is none of ours"
             )
@@ -102,15 +121,26 @@ class SharedFolder(OutputFolder):
         return plan
 
     def _stage(self, source: Path, copy: Path) -> None:
-        """Copy a file under its digest, unless another part has."""
-        if not copy.is_file():
-            write_file(copy, read_chunks(source), folder=self._private)
-            if digest_of(copy) != copy.name:
-                raise OutputError(f"{source}: changed while it was read; run again")
+        """Copies a file to one that is named by its digest, unless another part has.
+
+        Raises:
+            OutputError: the source is not what it was when it was planned.
+        """
+        if copy.is_file():
+            return
+        write_file(copy, read_chunks(source), folder=self._private)
+        if digest_of(copy) != copy.name:
+            raise OutputError(f"{source}: changed while it was read; run again")
 
     def collect(self, plan: Mapping[str, Any], reread: bool) -> None:
-        """Take all shards of a plan, and copy what belongs beside them; an OutputError says what is
-        missing.
+        """Takes over all shards of a plan, and copies what belongs beside them.
+
+        Args:
+            plan: the plan, as `read_plan` gives it.
+            reread: whether to read every shard and compare its checksum.
+
+        Raises:
+            OutputError: shards or other files are missing or damaged; it says which parts to run.
         """
         known = self.known(plan[SHARDS])
         self._require(plan, known, "missing")
@@ -128,11 +158,22 @@ class SharedFolder(OutputFolder):
                 )
 
     def _require(self, plan: Mapping[str, Any], found: Collection[str], how: str) -> None:
+        """Checks that all shards of a plan are among those that were found.
+
+        Raises:
+            OutputError: some are not; `how` says what is wrong with them.
+        """
         lost = plan[SHARDS].keys() - found
         if lost:
-            parts = short(sorted({plan[SHARDS][name] for name in lost}))
+            parts = shortened(sorted({plan[SHARDS][name] for name in lost}))
             what = f"{len(lost):,} of {len(plan[SHARDS]):,} files are {how}, such as {min(lost)}"
             raise OutputError(
                 f"{self.out}: {what}; run these parts of {plan[PARTS]}, and then this again: "
                 f"{parts}"
             )
+
+
+def _leads_outside(names: Iterable[str]) -> bool:
+    """Returns True if one of the names of files is not in the folder that they are relative to."""
+    paths = map(PurePosixPath, names)
+    return any(path.is_absolute() or ".." in path.parts for path in paths)

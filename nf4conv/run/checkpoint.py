@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from nf4conv.errors import OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.output.finishing import LastFiles, finish, index_of
+from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
-from nf4conv.output.workspace import OutputFolder, Workspace
+from nf4conv.output.workspace import Workspace
 from nf4conv.output.writer import ShardWriter, let_go
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.jobs import Shard, source_files

@@ -7,7 +7,8 @@ from typing import Any
 
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
-from nf4conv.output.workspace import CHECKSUMS, tidy
+from nf4conv.output.folder import CHECKSUMS
+from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport
 from nf4conv.report.rows import VerificationSummary

@@ -1,0 +1,296 @@
+"""Fills an output folder step by step: finished shards, their records, and the last files.
+
+OUT/.nf4conv/run.json           what the run makes: its fingerprint
+OUT/.nf4conv/shards/NAME.json   a record of each shard that is finished, see FinishedFile
+OUT/*.safetensors               finished shards
+OUT/config.json                 last of all: without it no loader takes the folder for a model
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.errors import OutputError, named
+from nf4conv.output.crc32 import crc32_of_file
+from nf4conv.output.writer import ShardWriter, sync_folder, write_file
+from nf4conv.sources.reader import digest_of, read_chunks
+from nf4conv.sources.unfinished import (
+    RECORD,
+    SHARDS,
+    WORK_FOLDER,
+    FinishedFile,
+    finished_shards,
+    is_model,
+    record_name,
+)
+
+CHECKSUMS: Final = "SHA256SUMS"
+LOCK: Final = "lock"
+
+_READS_AT_A_TIME: Final = 4
+
+
+@dataclass(frozen=True)
+class BegunRun:
+    """Holds what run.json says about a run that has begun in a folder."""
+
+    # whatever decides the bytes of the result, as JSON values
+    fingerprint: dict[str, Any]
+    # what else must be as it was for finished shards to be kept, as a JSON value
+    stamps: Any
+
+
+class OutputFolder:
+    """Holds a folder that becomes a checkpoint.
+
+    Shards get their names one by one, and the last files make it whole.
+
+    Args:
+        out: the folder.
+        private: the folder in its work folder in which only this process writes.
+        checksum: whether to write SHA256SUMS.
+
+    Attributes:
+        out: the folder.
+        finished: the shards that are complete, by name.
+        downloads: a folder for source files that are fetched while the run needs them.
+    """
+
+    def __init__(self, out: Path, private: Path, *, checksum: bool) -> None:
+        self.out = out
+        self.finished: dict[str, FinishedFile] = {}
+        self.downloads = private / "source"
+        self._private = private
+        self._checksum = checksum
+        self._work = out / WORK_FOLDER
+        # SHA-256 of every file but the shards that has been written, by name
+        self._written: dict[str, str] = {}
+        # SHA-256 of run.json
+        self._plan = ""
+
+    def check_occupied(self, *, overwrite: bool) -> None:
+        """Checks that the folder may be written to.
+
+        Args:
+            overwrite: whether a checkpoint in it may be deleted.
+
+        Raises:
+            OutputError: it holds something that is neither an unfinished run nor a checkpoint that
+                may be deleted.
+        """
+        if self.out.exists() and not self.out.is_dir():
+            raise OutputError(f"{self.out}: exists and is not a folder")
+        if self._work.is_symlink():
+            raise OutputError(f"{self._work}: is a link, which no run of nf4conv leaves; remove it")
+        is_occupied = self.out.is_dir() and any(self.out.iterdir())
+        if not is_occupied:
+            return
+        if not overwrite and not self._work.is_dir():
+            raise OutputError(
+                f"{self.out}: exists and is not empty; choose another folder, or --overwrite"
+            )
+        if overwrite and not _looks_like_checkpoint(self.out):
+            raise OutputError(
+                f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it"
+            )
+
+    def intact(self, shards: Mapping[str, FinishedFile]) -> dict[str, FinishedFile]:
+        """Returns the shards that are still what was written, after reading all of them."""
+        with ThreadPoolExecutor(_READS_AT_A_TIME) as pool:
+            verdicts = pool.map(self._is_intact, shards, shards.values())
+            return {
+                name: shards[name]
+                for name, is_intact in zip(shards, verdicts, strict=True)
+                if is_intact
+            }
+
+    def _is_intact(self, name: str, file: FinishedFile) -> bool:
+        path = self.out / name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        return crc32_of_file(path) == file.crc32
+
+    def known(self, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
+        """Returns the shards of this plan that have been recorded as finished, by name.
+
+        Args:
+            names: the shards to look for; None for all.
+        """
+        recorded = finished_shards(self.out, names)
+        return {name: file for name, file in recorded.items() if file.plan == self._plan}
+
+    def read_run(self) -> BegunRun:
+        """Reads run.json, whose plan this folder then belongs to.
+
+        Raises:
+            OutputError: it cannot be read, or is damaged.
+        """
+        path = self._work / RECORD
+        try:
+            with named(path, OutputError):
+                content = path.read_bytes()
+            run = json.loads(content)
+            begun = BegunRun(dict(run["fingerprint"]), run["stamps"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise OutputError(
+                f"{path}: is damaged, so the run cannot be resumed; --overwrite starts anew"
+            ) from error
+        self._plan = hashlib.sha256(content).hexdigest()
+        return begun
+
+    def check_space(self, needed: int) -> None:
+        """Checks before the first byte that the disk has room for the result.
+
+        What unfinished shards of an earlier try take is not free, but will be.
+
+        Args:
+            needed: bytes that will be written.
+
+        Raises:
+            OutputError: there is less room.
+        """
+        leftovers = (*self._private.glob("*.partial"), *self.downloads.rglob("*"))
+        reusable = sum(leftover.stat().st_blocks * 512 for leftover in leftovers)
+        free = shutil.disk_usage(self.out).free + reusable
+        if needed > free:
+            raise OutputError(
+                f"{self.out}: the result takes {needed:,} bytes but the disk has only {free:,} free"
+            )
+
+    def open_shard(self, name: str, header_size: int, data_size: int) -> ShardWriter:
+        """Begins to write a shard under a temporary name.
+
+        Args:
+            name: the shard's name.
+            header_size: bytes to reserve for its header.
+            data_size: bytes of its data whose place is known in advance.
+
+        Raises:
+            OutputError: the file cannot be created.
+        """
+        temporary = self._private / f"{name}.partial"
+        return ShardWriter(temporary, self.out / name, header_size, data_size)
+
+    def record(
+        self,
+        name: str,
+        size: int,
+        crc32: int | None = None,
+        source_bytes: int = 0,
+        verified: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Records that a shard is complete. May be called from any thread.
+
+        Args:
+            name: the shard's name.
+            size: its bytes.
+            crc32: the CRC-32 of its content; None lets the file be read to compute it.
+            source_bytes: bytes of the source that it stands for.
+            verified: what verification measured; None if nothing was verified.
+
+        Raises:
+            OutputError: the record cannot be written.
+        """
+        path = self.out / name
+        with named(path, OutputError, inside=True):
+            if crc32 is None:
+                crc32 = crc32_of_file(path)
+            sha256 = digest_of(path) if self._checksum else None
+            sync_folder(path.parent)  # no record may outlive its shard
+        file = FinishedFile(size, crc32, sha256, source_bytes, verified)
+        content = {"name": name, **file._replace(plan=self._plan)._asdict()}
+        record = self._work / SHARDS / record_name(name)
+        write_file(record, [json.dumps(content).encode()], folder=self._private)
+        self.finished[name] = file
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small file of the result.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self._write(name, [content])
+
+    def copy(self, name: str, source: Path) -> None:
+        """Copies a file of the source, of any size, into the result.
+
+        Raises:
+            SourceError: it cannot be read.
+            OutputError: it cannot be written.
+        """
+        self._write(name, read_chunks(source))
+
+    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+        path = self.out / name
+        digest = hashlib.sha256()
+        with named(path, OutputError, inside=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, _digested(chunks, digest), folder=self._private)
+        self._written[name] = digest.hexdigest()
+
+    def complete(self, last: Mapping[str, bytes]) -> None:
+        """Makes the folder a checkpoint, makes everything durable and removes the work files.
+
+        Args:
+            last: content of the files that make a loader take the folder for a checkpoint, by name.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        if self._checksum:
+            self.write(CHECKSUMS, self._manifest(last))
+        with named(self.out, OutputError, inside=True):
+            sync_folder(self.out)  # before a loader could take the folder for complete
+            for name, content in last.items():
+                self.write(name, content)
+            sync_folder(self.out)
+            self.remove_work_folder()
+
+    def _manifest(self, last: Mapping[str, bytes]) -> bytes:
+        """Returns the content of SHA256SUMS."""
+        sums = {}
+        for name, file in self.finished.items():
+            sums[name] = file.sha256 or digest_of(self.out / name)
+        sums |= self._written
+        for name, content in last.items():
+            sums[name] = hashlib.sha256(content).hexdigest()
+        lines = [f"{sums[name]}  ".encode() + os.fsencode(name) + b"\n" for name in sorted(sums)]
+        return b"".join(lines)
+
+    def remove_work_folder(self) -> None:
+        """Removes everything but the result."""
+        with suppress(FileNotFoundError):  # another process has been faster
+            self._remove_leftovers()
+        (self._work / LOCK).unlink(missing_ok=True)
+        # a run that has come in since finds out itself that there is nothing to do
+        with suppress(OSError):
+            self._work.rmdir()
+
+    def _remove_leftovers(self) -> None:
+        # first: what is there without it is nothing to go on with
+        (self._work / RECORD).unlink(missing_ok=True)
+        leftovers = [path for path in self._work.iterdir() if path.name != LOCK]
+        for leftover in leftovers:
+            if leftover.is_dir() and not leftover.is_symlink():
+                # another process may be removing what is in it
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
+    """Yields chunks of bytes as they are, and feeds them to a digest."""
+    for chunk in chunks:
+        digest.update(chunk)
+        yield chunk
+
+
+def _looks_like_checkpoint(folder: Path) -> bool:
+    return is_model(folder) or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
