@@ -1,9 +1,10 @@
 """Checks a finished checkpoint by its headers, config and small tensors. Decodes no weights.
 
-checks.py         names every check that verify makes
-structure.py      looks at all files of a 4-bit checkpoint and notes every fault
-config_check.py   checks config.json against the tensors
-pairing.py        matches the tensors of a checkpoint and its source
-comparing.py      matches the tensors of any two checkpoints, and says how they can be compared
-checksums.py      checks SHA256SUMS
+checks.py            names every check that verify makes
+structure.py         looks at all files of a 4-bit checkpoint and notes every fault
+config_check.py      checks config.json against the tensors
+skip_list_check.py   checks llm_int8_skip_modules against what is packed
+pairing.py           matches the tensors of a checkpoint with those of its source
+comparing.py         matches the tensors of any two checkpoints, and says how they can be compared
+checksums.py         checks SHA256SUMS
 """

@@ -1,14 +1,14 @@
 """Matches the tensors of any two checkpoints, and says how they can be compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nf4conv.check.pairing import alike
+from nf4conv.choose.selection import split_experts
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import CompareOptions
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, Strided, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,53 @@ def pair_tensors(
     """
     tensors_a = () if a is None else a.tensors
     tensors_b = () if b is None else b.tensors
-    wanted_a = _wanted(alike(tensors_a, tensors_b), options)
-    wanted_b = _wanted(alike(tensors_b, tensors_a), options)
+    wanted_a = _wanted(_alike(tensors_a, tensors_b), options)
+    wanted_b = _wanted(_alike(tensors_b, tensors_a), options)
     pairs = {}
     for name in [*wanted_a, *wanted_b]:
         pairs[name] = TensorPair(wanted_a.get(name), wanted_b.get(name))
     return pairs
+
+
+def _alike(tensors: Sequence[TensorInfo], others: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
+    """Returns tensors by name, as they can be compared with those of another checkpoint.
+
+    Experts that are stacked in one tensor are taken apart where the other has them one by one.
+
+    Args:
+        tensors: the tensors of one checkpoint.
+        others: the tensors of the other.
+    """
+    names = {other.name for other in others}
+    found = {}
+    for tensor in tensors:
+        experts = _experts_of(tensor) if tensor.encoding is None else []
+        if any(expert.name in names for expert in experts):
+            for expert in experts:
+                found[expert.name] = expert
+        else:
+            found[tensor.name] = tensor
+    return found
+
+
+def _experts_of(tensor: TensorInfo) -> list[TensorInfo]:
+    """Returns the weights of stacked experts as views of the stack."""
+    itemsize = DTYPE_BITS[tensor.dtype] // 8
+    experts = []
+    for matrix in split_experts(tensor):
+        assert matrix.expert is not None
+        assert matrix.columns is not None
+        _, rows_in_stack, columns_in_stack = tensor.shape
+        first_column, _ = matrix.columns
+        outputs, inputs = matrix.shape
+        # from the first value of the view to its last, with the gaps between its rows
+        length = (inputs - 1) * columns_in_stack + outputs
+        position = matrix.expert * rows_in_stack * columns_in_stack + first_column
+        start = tensor.start + position * itemsize
+        stored = tensor._replace(shape=(length,), start=start, stop=start + length * itemsize)
+        view = Strided(stored, strides=(1, columns_in_stack))
+        experts.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=view))
+    return experts
 
 
 def _wanted(tensors: Mapping[str, TensorInfo], options: CompareOptions) -> dict[str, TensorInfo]:

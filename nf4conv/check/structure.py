@@ -1,12 +1,13 @@
-"""What a 4-bit checkpoint's headers and small tensors say about it: every fault is noted, none ends
-the search.
+"""Reads what headers and small tensors of a 4-bit checkpoint say about it, and notes every fault.
 
-Written against the format (docs/format.md), not against the code that writes it: no plan, no
-writer, no decoder is used here. Faults that other tools are known to make are recognised and named.
+No fault ends the search. Written against the format (docs/format.md), not against the code that
+writes it: no plan, no writer, no decoder is used here. Faults that other tools are known to make
+are recognised and named.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +21,68 @@ from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_files import find_weights
 
 
-def read_structure(path: Path) -> Structure:
-    """Look at the headers of a checkpoint, a folder or a .safetensors file, and at what describes
-    its packed weights.
+@dataclass(frozen=True)
+class _WeightFiles:
+    """Lists the weight files of a folder."""
 
-    A SourceError if there are no safetensors weights at all.
+    # those that are there and belong to the checkpoint
+    files: tuple[Path, ...]
+    # file by tensor, as the index says; None without an index
+    weight_map: Mapping[str, Any] | None
+
+
+def read_structure(path: Path) -> Structure:
+    """Looks at the headers of a checkpoint, and at what describes its packed weights.
+
+    Args:
+        path: a folder or a .safetensors file.
+
+    Raises:
+        SourceError: there are no safetensors weights at all, or the run that writes them has not
+            ended.
     """
-    listed: tuple[Path, ...] = (path,)
-    weight_map: Mapping[str, Any] | None = None
     if path.is_file():
         structure = Structure(path.parent)
+        found = _WeightFiles((path,), None)
     elif path.is_dir():
         check_finished(path)
         structure = Structure(path)
-        listed, weight_map = _find_files(structure)
+        found = _find_files(structure)
     else:
         raise SourceError(f"{path}: no such file or folder")
     structure.scales = recorded_scales(structure.folder)
-    readable = _read_headers(structure, listed)
-    if weight_map is not None:
-        _check_index(structure, weight_map, readable)
+    readable = _read_headers(structure, found.files)
+    if found.weight_map is not None:
+        _check_index(structure, found.weight_map, readable)
     return look_at(structure)
 
 
-def _find_files(structure: Structure) -> tuple[tuple[Path, ...], Mapping[str, Any] | None]:
+def _find_files(structure: Structure) -> _WeightFiles:
+    """Finds the weight files of a folder; notes those that are missing and those too many."""
     folder = structure.folder
     present = {file.name for file in folder.iterdir() if file.is_file()}
-    weights = find_weights({name for name in present if not name.endswith(".bin")}, None, folder)
-    if not weights.is_index:
-        names, weight_map = {weights.name}, None
-    else:
+    candidates = {name for name in present if not name.endswith(".bin")}
+    weights = find_weights(candidates, None, folder)
+    weight_map = None
+    names = {weights.name}
+    if weights.is_index:
         weight_map = _read_weight_map(structure, folder / weights.name)
-        named = {name for name in weight_map.values() if isinstance(name, str) and "/" not in name}
-        names = named or {name for name in present if name.endswith(".safetensors")}
+        names = {name for name in weight_map.values() if isinstance(name, str) and "/" not in name}
+        if not names:
+            names = {name for name in present if name.endswith(".safetensors")}
+
     for name in sorted(names - present):
         structure.note("files", name, "", "the shard is missing; the download is incomplete")
     for name in sorted(present - names):
         if name.endswith(".safetensors"):
-            structure.note(
-                "files",
-                name,
-                "",
-                "belongs to no index; some loaders read every safetensors file they find",
-            )
-    return tuple(folder / name for name in sorted(names & present)), weight_map
+            text = "belongs to no index; some loaders read every safetensors file they find"
+            structure.note("files", name, "", text)
+    files = tuple(folder / name for name in sorted(names & present))
+    return _WeightFiles(files, weight_map)
 
 
 def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
+    """Reads the index and notes what is wrong with it; an empty map if it cannot be read."""
     try:
         table = read_json(index, LARGEST_INDEX)
     except SourceError as error:
@@ -79,13 +95,13 @@ def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
     if not weight_map:
         structure.note("index", index, "", "names no tensor, so loaders see none")
     if not isinstance(table.get("metadata"), dict):
-        structure.note(
-            "index", index, "", "has no metadata, without which transformers fails: KeyError"
-        )
+        text = "has no metadata, without which transformers fails: KeyError"
+        structure.note("index", index, "", text)
     return weight_map
 
 
-def _read_headers(structure: Structure, files: Sequence[Path]) -> tuple[Path, ...]:
+def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
+    """Adds the tensors of files to the structure; returns the files that could be read."""
     readable = []
     for file in files:
         try:
@@ -98,48 +114,58 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> tuple[Path, ..
             other = structure.tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
                 structure.note("files", file, tensor.name, f"also in {other.file.name}")
-    return tuple(readable)
+    return readable
 
 
 def _check_index(
     structure: Structure, weight_map: Mapping[str, Any], readable: Sequence[Path]
 ) -> None:
+    """Notes where the index and the headers disagree."""
     names = {file.name for file in readable}
     for tensor, file in weight_map.items():
         found = structure.tensors.get(tensor)
         if not isinstance(file, str):
             text = f"the index places this tensor in {file!r:.50}, which is no file"
             structure.note("index", "", tensor, text)
-        elif file in names and found is None:
-            structure.note(
-                "index", file, tensor, "the index places this tensor here, but the file lacks it"
-            )
-        elif found is not None and found.file.name != file:
+        elif found is None:
+            if file in names:
+                text = "the index places this tensor here, but the file lacks it"
+                structure.note("index", file, tensor, text)
+        elif found.file.name != file:
             structure.note("index", found.file, tensor, f"the index places this tensor in {file}")
+    if not weight_map:
+        return
     for tensor, found in structure.tensors.items():
-        if weight_map and tensor not in weight_map:
-            structure.note(
-                "index", found.file, tensor, "is not in the index, so loaders do not see it"
-            )
+        if tensor not in weight_map:
+            text = "is not in the index, so loaders do not see it"
+            structure.note("index", found.file, tensor, text)
 
 
 def look_at(structure: Structure) -> Structure:
-    """Sort a checkpoint's tensors into packed weights and others, and note what is wrong with them."""
+    """Sorts a checkpoint's tensors into packed weights and others, and notes what is wrong.
+
+    Args:
+        structure: a checkpoint of which the tensors are known.
+
+    Returns:
+        The same structure, of which `weights`, `plain` and `findings` are filled.
+    """
+    # the components of each weight by suffix, by the name of the weight
     owners: dict[str, dict[str, TensorInfo]] = {}
+    others: list[TensorInfo] = []
     for name, tensor in structure.tensors.items():
         owner, suffix = split_component(name)
         if suffix:
             owners.setdefault(owner, {})[suffix] = tensor
-    for name, tensor in structure.tensors.items():
-        if name not in owners and not split_component(name)[1]:
-            structure.plain[name] = tensor
-            if tensor.dtype == "U8" and name.endswith(".weight"):
-                structure.note(
-                    "components",
-                    tensor.file,
-                    name,
-                    "packed codes, but none of the tensors beside them",
-                )
+        else:
+            others.append(tensor)
+    for tensor in others:
+        if tensor.name in owners:
+            continue
+        structure.plain[tensor.name] = tensor
+        if tensor.dtype == "U8" and tensor.name.endswith(".weight"):
+            text = "packed codes, but none of the tensors beside them"
+            structure.note("components", tensor.file, tensor.name, text)
     for owner, components in owners.items():
         weight = check_weight(structure, owner, components)
         if weight is not None:
@@ -149,24 +175,31 @@ def look_at(structure: Structure) -> Structure:
 
 
 def _check_uniform(structure: Structure) -> None:
-    """Transformers 4.57 finds the tensors of a weight by the config's data type and counts them by
-    its nesting.
+    """Notes weights that are packed in another way than most.
+
+    transformers 4.57 finds the tensors of a weight by the config's data type, and counts them by
+    its nesting. Different block sizes load, and are only worth knowing.
     """
-    kinds: dict[str, Callable[[StoredWeight], object]] = {
-        "data types": lambda weight: weight.format.quant_type,
-        "nestings": lambda weight: (
-            "double quantization" if weight.format.double_quant else "no double quantization"
-        ),
-        "block sizes": lambda weight: weight.format.blocksize,
-        "storage dtypes": lambda weight: weight.values.dtype,
+    weights = list(structure.weights.values())
+    properties: dict[str, list[Hashable]] = {
+        "data types": [weight.format.quant_type for weight in weights],
+        "nestings": [_nesting_of(weight) for weight in weights],
+        "block sizes": [weight.format.blocksize for weight in weights],
+        "storage dtypes": [weight.values.dtype for weight in weights],
     }
-    for what, kind_of in kinds.items():
-        common = [
-            kind for kind, _ in Counter(map(kind_of, structure.weights.values())).most_common()
-        ]
-        if len(common) < 2:
+    for what, kinds in properties.items():
+        by_frequency = [kind for kind, _ in Counter(kinds).most_common()]
+        if len(by_frequency) < 2:
             continue
-        rare, is_fault = common[-1], what != "block sizes"
-        weight = next(weight for weight in structure.weights.values() if kind_of(weight) == rare)
-        text = f"{rare}, while others are {common[0]}: {len(common)} {what} in one checkpoint"
+        rarest = by_frequency[-1]
+        weight = weights[kinds.index(rarest)]
+        text = (
+            f"{rarest}, while others are {by_frequency[0]}: "
+            f"{len(by_frequency)} {what} in one checkpoint"
+        )
+        is_fault = what != "block sizes"
         structure.note("uniform", weight.values.file, weight.name, text, is_fault=is_fault)
+
+
+def _nesting_of(weight: StoredWeight) -> str:
+    return "double quantization" if weight.format.double_quant else "no double quantization"

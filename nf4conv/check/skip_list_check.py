@@ -1,0 +1,224 @@
+"""Checks llm_int8_skip_modules: what every loader makes of it, against what is packed."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from nf4conv.choose.decisions import Keep, Pack
+from nf4conv.choose.evidence import Why
+from nf4conv.choose.loader_rules import LITERAL, RULES, Rule, is_name
+from nf4conv.choose.selection import select
+from nf4conv.errors import PlanError
+from nf4conv.format.layout import TAGS
+from nf4conv.models.config import architecture_of
+from nf4conv.models.families import families_of, is_transposed
+from nf4conv.models.module_names import HEADS, TIED_HEADS, ModuleNames, module_of
+from nf4conv.options import QuantizeOptions
+from nf4conv.sources.stored_weights import Structure
+from nf4conv.sources.tensors import TensorInfo
+
+_SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
+"""Reasons for which a module is kept although loaders do hold it in an `nn.Linear`."""
+
+_MOST_LINES: Final = 20
+
+_EMBEDDINGS: Final = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
+"""Ends of the names of input embeddings."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Describes a module that a loader takes for the wrong kind."""
+
+    tensor: TensorInfo
+    text: str
+    is_sure: bool  # False if it depends on how the loader names the module
+
+
+class _Verdict(NamedTuple):
+    """Tells what a loader makes of a module."""
+
+    loader: str
+    skipped: Sequence[bool]  # for each name that the loader may know it by
+
+
+@dataclass(frozen=True)
+class _LinearModule:
+    """Names a module that is not packed and that loaders may hold in an `nn.Linear`."""
+
+    tensor: TensorInfo
+    path: str
+    is_sure: bool
+
+
+class _Loaders:
+    """Knows what each loader makes of a list of modules."""
+
+    def __init__(self, rules: Mapping[str, Rule], module_names: ModuleNames) -> None:
+        self.names = tuple(rules)
+        self._rules = rules
+        self._module_names = module_names
+
+    def verdicts(self, module: str) -> Iterator[_Verdict]:
+        """Yields what each loader makes of a module, by its path on disk."""
+        paths = self._module_names.spellings(module)
+        for loader, is_skipped in self._rules.items():
+            yield _Verdict(loader, [is_skipped(path) for path in paths])
+
+
+def check_skip_list(
+    structure: Structure, config: Mapping[str, Any], quantization: Mapping[str, Any]
+) -> None:
+    """Notes every module that a loader would make 4-bit or not against what is stored.
+
+    Args:
+        structure: the checkpoint.
+        config: the content of its config.json.
+        quantization: its quantization_config.
+    """
+    listed = quantization.get("llm_int8_skip_modules")
+    if listed is not None and not _is_list_of_names(listed):
+        _note(structure, "llm_int8_skip_modules is not a list of names")
+        return
+    entries = HEADS if listed is None else listed
+    names = ModuleNames.of(config)
+    loaders = _Loaders(_rules_for(structure, entries), names)
+    faults = list(_misread_packed(structure, loaders))
+    faults += _misread_unpacked(structure, config, loaders, is_explicit=listed is not None)
+    if listed is not None:
+        faults += _unnamed_heads(structure, config, names, loaders)
+
+    for fault in faults[:_MOST_LINES]:
+        tensor = fault.tensor
+        structure.note("skip list", tensor.file, tensor.name, fault.text, is_fault=fault.is_sure)
+    if len(faults) > _MOST_LINES:
+        is_fault = any(fault.is_sure for fault in faults)
+        _note(structure, f"and {len(faults) - _MOST_LINES:,} more", is_fault=is_fault)
+
+
+def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
+    structure.note("skip list", "config.json", "", text, is_fault=is_fault)
+
+
+def _is_list_of_names(listed: object) -> bool:
+    return isinstance(listed, list) and all(isinstance(entry, str) for entry in listed)
+
+
+def _rules_for(structure: Structure, entries: Sequence[str]) -> dict[str, Rule]:
+    """Returns the rule of each loader for a list, and notes entries that are no names.
+
+    transformers 5 would take such entries for patterns. Matching them may never end, so its rules
+    are then left out.
+    """
+    patterns = [entry for entry in entries if entry and not is_name(entry)]
+    for pattern in patterns[:_MOST_LINES]:
+        is_fault = False
+        what = "a pattern to transformers 5, which is not checked, and a name to other loaders"
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            is_fault = True
+            what = f"not a regular expression, for which transformers 5 takes it: {error}"
+        text = f"llm_int8_skip_modules: {pattern[:100]!r} is {what}"
+        _note(structure, text, is_fault=is_fault)
+    loaders = LITERAL if patterns else tuple(RULES)
+    return {loader: RULES[loader](entries) for loader in loaders}
+
+
+def _misread_packed(structure: Structure, loaders: _Loaders) -> Iterator[_Fault]:
+    """Yields packed modules that a loader would skip, surely only if it would by every name."""
+    for weight in structure.weights.values():
+        for verdict in loaders.verdicts(module_of(weight.name)):
+            if any(verdict.skipped):
+                text = f"is packed, but {verdict.loader} would skip it"
+                yield _Fault(weight.values, text, all(verdict.skipped))
+
+
+def _misread_unpacked(
+    structure: Structure, config: Mapping[str, Any], loaders: _Loaders, *, is_explicit: bool
+) -> Iterator[_Fault]:
+    """Yields unpacked modules that a loader would not skip, surely only if it would by no name.
+
+    `is_explicit` is False where the list is missing, so that loaders guess one.
+    """
+    for module in list(_linear_modules(structure, config)):
+        for verdict in loaders.verdicts(module.path):
+            if not all(verdict.skipped):
+                text = f"is not packed, but {verdict.loader} would not skip {module.path}"
+                is_sure = module.is_sure and is_explicit and not any(verdict.skipped)
+                yield _Fault(module.tensor, text, is_sure)
+
+
+def _linear_modules(structure: Structure, config: Mapping[str, Any]) -> Iterator[_LinearModule]:
+    """Yields everything unpacked that loaders may hold in an `nn.Linear`."""
+    original = [*structure.plain.values(), *_before_packing(structure, config)]
+    options = QuantizeOptions(quantize_towers=True, moe="per-expert")
+    try:
+        decisions = select(original, config, options).decisions
+    except PlanError as error:
+        _note(structure, f"could not be checked: {error}", is_fault=False)
+        return
+    for name, tensor in structure.plain.items():
+        decision = decisions[name]
+        if isinstance(decision, Pack):
+            for matrix in decision.matrices:
+                yield _LinearModule(tensor, module_of(matrix.name), is_sure=True)
+        elif isinstance(decision, Keep) and decision.is_linear:
+            yield _LinearModule(tensor, module_of(name), decision.why in _SURELY_LINEAR)
+
+
+def _before_packing(structure: Structure, config: Mapping[str, Any]) -> Iterator[TensorInfo]:
+    """Yields packed weights with the dtype and shape that they had in the source."""
+    families = families_of(config)
+    for weight in structure.weights.values():
+        shape = weight.shape
+        if len(shape) == 2 and is_transposed(module_of(weight.name), families):
+            rows, columns = shape
+            shape = (columns, rows)
+        yield weight.values._replace(shape=shape, dtype=TAGS[weight.format.dtype])
+
+
+def _unnamed_heads(
+    structure: Structure, config: Mapping[str, Any], names: ModuleNames, loaders: _Loaders
+) -> Iterator[_Fault]:
+    """Yields an output head that is the embedding, if loaders would make it 4-bit.
+
+    It is not stored, but loaders build it, and they leave it alone only if the list names it.
+    """
+    if config.get("tie_word_embeddings", True) is not True:
+        return
+    if not architecture_of(config).endswith("ForCausalLM"):
+        return
+    heads = list(TIED_HEADS)
+    for family in names.families:
+        heads += family.heads
+    stored = (*structure.plain, *structure.weights)
+    if any(module_of(name).endswith(tuple(heads)) for name in stored):
+        return
+    embedding = _embedding_of(structure)
+    if embedding is None:
+        return
+
+    # vLLM never quantizes a head
+    skipping = {"vLLM"}
+    for head in heads:
+        for verdict in loaders.verdicts(head):
+            if any(verdict.skipped):
+                skipping.add(verdict.loader)
+    others = [loader for loader in loaders.names if loader not in skipping]
+    if others:
+        text = f"is the output head as well, but {', '.join(others)} would not skip lm_head"
+        yield _Fault(embedding, text, "auto_map" not in config)
+
+
+def _embedding_of(structure: Structure) -> TensorInfo | None:
+    for name, tensor in structure.plain.items():
+        if name.endswith(_EMBEDDINGS):
+            return tensor
+    return None
