@@ -1,40 +1,47 @@
-"""Weights of a 4-bit source that stay as they are: what they are stored as, and what their tensors
-are copied from.
+"""Decides which weights of a 4-bit source stay as they are, and what they are copied from.
 
 A weight that is in the format asked for is not decoded and packed again, which would round its
 scales a second time. Around its codes and scales everything is written as current loaders want it:
-all tensors in one shard, the code map, the quant state, the shape of the codes. What verify finds
-wrong beyond that is packed anew.
+all tensors in one shard, the code map, the quant state, the shape of the codes. A weight with any
+other fault that verify would find is packed anew.
 """
 
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.format.layout import Format
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
 from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
 
+_ONE_SHARD = "one shard"
+"""The only check that a weight may fail: all its tensors are written to one shard anyway."""
+
 
 class Stored(NamedTuple):
-    """What a weight is copied from."""
+    """Tells what the tensors of a weight are copied from.
 
-    # of each component but the JSON blob, in the order of layout.components; some are given as they
-    # are
+    Attributes:
+        parts: for each component but the quant state, in the order of `layout.components`: the
+            tensor to copy, or its bytes.
+        blob: the JSON of the quant state.
+    """
+
     parts: tuple[TensorInfo | bytes, ...]
-    blob: bytes  # the JSON
+    blob: bytes
 
 
 def stored_format(tensor: TensorInfo) -> Format | None:
-    """How a weight of a 4-bit source is packed; None for any other tensor."""
+    """Returns how a weight of a 4-bit source is packed; None for any other tensor."""
     encoding = tensor.encoding
     if not isinstance(encoding, Bitsandbytes4bit):
         return None
@@ -48,65 +55,126 @@ def stored_format(tensor: TensorInfo) -> Format | None:
 
 
 def common_format(tensors: Iterable[TensorInfo]) -> Format | None:
-    """The format that most of a source is packed in; None where nothing is in 4 bits."""
-    sizes: Counter[Format] = Counter()
+    """Returns the format in which most elements are packed; None where nothing is in 4 bits."""
+    elements: Counter[Format] = Counter()
     for tensor in tensors:
         format = stored_format(tensor.unmerged)
         if format is not None:
-            sizes[format] += tensor.elements
-    return sizes.most_common(1)[0][0] if sizes else None
+            elements[format] += tensor.elements
+    if not elements:
+        return None
+    format, _ = elements.most_common(1)[0]
+    return format
 
 
-def small_parts(tensor: TensorInfo) -> Iterable[TensorInfo]:
-    """The tensors that describe a packed weight: its maps and its quant state."""
-    parts = () if tensor.encoding is None else tensor.encoding.parts
-    return (
-        part for role, part in parts if role.endswith("_map") or role.startswith(QUANT_STATE_PREFIX)
-    )
+def _small_parts(tensor: TensorInfo) -> Iterator[TensorInfo]:
+    """Yields the tensors that describe a packed weight: its maps and its quant state."""
+    encoding = tensor.encoding
+    if isinstance(encoding, Bitsandbytes4bit):
+        if encoding.quant_map is not None:
+            yield encoding.quant_map
+        if encoding.nested_quant_map is not None:
+            yield encoding.nested_quant_map
+        yield encoding.quant_state
 
 
-def copied_from(
+@dataclass(frozen=True)
+class _Renewed:
+    """Holds the components of a weight that are written anew, as bytes."""
+
+    quant_state: bytes
+    # None if the code map of the source is too far from that of the data type
+    quant_map: bytes | None
+
+
+def _copied_from(
     tensor: TensorInfo, format: Format, read: Callable[[TensorInfo], bytes]
 ) -> Stored | str:
-    """What a weight is copied from; or, as a text, why it has to be packed anew.
+    """Returns what a weight is copied from, or a text that says why it has to be packed anew.
 
-    The tensor is a weight of a 4-bit source, and `read` reads one of its `small_parts`. Of the
-    format that is asked for the dtype, which is that of other tensors, does not matter, nor do the
-    scales: a search finds nothing better than what has no error.
+    Args:
+        tensor: a weight of a 4-bit source.
+        format: the format that is asked for. Its dtype does not matter, which is that of other
+            tensors, nor do its scales: a search finds nothing better than what has no error.
+        read: reads one of the `_small_parts` of the weight.
     """
-    mine, encoding = stored_format(tensor), tensor.encoding
-    if mine is None or encoding is None:
+    encoding = tensor.encoding
+    stored = stored_format(tensor)
+    if stored is None or not isinstance(encoding, Bitsandbytes4bit):
         return "not in 4 bits"
-    if not mine.decodes_like(format):
-        return f"stored as {mine}"
-    parts = dict(encoding.parts)
-    values, role = parts.pop("values"), f"{QUANT_STATE_PREFIX}{mine.quant_type}"
+    if not stored.decodes_like(format):
+        return f"stored as {stored}"
     try:
-        fields = json.loads(read(parts[role]))
-        offset = float(fields["nested_offset"]) if mine.double_quant else None
-        written = {role: layout.quant_state_json(mine, fields["shape"], offset)}
+        quant_state = _quant_state_of(stored, read(encoding.quant_state))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return f"its quant state is damaged: {error}"
-    table = CODEBOOKS[mine.quant_type].values
-    raw = read(parts["quant_map"]) if "quant_map" in parts else struct.pack("<16f", *table)
-    if len(raw) == 64 and distance(struct.unpack("<16f", raw), table) <= CLOSE:
-        parts["quant_map"] = values._replace(
+    renewed = _Renewed(quant_state, _quant_map_of(stored, encoding, read))
+    fault = _fault_of(tensor, encoding, renewed, format.scales, read)
+    if fault is not None:
+        return fault
+
+    components = dict(encoding.parts)
+    parts: list[TensorInfo | bytes] = [encoding.values]
+    # the first component is the weight itself, the last the quant state
+    for component in layout.components(stored, tensor.shape)[1:-1]:
+        if component.suffix == "quant_map" and renewed.quant_map is not None:
+            parts.append(renewed.quant_map)
+        else:
+            parts.append(components[component.suffix])
+    return Stored(tuple(parts), quant_state)
+
+
+def _quant_state_of(stored: Format, blob: bytes) -> bytes:
+    """Returns the quant state as bitsandbytes writes it today, from one of any release."""
+    fields = json.loads(blob)
+    offset = float(fields["nested_offset"]) if stored.double_quant else None
+    return layout.quant_state_json(stored, fields["shape"], offset)
+
+
+def _quant_map_of(
+    stored: Format, encoding: Bitsandbytes4bit, read: Callable[[TensorInfo], bytes]
+) -> bytes | None:
+    """Returns the code map of the data type; None if the source's is another one."""
+    values = CODEBOOKS[stored.quant_type].values
+    standard = struct.pack("<16f", *values)
+    if encoding.quant_map is None:
+        return standard
+    found = read(encoding.quant_map)
+    if len(found) != len(standard) or distance(struct.unpack("<16f", found), values) > CLOSE:
+        return None
+    return standard
+
+
+def _fault_of(
+    tensor: TensorInfo,
+    encoding: Bitsandbytes4bit,
+    renewed: _Renewed,
+    scales: str,
+    read: Callable[[TensorInfo], bytes],
+) -> str | None:
+    """Returns what verify would find wrong with a weight once it is copied; None if nothing."""
+    components = dict(encoding.parts)
+    del components["values"]
+    written = {encoding.quant_state.name: renewed.quant_state}
+    if renewed.quant_map is not None:
+        quant_map = encoding.values._replace(
             name=f"{tensor.name}.quant_map", dtype="F32", shape=(16,)
         )
-        written["quant_map"] = struct.pack("<16f", *table)
-    given = {parts[suffix].name: content for suffix, content in written.items()}
-    tensors = {tensor.name: values}
+        components["quant_map"] = quant_map
+        written[quant_map.name] = renewed.quant_map
+
+    def read_as_written(part: TensorInfo) -> bytes:
+        return written[part.name] if part.name in written else read(part)
+
+    # a checkpoint of this weight alone
     structure = Structure(
-        Path(), tensors, read=lambda part: given.get(part.name) or read(part), scales=format.scales
+        Path(), {tensor.name: encoding.values}, read=read_as_written, scales=scales
     )
-    check_weight(structure, tensor.name, parts)
+    check_weight(structure, tensor.name, components)
     for finding in structure.findings:
-        if finding.is_fault and finding.check != "one shard":
+        if finding.is_fault and finding.check != _ONE_SHARD:
             return f"{finding.check}: {finding.text}"
-    suffixes = [part.suffix for part in layout.components(mine, tensor.shape)][1:-1]
-    return Stored(
-        (values, *(written.get(suffix) or parts[suffix] for suffix in suffixes)), written[role]
-    )
+    return None
 
 
 def weights_that_stay(
@@ -134,7 +202,7 @@ def weights_that_stay(
     parts: list[TensorInfo] = []
     for tensor, stored in packed:
         if stored.decodes_like(format):
-            parts += small_parts(tensor)
+            parts += _small_parts(tensor)
     small = read_together(source, parts)
     is_searched = recorded_scales(source.folder) == "search"
     found: dict[str, Stored | str] = {}
@@ -144,5 +212,5 @@ def weights_that_stay(
         elif is_searched and format.scales == "absmax":
             found[tensor.name] = "stored with searched scales"
         else:
-            found[tensor.name] = copied_from(tensor, format, lambda part: small[part.name])
+            found[tensor.name] = _copied_from(tensor, format, lambda part: small[part.name])
     return found
