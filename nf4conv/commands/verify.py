@@ -306,12 +306,11 @@ def _measure(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], 
             weights[name] = proved[name]
         else:
             weights[name] = unproved[name] = WeightResult(weight)
-    copies = {stored.name: CopyResult(stored) for stored, _ in plan.pairs.copies}
-    unlike = [(stored, other) for stored, other in plan.pairs.copies if stored.name not in same]
+    copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in plan.pairs.copies}
+    unlike = [pair for pair in plan.pairs.copies if pair.tensor.name not in same]
     if not device or unproved or unlike:
-        pairs = Pairs(
-            [(weight, job) for weight, job in plan.pairs.weights if weight.name in unproved], unlike
-        )
+        unproved_pairs = [pair for pair in plan.pairs.weights if pair.weight.name in unproved]
+        pairs = Pairs(unproved_pairs, unlike)
         device = _diagnose(pairs, unproved, copies, run, progress)
     return Measured(device, weights, copies)
 
