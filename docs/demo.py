@@ -1,7 +1,6 @@
-"""The demo: quantize the real all-MiniLM-L6-v2 checkpoint, load both with transformers, compare
-what they understand.
+"""Quantizes the real all-MiniLM-L6-v2 checkpoint, loads both with transformers, compares them.
 
-Usage: python docs/demo.py FOLDER   (the folder is made anew)
+Usage: python docs/demo.py FOLDER   (replaces FOLDER/all-MiniLM-L6-v2-nf4)
 """
 
 import os
@@ -25,7 +24,10 @@ SENTENCES = (
 
 
 def embed(checkpoint: Path) -> torch.Tensor:
-    """[sentences, 384] unit vectors, mean-pooled as sentence-transformers does."""
+    """Returns a unit vector for each sentence, as float32 [sentences, 384].
+
+    Pools by the mean over the tokens, as sentence-transformers does.
+    """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModel.from_pretrained(checkpoint).eval()
     tokens = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
@@ -36,6 +38,7 @@ def embed(checkpoint: Path) -> torch.Tensor:
 
 
 def main() -> None:
+    """Runs the demo and prints the cosine similarities before and after quantizing."""
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -49,16 +52,15 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     before, after = embed(original), embed(quantized)
     print("\ncosine similarity, full precision → 4 bits")
+    similar_before = before @ before.T
+    similar_after = after @ after.T
     for row, sentence in enumerate(SENTENCES):
-        cells = (
-            f"{before[row] @ before[column]:5.2f} →{after[row] @ after[column]:5.2f}"
-            for column in range(row)
-        )
+        earlier = zip(similar_before[row, :row], similar_after[row, :row], strict=True)
+        cells = [f"{one:5.2f} →{other:5.2f}" for one, other in earlier]
         print(f"{row + 1}. {sentence:42}", *cells)
-    print(
-        f"\neach sentence with itself, before and after: "
-        f"{', '.join(f'{c:.3f}' for c in (before * after).sum(1))}"
-    )
+    with_itself = (before * after).sum(1).tolist()
+    cosines = ", ".join(f"{cosine:.3f}" for cosine in with_itself)
+    print(f"\neach sentence with itself, before and after: {cosines}")
 
 
 if __name__ == "__main__":

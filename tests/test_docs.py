@@ -110,7 +110,7 @@ def test_links_between_documents_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_named_in_documents_exist(page: Path):
-    """A path may begin at the top, in the package or in tests/. It ends with a suffix or a slash."""
+    """A path begins at the top, in the package or in tests/. It ends in a suffix or a slash."""
     tops = [ROOT, ROOT / "nf4conv", ROOT / "tests"]
     ours = {path.name for top in tops for path in top.iterdir()}
     for found in re.finditer(
