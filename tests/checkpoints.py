@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the shape of real ones, made without transformers."""
+"""Makes tiny checkpoints in the shape of real ones, without transformers."""
 
 import json
 from pathlib import Path
@@ -8,28 +8,28 @@ from safetensors.torch import save_file
 
 
 def write_source(folder: Path, layers: int = 6) -> Path:
-    """A sharded checkpoint whose larger weights take several pieces of 64 KiB."""
+    """Writes a checkpoint of two shards, whose larger weights take several pieces of 64 KiB."""
     generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn((rows, columns), generator=generator).bfloat16()
+
     folder.mkdir()
     weight_map = {}
     for number in range(2):
         tensors = {}
         for layer in range(number * layers // 2, (number + 1) * layers // 2):
-            for name, shape in (("mlp.up_proj", (512, 128)), ("self_attn.q_proj", (64, 64))):
-                tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(
-                    shape, generator=generator
-                ).bfloat16()
-            tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(64).bfloat16()
+            prefix = f"model.layers.{layer}"
+            tensors[f"{prefix}.mlp.up_proj.weight"] = random(512, 128)
+            tensors[f"{prefix}.self_attn.q_proj.weight"] = random(64, 64)
+            tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(64).bfloat16()
         if number == 0:
-            tensors["model.embed_tokens.weight"] = torch.randn(
-                256, 64, generator=generator
-            ).bfloat16()
+            tensors["model.embed_tokens.weight"] = random(256, 64)
         file = f"model-0000{number + 1}-of-00002.safetensors"
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -42,8 +42,9 @@ def write_source(folder: Path, layers: int = 6) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    """Returns the content of every file below a folder, by its path."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found

@@ -1,15 +1,16 @@
 """Runs the PTX of kernels/product/ without a GPU: numpy executes each instruction for all threads
 of a program.
 
-Registers hold raw bits in uint64. Barriers do nothing then, and what would be a race is not seen.
-Branches must be taken by all threads or none. Run as a program: Triton can not compile in a process
-whose kernels are interpreted.
+Registers hold raw bits in uint64. All threads execute an instruction at once, so barriers do
+nothing, and a race is not noticed. All threads must take a branch, or none. This is a program of
+its own, because Triton cannot compile in a process whose kernels are interpreted.
 """
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.product import kernel, launches
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
-Bits = np.ndarray
-GLOBAL = 1 << 40
-"""Tensors begin at multiples of this."""
+Bits = np.ndarray  # [threads] uint64
+Mask = np.ndarray  # [threads] bool: which threads execute an instruction
+Words = list[str]  # parts of an operation, such as "ld", "global", "b32", or its operands
+
+GLOBAL = 1 << 40  # tensors begin at multiples of this address
 
 INTEGER = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.minimum,
@@ -52,79 +55,129 @@ SKIPPED = (
 
 
 def width(kind: str) -> int:
-    return 1 if kind == "pred" else int(kind[1:].removeprefix("f") if kind != "bf16" else 16)
+    """Returns the bits of a PTX type, such as pred, bf16, s32 or b64."""
+    if kind == "pred":
+        return 1
+    if kind == "bf16":
+        return 16
+    return int(kind[1:])
 
 
 def cut(bits: Bits, count: int) -> Bits:
-    return bits if count == 64 else bits & np.uint64((1 << count) - 1)
+    """Returns the lowest bits."""
+    if count == 64:
+        return bits
+    return bits & np.uint64((1 << count) - 1)
 
 
 def number(bits: Bits, kind: str) -> np.ndarray:
-    """The values of bits: float64 of f32, int64 of anything else."""
+    """Returns the values of bits: float64 for f32, int64 for all other types."""
     if kind == "f32":
         return bits.astype(np.uint32).view(np.float32).astype(np.float64)
     count = width(kind)
     bits = cut(bits, count)
-    return (
-        bits.astype(f"uint{count}").view(f"int{count}").astype(np.int64)
-        if kind[0] == "s"
-        else bits.view(np.int64)
-    )
+    if kind[0] == "s":
+        return bits.astype(f"uint{count}").view(f"int{count}").astype(np.int64)
+    return bits.view(np.int64)
 
 
 def raw(values: np.ndarray, kind: str) -> Bits:
+    """Returns the bits of values, the reverse of `number`."""
     if kind == "f32":
         return values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return cut(values.astype(np.int64).view(np.uint64), width(kind))
 
 
 def halves(bits: Bits, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The low and high 16-bit floats of 32 bits."""
+    """Returns the 16-bit floats in the low and in the high halves of 32 bits."""
     parts = torch.from_numpy(bits.astype(np.uint32).view(np.int16).copy())
-    values = parts.view(torch.bfloat16 if kind == "bf16" else torch.float16).double().numpy()
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    values = parts.view(dtype).double().numpy()
     return values[0::2], values[1::2]
 
 
-def operands(text: str) -> list[str]:
+def operands(text: str) -> Words:
+    """Divides operands at commas that are in no braces and no brackets."""
     return [one.strip() for one in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]])+", text)]
 
 
-def listed(operand: str) -> list[str]:
+def listed(operand: str) -> Words:
+    """Returns the registers of a vector operand, {a, b}, or the only one."""
     return [one.strip() for one in operand.strip("{} ").split(",")]
 
 
-def statements(ptx: str) -> tuple[list[tuple[str, str, list[str]]], dict[str, int], dict[str, int]]:
-    """(predicate, operation, operands) of each statement; where labels are; addresses in shared
-    memory.
+class Statement(NamedTuple):
+    """An instruction: `@predicate operation operands;`."""
+
+    predicate: str
+    operation: str
+    operands: Words
+
+
+class Program(NamedTuple):
+    """A kernel, parsed.
+
+    Attributes:
+        statements: all instructions.
+        labels: the number of the statement behind each label.
+        places: the address of each variable in shared memory.
     """
+
+    statements: list[Statement]
+    labels: dict[str, int]
+    places: dict[str, int]
+
+
+def parse(ptx: str) -> Program:
     body = ptx[ptx.index(".visible .entry") :]
     body = body[body.index("{", body.index(")")) + 1 :].partition(".section")[0]
     body = re.sub(r"//[^\n]*|\.(?:loc|file|pragma)[^\n]*|\.reg [^;]*;", " ", body)
-    places, end = {}, 1024  # the first kilobyte is the system's
+    places: dict[str, int] = {}
+    end = 1024  # the first kilobyte is the system's
     for align, name, size in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", body):
         places[name] = -(-end // int(align)) * int(align)
         end = places[name] + int(size)
-    body = (
-        re.sub(r"\.shared [^;]*;", " ", re.sub(r"\.shared \.align[^;]*;", " ", body))
-        if places
-        else body
-    )
-    found: list[tuple[str, str, list[str]]] = []
+    if places:
+        body = re.sub(r"\.shared \.align[^;]*;", " ", body)
+        body = re.sub(r"\.shared [^;]*;", " ", body)
+    statements: list[Statement] = []
     labels: dict[str, int] = {}
-    for statement in re.sub(r"(\$L\w+):", r"label \1;", body).split(";"):
-        words = " ".join(statement.split()).lstrip("{} ").split(None, 1)
-        predicate = words.pop(0)[1:] if words and words[0].startswith("@") else ""
-        if predicate:
-            words = words[0].split(None, 1)
-        if words and words[0] == "label":
-            labels[words[1]] = len(found)
-        elif words:
-            found.append((predicate, words[0], operands(words[1]) if len(words) > 1 else []))
-    return found, labels, places
+    for text in re.sub(r"(\$L\w+):", r"label \1;", body).split(";"):
+        rest = " ".join(text.split()).lstrip("{} ")
+        predicate = ""
+        if rest.startswith("@"):
+            predicate, _, rest = rest[1:].partition(" ")
+        operation, _, rest = rest.partition(" ")
+        if operation == "label":
+            labels[rest] = len(statements)
+        elif operation:
+            statements.append(Statement(predicate, operation, operands(rest)))
+    return Program(statements, labels, places)
+
+
+class Access(NamedTuple):
+    """An access of some threads to one memory.
+
+    Attributes:
+        memory: [size] uint8.
+        threads: the numbers of the threads.
+        places: the address in the memory for each of them.
+    """
+
+    memory: Bits
+    threads: np.ndarray
+    places: np.ndarray
+
+    def bytes(self, count: int) -> np.ndarray:
+        """Returns the indices of bytes from each place on; one behind the end is an IndexError."""
+        return self.places[:, None] + np.arange(count)
+
+
+Step = Callable[[Words, Words, Mask], None]
 
 
 class Machine:
-    """One program after the other, on tensors that stay."""
+    """Runs one program of a grid after the other. The tensors stay, registers do not."""
 
     def __init__(
         self,
@@ -134,208 +187,199 @@ class Machine:
         tensors: dict[int, Bits],
         grid: int,
     ) -> None:
-        self.code, self.labels, self.places = statements(ptx)
-        self.threads, self.parameters, self.tensors = threads, parameters, tensors
-        self.fixed = self.places | {"%nctaid.x": grid}
+        self.program = parse(ptx)
+        self.threads = threads
+        self.parameters = parameters
+        self.tensors = tensors
+        # the names that have one value for all threads
+        self.fixed = self.program.places | {"%nctaid.x": grid}
 
     def run(self, program: int) -> None:
         self.registers: dict[str, Bits] = {"%tid.x": np.arange(self.threads, dtype=np.uint64)}
         self.fixed["%ctaid.x"] = program
         self.shared = np.full(1 << 16, 0xCD, np.uint8)
         place = 0
-        while self.code[place][1] != "ret":
-            predicate, operation, names = self.code[place]
+        while self.program.statements[place].operation != "ret":
+            statement = self.program.statements[place]
             place += 1
-            mask = self.mask(predicate)
-            if operation.startswith("bra"):
-                assert mask.all() or not mask.any(), "threads part"
-                place = self.labels[names[0]] if mask.all() else place
-            elif not operation.startswith(SKIPPED):
-                self.step(operation.split("."), names, mask)
+            mask = self.mask(statement.predicate)
+            if statement.operation.startswith("bra"):
+                assert mask.all() or not mask.any(), "some threads take a branch, and others do not"
+                if mask.all():
+                    place = self.program.labels[statement.operands[0]]
+            elif not statement.operation.startswith(SKIPPED):
+                self.step(statement.operation.split("."), statement.operands, mask)
 
-    def mask(self, predicate: str) -> np.ndarray:
+    def mask(self, predicate: str) -> Mask:
         if not predicate:
             return np.ones(self.threads, bool)
-        return self.get(predicate.lstrip("!")).astype(bool) ^ predicate.startswith("!")
+        mask = self.get(predicate.lstrip("!")).astype(bool)
+        return ~mask if predicate.startswith("!") else mask
 
     def get(self, name: str) -> Bits:
+        """Returns the bits of a register, a fixed name or a literal."""
         if name in self.registers:
             return self.registers[name]
-        value = (
-            self.fixed[name]
-            if name in self.fixed
-            else int(name[2:], 16)
-            if name[:2] == "0f"
-            else int(name, 0)
-        )
+        if name in self.fixed:
+            value = self.fixed[name]
+        elif name.startswith("0f"):  # the bits of a float
+            value = int(name[2:], 16)
+        else:
+            value = int(name, 0)
         return np.full(self.threads, value & (2**64 - 1), np.uint64)
 
-    def put(self, name: str, bits: Bits, mask: np.ndarray) -> None:
+    def put(self, name: str, bits: Bits, mask: Mask) -> None:
         old = self.registers.get(name, np.full(self.threads, 0xBAD, np.uint64))
         self.registers[name] = np.where(mask, bits, old)
 
-    def step(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+    def values(self, names: Words, kind: str) -> list[np.ndarray]:
+        return [number(self.get(name), kind) for name in names]
+
+    def step(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Executes an instruction. The first operand is usually the target."""
         kind = parts[-1]
         name = "ld_param" if parts[:2] == ["ld", "param"] else parts[0]
-        special: Callable[[list[str], list[str], np.ndarray], None] | None = getattr(
-            self, f"do_{name}", None
-        )
+        result_kind = WIDE[kind] if "wide" in parts else kind
+        special: Step | None = getattr(self, f"do_{name}", None)
         if special:
             special(parts, names, mask)
         elif name == "setp":
-            compared = COMPARE[parts[1]](*(number(self.get(one), kind) for one in names[1:]))
+            a, b = self.values(names[1:], kind)
+            compared = COMPARE[parts[1]](a, b)
             self.put(names[0], compared.astype(np.uint64), mask)
         elif name in ("fma", "mad"):
-            a, b = (number(self.get(one), kind) for one in names[1:3])
-            wide = WIDE[kind] if "wide" in parts else kind
-            self.put(names[0], raw(a * b + number(self.get(names[3]), wide), wide), mask)
+            a, b = self.values(names[1:3], kind)
+            added = number(self.get(names[3]), result_kind)
+            self.put(names[0], raw(a * b + added, result_kind), mask)
         elif kind == "s16x2":
-            values = [self.get(one) for one in names[1:]]
-            low, high = (
-                raw(INTEGER[name](*(one >> np.uint64(by) for one in values)), "s16")
-                for by in (0, 16)
-            )
-            self.put(names[0], low | high << np.uint64(16), mask)
+            a, b = (self.get(one) for one in names[1:])
+            half = np.uint64(16)
+            low = raw(INTEGER[name](a, b), "s16")
+            high = raw(INTEGER[name](a >> half, b >> half), "s16")
+            self.put(names[0], low | high << half, mask)
         else:
-            values = [number(self.get(one), "u1" if kind == "pred" else kind) for one in names[1:]]
-            wide = WIDE[kind] if "wide" in parts else kind
-            self.put(names[0], raw(INTEGER[name](*values), wide), mask)
+            a, b = self.values(names[1:], "u1" if kind == "pred" else kind)
+            self.put(names[0], raw(INTEGER[name](a, b), result_kind), mask)
 
-    def do_ld_param(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_ld_param(self, _: Words, names: Words, mask: Mask) -> None:
         self.put(names[0], np.uint64(self.parameters[names[1].strip("[]")]), mask)
 
-    def memory(
-        self, operand: str, parts: list[str], mask: np.ndarray
-    ) -> list[tuple[Bits, np.ndarray, np.ndarray]]:
-        """(memory, threads, places in it) of an access."""
+    def accesses(self, operand: str, parts: Words, mask: Mask) -> Iterator[Access]:
+        """Yields the memory that an address operand leads to, for some threads at a time."""
         name, _, offset = operand.strip("[] ").partition("+")
         address = self.get(name.strip()).astype(np.int64) + int(offset or 0)
         if "shared" in parts:
-            return [(self.shared, np.flatnonzero(mask), address[mask])]
-        tensors = np.unique(address[mask] // GLOBAL)
-        chosen = [
-            (self.tensors[int(one)], np.flatnonzero(mask & (address // GLOBAL == one)))
-            for one in tensors
-        ]
-        return [(memory, threads, address[threads] % GLOBAL) for memory, threads in chosen]
+            yield Access(self.shared, np.flatnonzero(mask), address[mask])
+            return
+        for tensor in np.unique(address[mask] // GLOBAL):
+            threads = np.flatnonzero(mask & (address // GLOBAL == tensor))
+            yield Access(self.tensors[int(tensor)], threads, address[threads] % GLOBAL)
 
-    def do_ld(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        size, targets = width(parts[-1]) // 8, listed(names[0])
-        values = np.zeros((self.threads, size * len(targets)), np.uint64)
-        for memory, threads, places in self.memory(names[1], parts, mask):
-            values[threads] = memory[
-                places[:, None] + np.arange(values.shape[1])
-            ]  # IndexError: behind the end
+    def do_ld(self, parts: Words, names: Words, mask: Mask) -> None:
+        targets = listed(names[0])
+        size = width(parts[-1]) // 8
+        loaded = np.zeros((self.threads, size * len(targets)), np.uint64)
+        for access in self.accesses(names[1], parts, mask):
+            loaded[access.threads] = access.memory[access.bytes(loaded.shape[1])]
         shifts = np.arange(size, dtype=np.uint64) * np.uint64(8)
         for i, target in enumerate(targets):
-            self.put(
-                target,
-                (values[:, i * size : (i + 1) * size] << shifts).sum(axis=1, dtype=np.uint64),
-                mask,
-            )
+            bits = loaded[:, i * size : (i + 1) * size] << shifts
+            self.put(target, bits.sum(axis=1, dtype=np.uint64), mask)
 
-    def do_st(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_st(self, parts: Words, names: Words, mask: Mask) -> None:
         shifts = np.arange(width(parts[-1]) // 8, dtype=np.uint64) * np.uint64(8)
-        values = np.concatenate(
-            [self.get(one)[:, None] >> shifts for one in listed(names[1])], axis=1
-        ).astype(np.uint8)
-        for memory, threads, places in self.memory(names[0], parts, mask):
-            memory[places[:, None] + np.arange(values.shape[1])] = values[threads]
+        columns = [self.get(one)[:, None] >> shifts for one in listed(names[1])]
+        stored = np.concatenate(columns, axis=1).astype(np.uint8)
+        for access in self.accesses(names[0], parts, mask):
+            access.memory[access.bytes(stored.shape[1])] = stored[access.threads]
 
-    def do_cp(self, _: list[str], names: list[str], __: np.ndarray) -> None:
-        """cp.async of so many bytes, zeros where the last operand is 0."""
-        values = np.zeros((self.threads, int(names[2])), np.uint8)
-        for memory, threads, places in self.memory(names[1], ["global"], self.get(names[3]) > 0):
-            values[threads] = memory[places[:, None] + np.arange(values.shape[1])]
-        self.shared[
-            self.get(names[0].strip("[] "))[:, None].astype(np.int64) + np.arange(values.shape[1])
-        ] = values
+    def do_cp(self, _: Words, names: Words, __: Mask) -> None:
+        """Executes cp.async, which copies zeros where the last operand is 0."""
+        size = int(names[2])
+        copied = np.zeros((self.threads, size), np.uint8)
+        for access in self.accesses(names[1], ["global"], self.get(names[3]) > 0):
+            copied[access.threads] = access.memory[access.bytes(size)]
+        target = self.get(names[0].strip("[] ")).astype(np.int64)
+        self.shared[target[:, None] + np.arange(size)] = copied
 
-    def do_mov(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        targets, sources = listed(names[0]), listed(names[1])
+    def do_mov(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Moves a register, or joins several into one, or divides one into several."""
+        targets = listed(names[0])
+        sources = listed(names[1])
         count = width(parts[-1]) // max(len(targets), len(sources))
-        whole = sum(
-            (self.get(one) << np.uint64(count * i) for i, one in enumerate(sources)), np.uint64(0)
-        )
+        whole = np.uint64(0)
+        for i, source in enumerate(sources):
+            whole = whole + (self.get(source) << np.uint64(count * i))
+        if len(targets) == 1:
+            self.put(targets[0], whole, mask)
+            return
         for i, target in enumerate(targets):
-            self.put(
-                target, cut(whole >> np.uint64(count * i), 64 if len(targets) == 1 else count), mask
-            )
+            self.put(target, cut(whole >> np.uint64(count * i), count), mask)
 
-    def do_div(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        a, b = (number(self.get(one), parts[-1]) for one in names[1:])
+    def do_div(self, parts: Words, names: Words, mask: Mask) -> None:
+        a, b = self.values(names[1:], parts[-1])
         quotient = np.abs(a) // np.abs(b) * np.sign(a) * np.sign(b)
-        self.put(
-            names[0], raw(quotient if parts[0] == "div" else a - quotient * b, parts[-1]), mask
-        )
+        result = quotient if parts[0] == "div" else a - quotient * b
+        self.put(names[0], raw(result, parts[-1]), mask)
 
     do_rem = do_div
 
-    def do_shl(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        value, count = (
-            number(self.get(names[1]), parts[-1]),
-            np.minimum(number(self.get(names[2]), "u32"), 63),
-        )
-        self.put(
-            names[0], raw(value << count if parts[0] == "shl" else value >> count, parts[-1]), mask
-        )
+    def do_shl(self, parts: Words, names: Words, mask: Mask) -> None:
+        value = number(self.get(names[1]), parts[-1])
+        count = np.minimum(number(self.get(names[2]), "u32"), 63)
+        shifted = value << count if parts[0] == "shl" else value >> count
+        self.put(names[0], raw(shifted, parts[-1]), mask)
 
     do_shr = do_shl
 
-    def do_selp(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
-        self.put(
-            names[0], np.where(self.get(names[3]), self.get(names[1]), self.get(names[2])), mask
-        )
+    def do_selp(self, _: Words, names: Words, mask: Mask) -> None:
+        a, b, condition = (self.get(one) for one in names[1:])
+        self.put(names[0], np.where(condition, a, b), mask)
 
-    def do_not(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_not(self, parts: Words, names: Words, mask: Mask) -> None:
         self.put(names[0], cut(~self.get(names[1]), width(parts[-1])), mask)
 
-    def do_cvt(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_cvt(self, parts: Words, names: Words, mask: Mask) -> None:
         target, source = parts[-2:]
-        values = [number(self.get(one), source) for one in names[1:]]
-        if source == "f32":
-            dtype = torch.float16 if "f16" in target and "bf16" not in target else torch.bfloat16
-            rounded = [
-                torch.from_numpy(one).float().to(dtype).view(torch.int16).numpy().view(np.uint16)
-                for one in values
-            ]
-            values = [
-                sum(one.astype(np.int64) << 16 * i for i, one in enumerate(reversed(rounded)))
-            ]
-            target = "u32"
-        self.put(names[0], raw(values[0], target), mask)
+        values = self.values(names[1:], source)
+        if source != "f32":
+            self.put(names[0], raw(values[0], target), mask)
+            return
+        dtype = torch.bfloat16 if "bf16" in target or "f16" not in target else torch.float16
+        total = np.int64(0)
+        for i, value in enumerate(reversed(values)):  # the last of two is the low half
+            rounded = torch.from_numpy(value).float().to(dtype).view(torch.int16)
+            total = total + (rounded.numpy().view(np.uint16).astype(np.int64) << 16 * i)
+        self.put(names[0], raw(total, "u32"), mask)
 
-    def do_lop3(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_lop3(self, _: Words, names: Words, mask: Mask) -> None:
         assert names[4] == "0xea"
         a, b, c = (self.get(one) for one in names[1:4])
         self.put(names[0], cut((a & b) | c, 32), mask)
 
-    def do_prmt(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
-        source, total = (
-            cut(self.get(names[1]), 32) | self.get(names[2]) << np.uint64(32),
-            np.uint64(0),
-        )
+    def do_prmt(self, _: Words, names: Words, mask: Mask) -> None:
+        """Puts bytes of two registers together; a selector of 8 or more takes a byte's sign."""
+        source = cut(self.get(names[1]), 32) | self.get(names[2]) << np.uint64(32)
+        total = np.uint64(0)
         for i in range(4):
-            pick = int(names[3], 0) >> 4 * i & 15
-            byte = source >> np.uint64(8 * (pick & 7)) & np.uint64(255)
-            total = total | (
-                np.where(byte > 127, 255, 0).astype(np.uint64) if pick & 8 else byte
-            ) << np.uint64(8 * i)
+            selector = int(names[3], 0) >> 4 * i & 15
+            byte = source >> np.uint64(8 * (selector & 7)) & np.uint64(255)
+            if selector & 8:
+                byte = np.where(byte > 127, 255, 0).astype(np.uint64)
+            total = total | byte << np.uint64(8 * i)
         self.put(names[0], total, mask)
 
-    def do_bfe(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
+    def do_bfe(self, _: Words, names: Words, mask: Mask) -> None:
         self.put(names[0], cut(self.get(names[1]) >> self.get(names[2]), int(names[3])), mask)
 
-    def do_shfl(self, _: list[str], names: list[str], mask: np.ndarray) -> None:
-        lane, segment = np.arange(self.threads), int(names[3], 0) >> 8 & 31
-        self.put(
-            names[0],
-            self.get(names[1])[lane // 32 * 32 + (lane % 32 & segment | int(names[2]))],
-            mask,
-        )
+    def do_shfl(self, _: Words, names: Words, mask: Mask) -> None:
+        lanes = np.arange(self.threads)
+        segment = int(names[3], 0) >> 8 & 31
+        sources = lanes // 32 * 32 + (lanes % 32 & segment | int(names[2]))
+        self.put(names[0], self.get(names[1])[sources], mask)
 
     def left(self, operand: str, kind: str) -> np.ndarray:
-        """[warps, 16, 16]: as PTX places them in lanes (g, t)."""
+        """Returns a left operand, [warps, 16, 16], which PTX places in lanes (g, t)."""
         g, t = np.divmod(np.arange(32), 4)
         found = np.zeros((self.threads // 32, 16, 16))
         for i, one in enumerate(listed(operand)):
@@ -344,49 +388,44 @@ class Machine:
         return found
 
     def put_sums(
-        self, found: np.ndarray, targets: list[str], before: list[np.ndarray], mask: np.ndarray
+        self, found: np.ndarray, targets: Words, before: list[np.ndarray], mask: Mask
     ) -> None:
+        """Adds a product, [warps, 16, columns], to sums in registers, which PTX places in lanes."""
         g, t = np.divmod(np.arange(32), 4)
         for i, (target, old) in enumerate(zip(targets, before, strict=True)):
             sums = found[:, g + i // 2 % 2 * 8, 2 * t + i // 4 * 8 + i % 2].reshape(-1)
             self.put(target, raw(old + sums, "f32"), mask)
 
-    def do_mma(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        """m16n8k16."""
+    def do_mma(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Multiplies by m16n8k16, all operands in registers."""
         g, t = np.divmod(np.arange(32), 4)
         right = np.zeros((self.threads // 32, 16, 8))
         for i, one in enumerate(listed(names[2])):
             for half, values in enumerate(halves(self.get(one), parts[-2])):
                 right[:, 2 * t + i * 8 + half, g] = values.reshape(-1, 32)
-        before = [number(self.get(one), "f32") for one in listed(names[3])]
+        before = self.values(listed(names[3]), "f32")
         self.put_sums(self.left(names[1], parts[-2]) @ right, listed(names[0]), before, mask)
 
-    def do_wgmma(self, parts: list[str], names: list[str], mask: np.ndarray) -> None:
-        """m64nNk16, the right operand in shared memory: rows of 128 bytes, whose pieces are
-        swizzled.
+    def do_wgmma(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Multiplies by m64nNk16.
+
+        The right operand is in shared memory: rows of 128 bytes, whose pieces are swizzled.
         """
         (descriptor,) = np.unique(self.get(names[2]))
         assert descriptor >> np.uint64(16) == 0x400000400001
-        k, n = (
-            np.arange(16)[:, None],
-            np.arange(int(parts[4].removeprefix("m64n").removesuffix("k16"))),
-        )
+        columns = int(parts[4].removeprefix("m64n").removesuffix("k16"))
+        k = np.arange(16)[:, None]
+        n = np.arange(columns)
         place = (int(descriptor) & 0x3FFF) * 16 + n * 128 + k * 2
         place ^= (place >> 7 & 7) << 4
-        low, _ = halves(
-            (
-                self.shared[place] + self.shared[place + 1].astype(np.uint64) * np.uint64(256)
-            ).ravel(),
-            parts[-1],
-        )
-        kept = self.mask(names[3])
-        before = [
-            np.where(kept, number(self.get(one), "f32"), 0.0) if kept.all() else 0.0
-            for one in listed(names[0])
-        ]
-        self.put_sums(
-            self.left(names[1], parts[-1]) @ low.reshape(16, -1), listed(names[0]), before, mask
-        )
+        bits = self.shared[place] + self.shared[place + 1].astype(np.uint64) * np.uint64(256)
+        right, _ = halves(bits.ravel(), parts[-1])
+        targets = listed(names[0])
+        if self.mask(names[3]).all():
+            before = self.values(targets, "f32")
+        else:  # the first product begins the sums
+            before = [np.zeros(self.threads) for _ in targets]
+        self.put_sums(self.left(names[1], parts[-1]) @ right.reshape(16, -1), targets, before, mask)
 
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -394,7 +433,7 @@ NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pai
 
 
 def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
-    """The PTX of product_kernel."""
+    """Compiles product_kernel and returns its PTX."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
     pointers = (kinds[dtype], kinds[out], "*u8", *absmax, "*i32")
@@ -416,59 +455,43 @@ def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str
 def multiply(
     x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs: int
 ) -> torch.Tensor:
-    """The kernel's product, as `programs` programs, one after the other; what stands around it in
-    plain torch.
+    """Multiplies with the kernel, as `programs` programs, one after the other.
+
+    Plain torch does what stands around the kernel.
     """
-    decoding, device = decoding_of(state), torch.device("cpu")
-    (m, k), n = x.shape, state.shape[0]
-    shape = replace(next(one for one in launches.SHAPES if m <= one.rows), nested=state.nested)
+    decoding = decoding_of(state)
+    m, k = x.shape
+    n = state.shape[0]
+    first = next(one for one in launches.SHAPES if m <= one.rows)
+    shape = replace(first, nested=state.nested)
     sizes, shift, grid = launches.plan(shape, m, n, k, programs)
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
-    ordered = (
-        x if shape.wide else x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
-    )
-    tensors = (
-        ordered,
-        out,
-        packed,
-        *decoding.pointers(),
-        tables.pair_table(decoding.quant_type, x.dtype, device),
-    )
-    buffers = {
-        i + 1: one.reshape(-1).view(torch.uint8).numpy().copy() for i, one in enumerate(tensors)
-    }
+    ordered = x
+    if not shape.wide:
+        ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
+    pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
+    buffers = {}
+    for i, tensor in enumerate((ordered, out, packed, *decoding.pointers(), pairs), start=1):
+        buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
     scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
-    values = [(i + 1) << 40 for i in range(8)] + [*sizes, shift, *scaling, 0, 0]
+    addresses = [i * GLOBAL for i in buffers]
+    values = [*addresses, *sizes, shift, *scaling, 0, 0]
     parameters = {f"product_kernel_param_{i}": value for i, value in enumerate(values)}
-    machine = Machine(
-        compiled(shape, x.dtype, out.dtype), 32 * shape.warps, parameters, buffers, grid
-    )
+    ptx = compiled(shape, x.dtype, out.dtype)
+    machine = Machine(ptx, 32 * shape.warps, parameters, buffers, grid)
     for program in range(grid):
         machine.run(program)
-    return (
-        torch.from_numpy(buffers[2])
-        .view(out.dtype)
-        .view(out.shape)
-        .sum(0, dtype=torch.float32)
-        .to(x.dtype)
-    )
+    parts = torch.from_numpy(buffers[2]).view(out.dtype).view(out.shape)
+    return parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
 if __name__ == "__main__":
-    worst = 0.0
     for m, n, k, quant_type, blocksize, nested, dtype in (
         (1, 37, 576, "nf4", 64, True, torch.bfloat16),
         (1, 300, 4160, "nf4", 64, True, torch.bfloat16),
-        (
-            1,
-            700,
-            192,
-            "nf4",
-            64,
-            False,
-            torch.bfloat16,
-        ),  # more units than wait for each other's sums
+        # more units than wait for each other's sums
+        (1, 700, 192, "nf4", 64, False, torch.bfloat16),
         (1, 33, 14336, "nf4", 4096, True, torch.float16),
         (2, 200, 2112, "fp4", 128, False, torch.bfloat16),
         (2, 1, 64, "nf4", 64, False, torch.float16),

@@ -1,12 +1,11 @@
-"""A small server that answers as the Hugging Face Hub does, with faults on demand. For
-huggingface_hub's real client.
+"""Answers huggingface_hub's client as the Hugging Face Hub does, with faults on demand.
 
-It serves what tests put into `HUB.repos`, on a loopback port that is chosen when this module is
-imported, which must come before huggingface_hub is: that is when it reads HF_ENDPOINT. So no test
-can reach the real Hub.
+The server has the repositories that tests put into `HUB.repos`. It listens on a loopback port that
+is chosen when this module is imported. Import it before huggingface_hub, which reads HF_ENDPOINT
+when it is imported; then no test can reach the real Hub.
 
-What is answered, and how: https://huggingface.co/docs/hub/api; huggingface_hub's hf_api.py,
-file_download.py, lfs.py.
+The answers follow https://huggingface.co/docs/hub/api, and hf_api.py, file_download.py and lfs.py
+of huggingface_hub.
 """
 
 import base64
@@ -24,10 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+# bytes from which a file is kept in LFS; the real Hub has 10 MB, or any size for *.safetensors
 LFS_THRESHOLD = 1000
-"""Bytes from which a file is kept in LFS. The real Hub's is 10 MB, or any size for names like
-*.safetensors.
-"""
 
 
 @dataclass
@@ -35,10 +32,10 @@ class Repo:
     """A model repository.
 
     Attributes:
-        commits: content of each commit, oldest first: path → bytes.
-        token: who may read; None for everybody.
-        gated: whether reading files takes more than a token.
-        private: as it was created.
+        commits: the files of each commit, path → bytes, oldest first.
+        token: the token of those who may read; None for everybody.
+        gated: True if anybody sees the repository, and only the token reads files.
+        private: True if it was created so.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -47,11 +44,10 @@ class Repo:
     private: bool = False
 
     def commit(self, files: dict[str, bytes]) -> str:
-        """Add a commit; its 40 digits."""
-        listing = sorted(
-            (name, hashlib.sha1(content).hexdigest()) for name, content in files.items()
-        )
-        sha = hashlib.sha1(repr((len(self.commits), listing)).encode()).hexdigest()
+        """Adds a commit and returns its 40 digits."""
+        listing = [(name, hashlib.sha1(content).hexdigest()) for name, content in files.items()]
+        description = repr((len(self.commits), sorted(listing)))
+        sha = hashlib.sha1(description.encode()).hexdigest()
         self.commits[sha] = dict(files)
         return sha
 
@@ -67,17 +63,17 @@ class Repo:
 
 @dataclass
 class Fault:
-    """Something that goes wrong, a number of times.
+    """A fault that happens a number of times.
 
     Attributes:
-        path: regular expression, searched in "METHOD /path".
-        times: how often it happens.
-        status: answer with this instead.
-        headers: of that answer.
-        cut: send only so many bytes of the body.
-        corrupt: flip a bit of the body.
-        seconds: wait before every 64 KiB of the body.
-        call: do this first.
+        path: a regular expression that is searched in "METHOD /path".
+        times: the number of requests that it happens to.
+        status: the status of the answer, which then has no content.
+        headers: the headers of that answer.
+        cut: the number of bytes after which the body ends.
+        corrupt: True to flip a bit of the body.
+        seconds: the time to wait before every 64 KiB of the body.
+        call: a function to call before the answer.
     """
 
     path: str
@@ -97,8 +93,8 @@ class Request:
     Attributes:
         line: "METHOD /path".
         range: the Range header.
-        token: of the Authorization header.
-        status: what was answered.
+        token: the token in the Authorization header.
+        status: the status of the answer.
     """
 
     line: str
@@ -108,13 +104,13 @@ class Request:
 
 
 class Hub:
-    """The server's memory.
+    """The server and its memory.
 
     Attributes:
-        repos: by id.
-        faults: what is to go wrong.
-        requests: all that was asked, in order.
-        objects: LFS objects that were uploaded, by sha256.
+        repos: the repositories by their ids.
+        faults: the faults that are still to happen.
+        requests: all requests, in order.
+        objects: the LFS objects by their sha256.
     """
 
     def __init__(self) -> None:
@@ -126,14 +122,15 @@ class Hub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.cdn_url = self.url.replace(
-            "127.0.0.1", "localhost"
-        )  # another host to clients: no token goes there
+        # another host to clients, to which they send no token
+        self.cdn_url = self.url.replace("127.0.0.1", "localhost")
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def clear(self) -> None:
-        for memory in (self.repos, self.faults, self.requests, self.objects):
-            memory.clear()
+        self.repos.clear()
+        self.faults.clear()
+        self.requests.clear()
+        self.objects.clear()
 
     def count(self, pattern: str) -> int:
         """Returns the number of requests whose line matches a pattern."""
@@ -151,7 +148,9 @@ class Hub:
 class _RefusedError(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.status = status
+        self.code = code
+        self.message = message
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -225,13 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, repo: str, revision: str, folder: str | None = None) -> None:
         found = self._repo(repo, self.token)
         files = found.commits[self._commit(found, revision)]
-        self._json(
-            [
-                _tree_entry(name, content)
-                for name, content in files.items()
-                if name.startswith(folder or "")
-            ]
-        )
+        entries = []
+        for name, content in files.items():
+            if name.startswith(folder or ""):
+                entries.append(_tree_entry(name, content))
+        self._json(entries)
 
     def resolve(self, repo: str, revision: str, name: str) -> None:
         found = self._repo(repo, self.token, files=True)
@@ -260,7 +257,9 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is None:
             self._send(200, content, headers | {"Accept-Ranges": "bytes"})
             return
-        start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        start = int(wanted[1])
+        last = int(wanted[2] or len(content))
+        stop = min(last + 1, len(content))
         if start >= len(content):
             self._send(416, b"", headers | {"Content-Range": f"bytes */{len(content)}"})
             return
@@ -269,17 +268,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def create(self) -> None:
         wanted = json.loads(self.body)
-        repo = (
-            f"{wanted['organization']}/{wanted['name']}"
-            if wanted.get("organization")
-            else f"me/{wanted['name']}"
-        )
+        owner = wanted.get("organization") or "me"
+        repo = f"{owner}/{wanted['name']}"
         if self.token is None:
             raise _RefusedError(401, "", "Invalid username or password.")
         if repo in HUB.repos:
-            self._json(
-                {"error": "You already created this model repo", "url": f"{HUB.url}/{repo}"}, 409
-            )
+            message = "You already created this model repo"
+            self._json({"error": message, "url": f"{HUB.url}/{repo}"}, 409)
             return
         is_private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
         HUB.repos[repo] = Repo(private=is_private, token=self.token)
@@ -289,9 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.token is None:
             raise _RefusedError(401, "", "Invalid username or password.")
-        self._json(
-            {"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
-        )
+        auth = {"accessToken": {"role": "write"}}
+        self._json({"name": "me", "type": "user", "orgs": [], "auth": auth})
 
     def validate_card(self) -> None:
         content = json.loads(self.body)["content"]
@@ -300,15 +294,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo: str) -> None:
         found = self._repo(repo, self.token)
-        files = [
-            {
+        files = []
+        for file in json.loads(self.body)["files"]:
+            before = found.files.get(file["path"])
+            entry = {
                 "path": file["path"],
                 "uploadMode": "lfs" if file["size"] >= LFS_THRESHOLD else "regular",
                 "shouldIgnore": False,
-                "oid": _blob(found.files[file["path"]]) if file["path"] in found.files else None,
+                "oid": None if before is None else _blob(before),
             }
-            for file in json.loads(self.body)["files"]
-        ]
+            files.append(entry)
         self._json({"files": files, "commitOid": found.head})
 
     def batch(self, repo: str) -> None:
@@ -317,9 +312,8 @@ class _Handler(BaseHTTPRequestHandler):
         for wanted in json.loads(self.body)["objects"]:
             entry = {"oid": wanted["oid"], "size": wanted["size"]}
             if wanted["oid"] not in HUB.objects:
-                entry["actions"] = {
-                    "upload": {"href": f"{HUB.url}/upload/{wanted['oid']}", "header": {}}
-                }
+                place = {"href": f"{HUB.url}/upload/{wanted['oid']}", "header": {}}
+                entry["actions"] = {"upload": place}
             objects.append(entry)
         self._json({"transfer": "basic", "objects": objects})
 
@@ -332,13 +326,14 @@ class _Handler(BaseHTTPRequestHandler):
     def create_commit(self, repo: str) -> None:
         found = self._repo(repo, self.token)
         files = dict(found.files)
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
+        for line in self.body.splitlines():
+            change = json.loads(line)
+            value = change["value"]
+            if change["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
+            elif change["key"] == "lfsFile":
                 files[value["path"]] = HUB.objects[value["oid"]]
-            elif line["key"] == "deletedFile":
+            elif change["key"] == "deletedFile":
                 del files[value["path"]]
         sha = found.commit(files)
         url = f"{HUB.url}/{repo}/commit/{sha}"
@@ -358,15 +353,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         fault = self.fault or Fault("")
         if fault.corrupt:
-            body = (
-                body[: len(body) // 2]
-                + bytes([body[len(body) // 2] ^ 1])
-                + body[len(body) // 2 + 1 :]
-            )
-        for start in range(0, len(body[: fault.cut]), 2**16):
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        body = body[: fault.cut]
+        for start in range(0, len(body), 2**16):
             time.sleep(fault.seconds)
             try:
-                self.wfile.write(body[: fault.cut][start : start + 2**16])
+                self.wfile.write(body[start : start + 2**16])
             except OSError:
                 return  # the client has left
         if fault.cut is not None:
@@ -423,7 +416,7 @@ def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Environment variables for a while."""
+    """Sets environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
