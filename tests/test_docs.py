@@ -2,6 +2,8 @@
 they stand.
 """
 
+import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 from checkpoints import write_source
 from hub_server import Hub
 
+import nf4conv
 from nf4conv.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +46,37 @@ def test_every_option_is_documented():
             if f"{spelling}" not in sections[name]
         ]
         assert not missing, name
+
+
+PUBLIC = {name: getattr(nf4conv, name) for name in nf4conv.__all__}
+PUBLIC_FUNCTIONS = [name for name, thing in PUBLIC.items() if inspect.isfunction(thing)]
+PUBLIC_DATACLASSES = {thing for thing in PUBLIC.values() if dataclasses.is_dataclass(thing)}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    sorted({*PUBLIC_DATACLASSES, *generate.row_classes()}, key=lambda kind: kind.__name__),
+)
+def test_a_docstring_names_every_field(kind):
+    described = generate.attributes(kind)
+    assert described.keys() == {field.name for field in dataclasses.fields(kind)}
+    for name, text in described.items():
+        assert text.endswith("."), name
+
+
+def test_every_class_of_options_and_results_is_in_the_docs():
+    in_docs = {*generate.OPTIONS, *generate.RESULTS}
+    assert in_docs == PUBLIC_DATACLASSES - {nf4conv.QuantState}
+
+
+@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+def test_a_docstring_names_every_argument_and_the_result(name):
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    signature = inspect.signature(PUBLIC[name])
+    arguments = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    for argument in signature.parameters:
+        assert re.search(rf"^ {{4}}{argument}: ", arguments, re.MULTILINE), argument
+    assert "\nReturns:\n" in text or signature.return_annotation in (None, "None")
 
 
 def test_the_api_in_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
