@@ -1,5 +1,7 @@
-"""Torch pickles, read without executing anything.
+"""Reads torch pickles, of which nothing is executed.
 
-header.py    finds the tensors of a pickle and where their bytes are
-program.py   interprets the few opcodes that torch writes
+header.py    finds the tensors of a file and where their bytes are
+program.py   runs the pickle in a file on a machine that can call nothing
+values.py    checks and combines what a pickle describes
+names.py     lists every name that a pickle of a state dict may use
 """

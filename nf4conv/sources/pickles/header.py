@@ -20,7 +20,8 @@ from typing import IO, Any, Final, cast
 
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.header import check_name
-from nf4conv.sources.pickles.program import PickleError, Storage, StoredTensor, run_pickle
+from nf4conv.sources.pickles.program import run_pickle
+from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor
 from nf4conv.sources.tensors import DTYPE_BITS, Strided, TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
