@@ -56,13 +56,13 @@ class Rule:
     """
 
     def __init__(self, own: Predicate, above: Predicate = _never) -> None:
-        self._own = own
-        self._above = above
+        self.own = own
+        self.above = above
         # the answers about paths above others: a checkpoint's modules come in groups
         self._known = {"": False}
 
     def __call__(self, path: str) -> bool:
-        return self._own(path) or self._skips_below(parent_of(path))
+        return self.own(path) or self._skips_below(parent_of(path))
 
     def skipped(self, groups: Iterable[Siblings]) -> Iterator[str]:
         """Yields the paths that the loader leaves alone."""
@@ -70,17 +70,17 @@ class Rule:
             if self._skips_below(group.parent):
                 yield from group.paths
             else:
-                yield from filter(self._own, group.paths)
+                yield from filter(self.own, group.paths)
 
     def not_skipped(self, groups: Iterable[Siblings]) -> Iterator[str]:
         """Yields the paths that the loader does not leave alone."""
         for group in groups:
             if not self._skips_below(group.parent):
-                yield from filterfalse(self._own, group.paths)
+                yield from filterfalse(self.own, group.paths)
 
     def _skips_below(self, path: str) -> bool:
         if path not in self._known:
-            self._known[path] = self._skips_below(parent_of(path)) or self._above(path)
+            self._known[path] = self._skips_below(parent_of(path)) or self.above(path)
         return self._known[path]
 
 
@@ -95,9 +95,17 @@ def is_name(entry: str) -> bool:
 def transformers_4(entries: Iterable[str]) -> Rule:
     """Returns the rule of transformers 4 for a list."""
     names = frozenset(entries)
-    if "" in names:  # stands before any dot
-        return Rule(lambda path: "." in path or path in names)
-    return Rule(lambda path: path in names or _last_part(path) in names, NameIndex(names).ends)
+
+    def is_skipped(path: str) -> bool:
+        return path in names or _last_part(path) in names
+
+    def is_skipped_by_empty_name(path: str) -> bool:
+        # an empty entry stands before any dot
+        return "." in path or path in names
+
+    if "" in names:
+        return Rule(is_skipped_by_empty_name)
+    return Rule(is_skipped, NameIndex(names).ends)
 
 
 def transformers_5(entries: Iterable[str]) -> Rule:
@@ -122,25 +130,27 @@ def transformers_5_0(entries: Iterable[str]) -> Rule:
     if not all(map(is_name, names)):
         return _rule_of_patterns(names, end="")
     index = NameIndex(names)
-    return Rule(
-        lambda path: index.ends(path) or begins_in_last_part(index, path),
-        lambda path: begins_below(index, path),
-    )
+    by_beginning = rule_by_beginning(index)
+
+    def is_skipped(path: str) -> bool:
+        return index.ends(path) or by_beginning.own(path)
+
+    return Rule(is_skipped, by_beginning.above)
 
 
-def begins_in_last_part(index: NameIndex, path: str) -> bool:
-    """Returns True if a path begins with a name that ends anywhere in its last part."""
-    start = path.rfind(".") + 1
-    return index.begins(path, start + 1, len(path))
+def rule_by_beginning(index: NameIndex) -> Rule:
+    """Returns the rule that skips what begins with a name, even if the name ends inside a part."""
 
+    # What ends before the last part is the answer about the paths above.
+    def is_skipped(path: str) -> bool:
+        last_part = path.rfind(".") + 1
+        return index.begins(path, last_part + 1, len(path))
 
-def begins_below(index: NameIndex, path: str) -> bool:
-    """Returns True if a name ends in the last part of a path, or with the dot after it.
+    def is_skipped_below(path: str) -> bool:
+        last_part = path.rfind(".") + 1
+        return index.begins(f"{path}.", last_part + 1, len(path) + 1)
 
-    It is then the beginning of every path below.
-    """
-    start = path.rfind(".") + 1
-    return index.begins(f"{path}.", start + 1, len(path) + 1)
+    return Rule(is_skipped, is_skipped_below)
 
 
 def _rule_of_patterns(patterns: tuple[str, ...], end: str) -> Rule:
@@ -157,7 +167,11 @@ def _rule_of_patterns(patterns: tuple[str, ...], end: str) -> Rule:
             f"llm_int8_skip_modules cannot name {', '.join(odd[:3])}: "
             f"transformers 5 takes it for a regular expression, which fails: {error}"
         ) from error
-    return Rule(lambda path: path.endswith(patterns) or starts(path) is not None)
+
+    def is_skipped(path: str) -> bool:
+        return path.endswith(patterns) or starts(path) is not None
+
+    return Rule(is_skipped)
 
 
 def vllm(entries: Iterable[str]) -> Rule:

@@ -14,11 +14,10 @@ from typing import Final, NamedTuple
 from nf4conv.choose.loader_rules import (
     RULES,
     Rule,
-    begins_below,
-    begins_in_last_part,
     grouped,
     is_name,
     parent_of,
+    rule_by_beginning,
 )
 from nf4conv.choose.name_index import NameIndex
 from nf4conv.errors import PlanError
@@ -241,9 +240,7 @@ def mistaken_for_skipped(entries: Iterable[str], packed: Collection[str]) -> tup
     # Two rules are enough. Whatever transformers 5.21 skips by a beginning, 5.0 skips too; and what
     # vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
     index = NameIndex(entries)
-    by_beginning = Rule(
-        lambda path: begins_in_last_part(index, path), lambda path: begins_below(index, path)
-    )
+    by_beginning = rule_by_beginning(index)
     by_end = Rule(index.ends, index.ends)
     # no more of a path than this can match, and that much many paths have in common
     beginnings = {path[: index.longest] for path in packed}

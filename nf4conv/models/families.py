@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.models.config import levels
+from nf4conv.models.denoiser_table import CLASSES
 from nf4conv.models.family import Family
-from nf4conv.models.family_table import FAMILIES
+from nf4conv.models.family_table import MODEL_TYPES
+
+FAMILIES: Final[Mapping[str, Family]] = {**CLASSES, **MODEL_TYPES}
 
 
 def families_of(config: Mapping[str, Any]) -> tuple[Family, ...]:

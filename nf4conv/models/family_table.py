@@ -1,11 +1,11 @@
-"""Lists the model families that deviate from the rules of choose/selection.py.
+"""Lists the model families that deviate from the rules of choose/selection.py, by model_type.
 
-A family is listed only where names and shapes cannot tell. The key is config.json's model_type; for
-a submodel of a diffusers pipeline it is the name of its class. Patterns are regular expressions,
-searched in the path of a module on disk, which is a tensor's name without ".weight".
+A family is listed only where names and shapes cannot tell. The key is config.json's model_type;
+denoiser_table.py has the submodels of diffusers. Patterns are regular expressions, searched in the
+path of a module on disk, which is a tensor's name without ".weight".
 
-Constants come first: reasons, then families that several model types share. FAMILIES at the end is
-the table. tests/architectures and tests/diffusers convert and load tiny models of these families.
+Constants come first: reasons, then families that several model types share. MODEL_TYPES at the end
+is the table. tests/architectures converts and loads tiny models of these families.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Final
 
 from nf4conv.models.family import Family, KeptModules, Renaming
 
-# ---------------------------------------------------------------------- reasons that users read
+# Reasons that users read.
 
 READ: Final = (
     "transformers reads this weight outside of its module, which a packed one does not survive"
@@ -22,8 +22,6 @@ READ: Final = (
 SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
 CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
 NEVER_QUANTIZED: Final = "transformers never quantizes this weight of the family"
-DIFFUSERS_FLOAT32: Final = "diffusers keeps this in float32"
-OLD_ATTENTION: Final = "diffusers renames this weight of an old checkpoint when it loads it"
 TIED: Final = "tied to other heads of the detector"
 SHARED: Final = (
     "shared by layers and stored with any one of them, of which transformers 5 finds some only "
@@ -31,35 +29,13 @@ SHARED: Final = (
 )
 VISION: Final = "in the vision part"
 
-# ---------------------------------------------------------------------- denoisers of diffusers
-
-
-def _kept_in_float32(names: str) -> Family:
-    """Returns the family of a class that lists `names` as its _keep_in_fp32_modules.
-
-    diffusers skips linear layers below a module of such a name when it quantizes.
-    """
-    return Family(
-        keep=(KeptModules(rf"({names})(\.|$)", DIFFUSERS_FLOAT32),),
-        float32=rf"(^|\.)({names})(\.|$)",
-    )
-
-
-ANY_SUBMODEL: Final = Family(
-    only_blocks=True,
-    linear=r"\.experts\.\d+\.",  # one nn.Linear each, as in HiDream
-)
-JOY_IMAGE: Final = _kept_in_float32("time_embedder|norm1|norm2|norm_out")
-KANDINSKY: Final = _kept_in_float32(r"time_embeddings|pooled_bias|\w*modulation")
-WAN: Final = _kept_in_float32("rope|time_embedder|scale_shift_table|norm1|norm2|norm3")
-
-# ---------------------------------------------------------------------- weights stored as [in, out]
+# Weights stored as [in, out].
 
 GPT2: Final = Family(
     transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$"
 )
 
-# ---------------------------------------------------------------------- weights that stay unpacked
+# Weights that stay unpacked.
 
 T5: Final = Family(keep=(KeptModules(r"(^|\.)wo$", NEVER_QUANTIZED),))
 # Like T5, these read the weight of `wo` outside of its module. transformers does not protect it.
@@ -76,7 +52,7 @@ AUDIO_CODEC: Final = Family(
 )
 RENAMED_TOWERS: Final = Family(renames_towers=True)
 
-# ---------------------------------------------------------------------- split or merged by loaders
+# Split or merged by loaders.
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
 GATE_UP: Final = ("gate_proj", "up_proj")
@@ -100,7 +76,7 @@ NOMIC: Final = _converted("Wqkv", QKV)
 MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
 
-# ---------------------------------------------------------------------- renamed by transformers 5
+# Renamed by transformers 5.
 
 BLOCK_SPARSE: Final = Family(renamed=(Renaming(r"\.block_sparse_moe\.", ".mlp."),))
 NEMOTRON_H: Final = Family(
@@ -111,7 +87,7 @@ NEMOTRON_H: Final = Family(
 )
 SAM3: Final = Family(renamed=(Renaming(r"^tracker_model\.", ""),))
 
-# ---------------------------------------------------------------------- heads that are not on disk
+# Heads that are not on disk.
 
 ENCODER_DECODER_HEAD: Final = Family(heads=("proj_out",))
 OUTPUT_PROJECTION: Final = Family(heads=("output_projection",))
@@ -125,56 +101,12 @@ DETECTOR: Final = Family(
     heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
 )
 
-# ---------------------------------------------------------------------- other shared families
+# Others.
 
 LLAMA4: Final = Family(splits_experts=True)
 INKLING: Final = Family(float32=r"sconv")
 
-# ---------------------------------------------------------------------- the table
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    # Every submodel of a diffusers pipeline has this key in its config, with its class as value.
-    "_class_name": ANY_SUBMODEL,
-    # Classes of diffusers.
-    "AnyFlowTransformer3DModel": WAN,
-    "AnyFlowFARTransformer3DModel": WAN,
-    "ChronoEditTransformer3DModel": WAN,
-    "SkyReelsV2Transformer3DModel": WAN,
-    "WanTransformer3DModel": WAN,
-    "WanVACETransformer3DModel": WAN,
-    "Cosmos3OmniTransformer": _kept_in_float32("time_embedder"),
-    "Flux3Transformer2DModel": _kept_in_float32("norm_q|norm_k"),
-    "HeliosTransformer3DModel": _kept_in_float32(
-        "time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"
-    ),
-    "JoyImageEditTransformer3DModel": JOY_IMAGE,
-    "JoyImageEditPlusTransformer3DModel": JOY_IMAGE,
-    "Kandinsky5Transformer3DModel": KANDINSKY,
-    "Kandinsky6Transformer3DModel": KANDINSKY,
-    "Kandinsky6SRTransformer3DModel": KANDINSKY,
-    "Krea2Transformer2DModel": replace(
-        _kept_in_float32("norm|norm1|norm2|norm_q|norm_k"),
-        linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
-    ),
-    "MiniMaxH3Transformer3DModel": _kept_in_float32(
-        "proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"
-    ),
-    "RFD4ProteinaTransformer": _kept_in_float32("cond_factory|norm|ln_out"),
-    "UNet2DModel": Family(
-        keep=(KeptModules(r"\.(query|key|value|proj_attn)$", OLD_ATTENTION),),
-        renamed=(
-            Renaming(r"\.query$", ".to_q"),
-            Renaming(r"\.key$", ".to_k"),
-            Renaming(r"\.value$", ".to_v"),
-            Renaming(r"\.proj_attn$", ".to_out.0"),
-        ),
-    ),
-    "WanAnimateTransformer3DModel": _kept_in_float32(
-        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"
-    ),
-    "WanAnimate2Transformer3DModel": _kept_in_float32(
-        "time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"
-    ),
+MODEL_TYPES: Final[Mapping[str, Family]] = {
     # Conv1D stores [in, out].
     "gpt2": GPT2,
     "openai-gpt": GPT2,
