@@ -1,4 +1,4 @@
-"""The safetensors header: parse, validate, build.
+"""Parses, validates and builds the header of a safetensors file.
 
 A file is 8 bytes N (little endian), N bytes of JSON and the data:
 
@@ -24,23 +24,25 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 
 METADATA_KEY: Final = "__metadata__"
 
-MOST_TENSORS: Final = (
-    1_000_000  # of a checkpoint: some times what the largest has, and what memory can bear
-)
-_SHORT_HEADER: Final = 2**23  # bytes; a longer one describes at least as much data
+MOST_TENSORS: Final = 1_000_000
+"""Tensors of a checkpoint: some times what the largest one has, and no more than memory can bear."""
+
 MOST_DIMENSIONS: Final = 64  # as torch
-_LONGEST_NAME: Final = 1000
-_MOST_DOTS: Final = 64
-"""Names are taken apart at their dots: several times what models have, and no more than memory can
-bear.
-"""
 LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
+
+_SHORT_HEADER: Final = 2**23  # bytes; a longer header describes at least as much data
+_LONGEST_NAME: Final = 1000  # characters
+_MOST_DOTS: Final = 64
+"""Dots of a name, at which it is taken apart: several times what models have, and no more than
+memory can bear.
+"""
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
-    """The tensors of a safetensors file, in the order of their bytes; the data itself is not read.
+    """Returns the tensors of a safetensors file, in the order of their bytes, without their data.
 
-    A SourceError if the file is missing, unreadable, truncated or malformed.
+    Raises:
+        SourceError: the file is missing, unreadable, truncated or malformed.
     """
     with named(path, SourceError), path.open("rb") as file:
         size = path.stat().st_size
@@ -50,10 +52,15 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 
 def header_stop(path: Path, head: bytes, size: int) -> int:
-    """Where the header of a file of so many bytes ends, told by at least the first 8, if there are
-    as many.
+    """Returns where the header of a safetensors file ends, in bytes.
 
-    A SourceError if no safetensors file begins like this.
+    Args:
+        path: the file, to name it in an error.
+        head: the first bytes of the file, at least 8 unless it has fewer.
+        size: how many bytes the file has.
+
+    Raises:
+        SourceError: no safetensors file begins like this.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if size < LENGTH_BYTES:
@@ -78,16 +85,20 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
-    """The tensors that JSON, without the 8 length bytes, says are in a file of so many bytes; in
-    the order of theirs.
+    """Returns the tensors that a header describes, in the order of their bytes.
 
-    A SourceError if it is no JSON, or has an unknown dtype, an impossible shape, or offsets that
-    overlap, leave holes or reach beyond the file.
+    Args:
+        raw: the JSON of the header, without the 8 bytes of its length.
+        path: the file.
+        size: how many bytes the file has.
+
+    Raises:
+        SourceError: the header is no JSON, or has an unknown dtype, an impossible shape, or offsets
+            that overlap, leave holes or reach beyond the file.
     """
     try:
-        table = json.loads(
-            raw
-        )  # of a name given twice one entry is lost, and its bytes then belong to none
+        # if a name is given twice, one entry is lost, and its bytes then belong to no tensor
+        table = json.loads(raw)
         if not isinstance(table, dict):
             raise SourceError(f"{path}: the safetensors header is not a JSON object")
         "".join(table).encode()  # JSON can spell names that no header could be written with
@@ -104,8 +115,9 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse by a SourceError a tensor whose name no model can have: too long, too deep, or not to
-    be written.
+    """Raises a SourceError for a name that no tensor of a model can have.
+
+    Such a name is too long, has too many dots, or could not be written into a header.
     """
     if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
         raise SourceError(
@@ -120,9 +132,19 @@ def check_name(path: Path, name: str) -> None:
 
 
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Returns the tensor that an entry describes; raises a SourceError if it describes none.
+
+    Args:
+        path: the file.
+        name: the key of the entry.
+        entry: its value.
+        data_start: where the data begins in the file.
+    """
     check_name(path, name)
     try:
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        offsets = entry["data_offsets"]
     except (TypeError, KeyError) as error:
         raise SourceError(
             f"{path}: {name}: the header entry lacks dtype, shape or data_offsets"
@@ -136,21 +158,22 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError(f"{path}: {name}: {_brief(shape)} is not a shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise SourceError(f"{path}: {name}: {_brief(offsets)} are not data offsets")
+    start, stop = offsets
     expected = math.prod(shape) * bits
-    if expected != (offsets[1] - offsets[0]) * 8:
+    if expected != (stop - start) * 8:
         raise SourceError(
-            f"{path}: {name}: {offsets[1] - offsets[0]:,} bytes, expected {-(-expected // 8):,} "
-            f"for {shape} {dtype}"
+            f"{path}: {name}: {stop - start:,} bytes, expected {-(-expected // 8):,} for {shape} "
+            f"{dtype}"
         )
-    return TensorInfo(
-        name, dtype, tuple(shape), path, data_start + offsets[0], data_start + offsets[1]
-    )
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
 
 
 def _are_sizes(values: Any) -> bool:
+    """Returns True if a value from JSON is a list of sizes."""
     if not isinstance(values, list) or len(values) > MOST_DIMENSIONS:
         return False
-    for value in values:  # noqa: SIM110 - twice as fast as all(), and a checkpoint may have 100 000 short lists
+    # a loop is twice as fast as all(), and a checkpoint may have 100,000 short lists
+    for value in values:  # noqa: SIM110
         # bool is a subclass of int, and a shape of [true] would pass for [1]
         if type(value) is not int or not 0 <= value < LARGEST_SIZE:
             return False
@@ -163,6 +186,7 @@ def _brief(value: object) -> str:
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size: int) -> None:
+    """Raises a SourceError unless tensors, in the order of their bytes, cover the data exactly."""
     position = data_start
     previous = "the header"
     for tensor in tensors:
@@ -172,7 +196,8 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
             raise SourceError(
                 f"{path}: {tensor.name}: {tensor.start - position:,} unused bytes before it"
             )
-        position, previous = tensor.stop, tensor.name
+        position = tensor.stop
+        previous = tensor.name
     if position > size:
         raise SourceError(
             f"{path}: {previous}: the file ends {position - size:,} bytes early; the download is "
@@ -185,10 +210,12 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
 def build_header(
     entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], reserve: int = 0
 ) -> bytes:
-    """A file's first bytes: the length and the JSON, padded with spaces to a multiple of 8, and to
-    what to `reserve`.
+    """Returns the first bytes of a safetensors file: the length of the header, and the header.
 
-    `entries` are (name, dtype, shape, start, stop), offsets counted from the end of the header.
+    Args:
+        entries: (name, dtype, shape, start, stop) of each tensor; start and stop are bytes, counted
+            from the end of the header.
+        reserve: bytes that the result has at least; it is padded with spaces.
     """
     table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:

@@ -44,12 +44,12 @@ class TensorInfo(NamedTuple):
 
     @property
     def file_range(self) -> FileRange:
-        """The tensor's bytes. Of an encoded tensor these are the bytes of one part."""
+        """Returns where the tensor's bytes are; of an encoded tensor, those of one part."""
         return self.file, self.start, self.stop
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the source; of an encoded tensor, those of all its parts."""
+        """Returns its bytes in the source; of an encoded tensor, those of all parts."""
         return self.stop - self.start if self.encoding is None else self.encoding.nbytes
 
     @property
@@ -58,7 +58,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def unmerged(self) -> "TensorInfo":
-        """The tensor that adapters are merged into; the tensor itself if there are none."""
+        """Returns the tensor that adapters are merged into; itself if there are none."""
         if isinstance(self.encoding, Merged):
             return self.encoding.base
         return self
@@ -71,12 +71,12 @@ class _EncodingBase:
 
     @property
     def parts(self) -> Parts:
-        """The tensors that are read to decode this one, with their roles."""
+        """Returns the tensors that are read to decode this one, with their roles."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Returns the bytes of all parts."""
         total = 0
         for _, part in self.parts:
             total += part.nbytes
@@ -183,7 +183,7 @@ class Bitsandbytes4bit(_EncodingBase):
 
     @property
     def quant_state_role(self) -> str:
-        """The suffix of the JSON blob, which names the quant type."""
+        """Returns the suffix of the JSON blob, which names the quant type."""
         return f"{QUANT_STATE_PREFIX}{self.quant_type}"
 
     @property
@@ -266,7 +266,7 @@ class Merged(_EncodingBase):
 
     @property
     def needs_all_rows(self) -> bool:
-        """True if a row of the result depends on other rows of the base."""
+        """Returns True if a row of the result depends on other rows of the base."""
         for delta in self.deltas:
             if isinstance(delta, LowRankDelta) and delta.needs_all_rows:
                 return True
@@ -299,7 +299,7 @@ class LowRankDelta:
 
     @property
     def needs_all_rows(self) -> bool:
-        """True if a row of the result depends on other rows of the tensor."""
+        """Returns True if a row of the result depends on other rows of the tensor."""
         return self.magnitude is not None and self.is_transposed
 
 
@@ -324,12 +324,12 @@ Delta: TypeAlias = LowRankDelta | VectorDelta | RowsDelta
 
 
 def is_in_4_bits(tensor: TensorInfo) -> bool:
-    """Return True if bitsandbytes packed the tensor, or the tensor that adapters are merged into."""
+    """Returns True if bitsandbytes packed the tensor, or the tensor that adapters are merged into."""
     return isinstance(tensor.unmerged.encoding, Bitsandbytes4bit)
 
 
 def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:
-    """Return the encoding of a 4-bit weight whose codes stand in the order of its elements.
+    """Returns the encoding of a 4-bit weight whose codes stand in the order of its elements.
 
     Returns:
         The encoding; None for a weight that was packed transposed, and for any other tensor.

@@ -83,7 +83,7 @@ def decode_fp4(
 
 
 def _check_scales(values: torch.Tensor, scale: torch.Tensor, groups: int) -> None:
-    """Raise a CodecError unless there is a scale for each 16 or 32 values of a row."""
+    """Raises a CodecError unless there is a scale for each 16 or 32 values of a row."""
     pairs = values.shape[-1]
     has_whole_groups = groups > 0 and pairs % groups == 0
     if (

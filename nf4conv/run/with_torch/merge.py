@@ -78,7 +78,7 @@ def merge_deltas(
 
 
 def _of_expert(change: Change, expert: int) -> Change:
-    """Return what a change of a stack of experts does to one of them."""
+    """Returns what a change of a stack of experts does to one of them."""
     if isinstance(change, Factors):
         return replace(change, delta=replace(change.delta, expert=expert))
     return change
@@ -89,7 +89,7 @@ def _needs_all_rows(change: Change) -> bool:
 
 
 def _prepared(change: Change) -> Change:
-    """Cut factors to those of one matrix, and convert what all its rows need to float64."""
+    """Cuts factors to those of one matrix, and convert what all its rows need to float64."""
     if not isinstance(change, Factors):
         return change
     delta = change.delta
@@ -140,7 +140,7 @@ def _merge_rows(
 
 
 def _product(factors: Factors, first: int, rows: int) -> torch.Tensor:
-    """Return `rows` rows of up · down from row `first` of the matrix on, in float64."""
+    """Returns `rows` rows of up · down from row `first` of the matrix on, in float64."""
     here = slice(first, first + rows)
     if factors.delta.is_transposed:
         return torch.matmul(factors.down[:, here].t(), factors.up.double().t())
@@ -148,7 +148,7 @@ def _product(factors: Factors, first: int, rows: int) -> torch.Tensor:
 
 
 def _row_factor(factors: Factors, changed: torch.Tensor, first: int) -> torch.Tensor:
-    """Return what DoRA multiplies rows with, from row `first` of the matrix on.
+    """Returns what DoRA multiplies rows with, from row `first` of the matrix on.
 
     A matrix that is stored transposed is whole here, and its columns are multiplied.
     """
@@ -162,7 +162,7 @@ def _row_factor(factors: Factors, changed: torch.Tensor, first: int) -> torch.Te
 
 
 def _with_new_rows(total: torch.Tensor, change: NewRows, first: int) -> torch.Tensor:
-    """Return a copy of some rows, from row `first` of the matrix on, with the new ones among them."""
+    """Returns a copy of some rows, from row `first` of the matrix on, with the new ones among them."""
     replaced = []
     chosen = []
     for place, index in enumerate(change.indices):

@@ -28,7 +28,7 @@ class _QuantState:
 
 
 def bitsandbytes_4bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise a weight in 4 bits: W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
+    """Recognises a weight in 4 bits: W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
     components: dict[str, TensorInfo] = {}
     for suffix in layout.COMPONENT_SUFFIXES:
         part = siblings.find(f"{tensor.name}.{suffix}")
@@ -76,7 +76,7 @@ def bitsandbytes_4bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInf
 def _check_complete(
     tensor: TensorInfo, components: Mapping[str, TensorInfo], is_nested: bool
 ) -> None:
-    """Raise a SourceError if a weight lacks a component that decoding takes."""
+    """Raises a SourceError if a weight lacks a component that decoding takes."""
     needed = ["absmax"]
     if is_nested:
         needed += ["nested_absmax", "nested_quant_map"]
@@ -94,7 +94,7 @@ def _check_components(
     state: _QuantState,
     is_nested: bool,
 ) -> None:
-    """Raise a SourceError if a component has not the dtype and shape that the weight requires."""
+    """Raises a SourceError if a component has not the dtype and shape that the weight requires."""
     # neither the quant type nor the dtype changes what is compared
     format = layout.Format("nf4", state.blocksize, is_nested, "float32")
     for expected in layout.components(format, state.shape):
@@ -109,7 +109,7 @@ def _check_components(
 
 
 def _read_quant_state(blob: TensorInfo, siblings: SiblingTensors, is_nested: bool) -> _QuantState:
-    """Read the JSON blob of a weight; raise a SourceError if bitsandbytes could not read it."""
+    """Reads the JSON blob of a weight; raises a SourceError if bitsandbytes could not read it."""
     where = f"{blob.file}: {blob.name}"
     if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
         raise SourceError(f"{where}: {blob.nbytes:,} bytes of {blob.dtype} are no quant state")
@@ -134,7 +134,7 @@ def _read_quant_state(blob: TensorInfo, siblings: SiblingTensors, is_nested: boo
 
 
 def bitsandbytes_8bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise a weight of LLM.int8(): P.weight and P.SCB."""
+    """Recognises a weight of LLM.int8(): P.weight and P.SCB."""
     stem = tensor.name.removesuffix("weight")
     scale = siblings.find(f"{stem}SCB")
     if stem == tensor.name or tensor.dtype != "I8" or scale is None:

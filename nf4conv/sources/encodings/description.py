@@ -53,7 +53,7 @@ class Description:
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
-    """Return what is known about the quantization of a checkpoint.
+    """Returns what is known about the quantization of a checkpoint.
 
     Args:
         config: the content of config.json.
@@ -80,7 +80,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a quantization in a config, at whatever level it stands.
+    """Returns the description of a quantization in a config, at whatever level it stands.
 
     Returns:
         The description as it stands in the config; None if there is none.
@@ -94,7 +94,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _blocks(description: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield the shapes of blocks that share a scale, as far as a description names any."""
+    """Yields the shapes of blocks that share a scale, as far as a description names any."""
     for block in _blocks_named(description):
         is_pair = isinstance(block, (list, tuple)) and len(block) == 2
         if is_pair and all(type(size) is int and size > 0 for size in block):
@@ -102,7 +102,7 @@ def _blocks(description: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield everything that may describe a block, checked or not."""
+    """Yields everything that may describe a block, checked or not."""
     if str(description.get("quant_method")) == "fp8":
         yield description.get("weight_block_size", (128, 128))  # the default of transformers
     yield 1, description.get("group_size")

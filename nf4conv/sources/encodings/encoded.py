@@ -58,7 +58,7 @@ def decoded_tensors(
     dtype: str,
     read: Callable[[TensorInfo], bytes],
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
-    """Replace the encoded tensors of a checkpoint by the tensors that they decode to.
+    """Replaces the encoded tensors of a checkpoint by the tensors that they decode to.
 
     No data is read but small descriptions.
 
@@ -104,7 +104,7 @@ def decoded_tensors(
 def _replaced(
     tensors: Sequence[TensorInfo], found: Mapping[str, TensorInfo]
 ) -> tuple[TensorInfo, ...]:
-    """Put decoded tensors in the place of their values, and drop their other parts.
+    """Puts decoded tensors in the place of their values, and drops their other parts.
 
     Args:
         tensors: the tensors as they are stored.
@@ -130,7 +130,7 @@ def _replaced(
 
 
 def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return a line about what is decoded, if anything is."""
+    """Returns a line about what is decoded, if anything is."""
     counts: Counter[str] = Counter()
     for logical in found.values():
         assert logical.encoding is not None
@@ -143,7 +143,7 @@ def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ..
 
 
 def _check_unused(tensors: Sequence[TensorInfo]) -> None:
-    """Raise a SourceError if a tensor is part of a weight that no rule decodes."""
+    """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
     for tensor in tensors:
         is_unread = tensor.dtype in _UNREAD_DTYPES and tensor.encoding is None
         if is_unread or tensor.name.endswith(_ENDS_OF_WEIGHTS):

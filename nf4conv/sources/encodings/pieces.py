@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
-    """Cut an encoded tensor into pieces that can be decoded one by one.
+    """Cuts an encoded tensor into pieces that can be decoded one by one.
 
     Args:
         tensor: an encoded tensor.
@@ -60,7 +60,7 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Pie
 
 
 def is_stack_of_matrices(tensor: TensorInfo) -> bool:
-    """Return True if `matrix_of` can take a matrix out of the tensor."""
+    """Returns True if `matrix_of` can take a matrix out of the tensor."""
     if len(tensor.shape) != 3:
         return False
     match tensor.unmerged.encoding:
@@ -73,7 +73,7 @@ def is_stack_of_matrices(tensor: TensorInfo) -> bool:
 
 
 def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
-    """Return a matrix of a stack [matrices, rows, columns] for which `is_stack_of_matrices` holds."""
+    """Returns a matrix of a stack [matrices, rows, columns] for which `is_stack_of_matrices` holds."""
     shape = tensor.shape[1:]
     encoding = tensor.encoding
     if encoding is None:
@@ -101,12 +101,12 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
 
 
 def _delta_of_expert(delta: Delta, expert: int) -> Delta:
-    """Return what a delta of a stack of experts does to one of them."""
+    """Returns what a delta of a stack of experts does to one of them."""
     return replace(delta, expert=expert) if isinstance(delta, LowRankDelta) else delta
 
 
 def _matrix_part(part: TensorInfo, matrices: int, index: int) -> TensorInfo:
-    """Cut what belongs to one matrix out of a part of a stack; all matrices may share the part."""
+    """Cuts what belongs to one matrix out of a part of a stack; all matrices may share the part."""
     if len(part.shape) > 1 and part.shape[0] == matrices:
         part = _cut_rows(part, index, index + 1)
     if len(part.shape) == 3:
@@ -115,7 +115,7 @@ def _matrix_part(part: TensorInfo, matrices: int, index: int) -> TensorInfo:
 
 
 def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
-    """Return True if `rows_of` can cut the tensor before row `start`."""
+    """Returns True if `rows_of` can cut the tensor before row `start`."""
     if len(tensor.shape) != 2:
         return False
     encoding = tensor.encoding
@@ -133,7 +133,7 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
 
 
 def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Return rows start … stop of a matrix for which `can_cut_rows` holds.
+    """Returns rows start … stop of a matrix for which `can_cut_rows` holds.
 
     All rows of any other tensor can be asked for, too.
     """
@@ -164,7 +164,7 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
 
 
 def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInfo | None:
-    """Cut the scales of rows start … stop out of those of all rows; all rows may share them."""
+    """Cuts the scales of rows start … stop out of those of all rows; all rows may share them."""
     scale = encoding.scale
     if scale is None:
         return None
@@ -176,7 +176,7 @@ def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInf
 
 
 def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
+    """Yields (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
     rows = tensor.shape[0] if tensor.shape else 1
     if not can_cut_rows(tensor, 0):
         yield 0, rows
@@ -190,7 +190,7 @@ def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, 
 
 
 def _rows_together(tensor: TensorInfo) -> int:
-    """Return how many rows of a matrix must stay together, because they share scales."""
+    """Returns how many rows of a matrix must stay together, because they share scales."""
     encoding = tensor.unmerged.encoding
     match encoding:
         case Bitsandbytes4bit():
@@ -203,7 +203,7 @@ def _rows_together(tensor: TensorInfo) -> int:
 
 
 def _cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
-    """Cut along the first dimension of a tensor that is stored as it is."""
+    """Cuts along the first dimension of a tensor that is stored as it is."""
     size = part.nbytes // part.shape[0]
     return part._replace(
         shape=(last - first, *part.shape[1:]),
@@ -213,7 +213,7 @@ def _cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
-    """Cut a weight that bitsandbytes packed into pieces that can be decoded one by one.
+    """Cuts a weight that bitsandbytes packed into pieces that can be decoded one by one.
 
     Args:
         tensor: a weight for which `packed_in_order` returns an encoding.
@@ -232,7 +232,7 @@ def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
 
 
 def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Cut a run of elements out of a weight that bitsandbytes packed.
+    """Cuts a run of elements out of a weight that bitsandbytes packed.
 
     Args:
         tensor: a weight for which `packed_in_order` returns an encoding.
@@ -255,7 +255,7 @@ def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
 
 
 def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Divide the elements of a packed weight into runs that can be decoded one by one.
+    """Divides the elements of a packed weight into runs that can be decoded one by one.
 
     Args:
         elements: how many the weight has.
@@ -275,7 +275,7 @@ def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> lis
 def cut_parts(
     parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int
 ) -> dict[str, TensorInfo]:
-    """Cut the parts of a packed weight to what decoding elements start … stop takes.
+    """Cuts the parts of a packed weight to what decoding elements start … stop takes.
 
     Args:
         parts: the tensors of the weight by role: "values", and the suffixes of the components.
@@ -303,7 +303,7 @@ def cut_parts(
 
 
 def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
-    """Cut a tensor that is stored as it is into pieces of at most `most` elements.
+    """Cuts a tensor that is stored as it is into pieces of at most `most` elements.
 
     Returns:
         The pieces in order, each of a flat shape; a tensor without elements is one piece.
@@ -317,7 +317,7 @@ def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
 
 
 def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Return elements start … stop of a tensor that is stored as it is, in a flat shape."""
+    """Returns elements start … stop of a tensor that is stored as it is, in a flat shape."""
     bits = DTYPE_BITS[tensor.dtype]
     return tensor._replace(
         shape=(stop - start,),
@@ -329,7 +329,7 @@ def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
 def pieces_alike(
     a: TensorInfo, b: TensorInfo, nbytes: int
 ) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
-    """Cut two tensors of one shape, encoded or not, at the same places.
+    """Cuts two tensors of one shape, encoded or not, at the same places.
 
     Args:
         a: a tensor.
@@ -363,5 +363,5 @@ def pieces_alike(
 
 
 def _is_cut_anywhere(tensor: TensorInfo) -> bool:
-    """Return True if cuts in a tensor follow the flat order of its elements, whatever its shape."""
+    """Returns True if cuts in a tensor follow the flat order of its elements, whatever its shape."""
     return tensor.encoding is None or packed_in_order(tensor) is not None

@@ -24,7 +24,7 @@ COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
 
 
 def decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Return the tensor that an encoded one decodes to.
+    """Returns the tensor that an encoded one decodes to.
 
     Args:
         tensor: a tensor as it is stored.
@@ -52,7 +52,7 @@ def decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
 
 
 def _stacked_mxfp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise the experts of gpt-oss: X_blocks [experts, out, groups, 16] and X_scales."""
+    """Recognises the experts of gpt-oss: X_blocks [experts, out, groups, 16] and X_scales."""
     stem = tensor.name.removesuffix("_blocks")
     scales = siblings.find(f"{stem}_scales")
     if stem == tensor.name or scales is None or tensor.dtype != "U8":
@@ -70,7 +70,7 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
 
 
 def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise NVFP4 and MXFP4 of compressed-tensors: W_packed, W_scale, W_global_scale."""
+    """Recognises NVFP4 and MXFP4 of compressed-tensors: W_packed, W_scale, W_global_scale."""
     stem = tensor.name.removesuffix("_packed")
     scale = siblings.find(*_scale_names(stem))
     if stem == tensor.name or scale is None:
@@ -91,7 +91,7 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
 
 
 def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise NVFP4 of ModelOpt, which has a W_scale_2, and the experts of DeepSeek-V4."""
+    """Recognises NVFP4 of ModelOpt, which has a W_scale_2, and the experts of DeepSeek-V4."""
     scale = siblings.find(*_scale_names(tensor.name))
     if scale is None or tensor.name.endswith("_packed"):
         return None
@@ -109,7 +109,7 @@ def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | Non
 
 
 def _check_fp4(values: TensorInfo, scale: TensorInfo, factor: TensorInfo | None) -> None:
-    """Raise a SourceError unless each row has a scale for each 16, or each 32, of its values."""
+    """Raises a SourceError unless each row has a scale for each 16, or each 32, of its values."""
     if len(values.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != values.shape[0]:
         raise misfit(values, scale)
     columns = 2 * values.shape[1]
@@ -123,7 +123,7 @@ def _check_fp4(values: TensorInfo, scale: TensorInfo, factor: TensorInfo | None)
 
 
 def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognise 8-bit values with scales, and FP8 values without any."""
+    """Recognises 8-bit values with scales, and FP8 values without any."""
     scale = siblings.find(*_scale_names(tensor.name))
     if tensor.dtype not in (*_FLOAT8_DTYPES, "I8"):
         return None
@@ -145,7 +145,7 @@ def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
 
 
 def _scale_names(name: str) -> tuple[str, ...]:
-    """Return the names that the scales of a tensor may have."""
+    """Returns the names that the scales of a tensor may have."""
     names = (f"{name}_scale_inv", f"{name}_scale")
     module = module_of(name)
     if module == name:
@@ -154,7 +154,7 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 
 def _block_of_scale(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:
-    """Return the (rows, columns) that share a scale.
+    """Returns the (rows, columns) that share a scale.
 
     Args:
         tensor: the values.

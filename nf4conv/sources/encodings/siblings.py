@@ -21,14 +21,14 @@ class SiblingTensors:
     read: Callable[[TensorInfo], bytes]  # reads a small tensor
 
     def find(self, *names: str) -> TensorInfo | None:
-        """Return the first tensor that there is of these names."""
+        """Returns the first tensor that there is of these names."""
         for name in names:
             if name in self.by_name:
                 return self.by_name[name]
         return None
 
     def is_scale(self, tensor: TensorInfo) -> bool:
-        """Return True if a tensor is the scale of another; a scale may be 8-bit itself."""
+        """Returns True if a tensor is the scale of another; a scale may be 8-bit itself."""
         stem, _, ending = tensor.name.rpartition("_scale")
         if not stem or ending not in ("", "_inv", "_2", "s"):
             return False
@@ -36,7 +36,7 @@ class SiblingTensors:
 
 
 def misfit(tensor: TensorInfo, other: TensorInfo) -> SourceError:
-    """Return the error of two tensors that belong together by their names and do not fit."""
+    """Returns the error of two tensors that belong together by their names and do not fit."""
     return SourceError(
         f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} does not go with "
         f"{other.name}, {other.dtype} {list(other.shape)}"

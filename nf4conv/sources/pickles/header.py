@@ -1,5 +1,6 @@
-"""A torch pickle → the tensors it holds and where their bytes are, without torch and without
-running anything.
+"""Finds the tensors of a torch pickle and where their bytes are, without torch.
+
+Nothing in the file is run.
 
 Since torch 1.6 a file is an uncompressed zip archive: NAME/data.pkl describes the tensors as views
 of storages, and NAME/data/KEY holds the bytes of each storage. Before, it was a row of pickles — a
@@ -14,7 +15,9 @@ import mmap
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -25,9 +28,7 @@ from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor
 from nf4conv.sources.tensors import DTYPE_BITS, Strided, TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
-_LARGEST_READ: Final = (
-    2**26
-)  # bytes that zipfile reads at once: a directory of half a million storages
+_LARGEST_READ: Final = 2**26  # bytes: zipfile reads a directory of half a million storages at once
 _LOCAL_HEADER: Final = 30
 _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -35,17 +36,33 @@ _LEGACY_PROTOCOL: Final = 1001
 _STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 
 
-def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
-    """The tensors of a file that `torch.save` wrote from a state dict, in the order of their bytes.
+@dataclass(frozen=True)
+class _Content:
+    """What a file holds."""
 
-    Tensors that share memory are each read from there. One whose elements are not in order gets an
-    encoding. A SourceError if the file is unreadable or malformed, or holds more than tensors,
-    dicts and numbers; nothing in it has been executed.
+    state: Any  # the state dict, as its pickle describes it
+    storages: Mapping[str, range]  # where in the file the bytes of each storage are, by key
+
+
+def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
+    """Returns the tensors of a file that `torch.save` wrote from a state dict.
+
+    Nothing in the file is executed. Tensors that share memory are each read from there. A tensor
+    whose elements are not in order gets an encoding.
+
+    Returns:
+        The tensors in the order of their bytes.
+
+    Raises:
+        SourceError: the file is unreadable or malformed, or holds more than tensors, dicts and
+            numbers.
     """
     try:
         with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:
-            state, storages = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
-            tensors = [_describe(path, name, tensor, storages) for name, tensor in _tensors(state)]
+            content = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
+            tensors = []
+            for name, tensor in _tensors(content.state):
+                tensors.append(_describe(path, name, tensor, content.storages))
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -61,20 +78,23 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
         raise SourceError(
             f"{path}: {error}; only pickles of tensors are read, convert it to safetensors"
         ) from error
-    return tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop, tensor.name)))
+    tensors.sort(key=attrgetter("start", "stop", "name"))
+    return tuple(tensors)
 
 
 class _BoundedFile(io.BufferedReader):
     """A file of which nothing absurd is read at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > _LARGEST_READ:
+        if size is None or size < 0:
+            return super().read(_LARGEST_READ)
+        if size > _LARGEST_READ:
             raise PickleError(f"a zip archive with a directory of {size:,} bytes")
-        return super().read(_LARGEST_READ if size is None or size < 0 else size)
+        return super().read(size)
 
 
-def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
-    """The state dict, and where in the file the bytes of each storage are."""
+def _read_zip(file: IO[bytes]) -> _Content:
+    """Reads a file of torch 1.6 or newer."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -86,17 +106,18 @@ def _read_zip(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
         order = entries.get(f"{folder}byteorder")
         if order is not None:
             _check_plain(order)
-        if order is not None and (order.file_size > 8 or archive.read(order) != b"little"):
-            raise PickleError("big-endian data")
+            if order.file_size > 8 or archive.read(order) != b"little":
+                raise PickleError("big-endian data")
     prefix = f"{folder}data/"
-    return state, {
-        name.removeprefix(prefix): _locate(file, entry)
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
+    storages = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix):
+            storages[name.removeprefix(prefix)] = _locate(file, entry)
+    return _Content(state, storages)
 
 
 def _check_plain(entry: zipfile.ZipInfo) -> None:
+    """Raises a PickleError unless an entry is stored as it is, and no larger than it may be."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _STRANGE_FLAGS:
         raise PickleError(f"{entry.filename} is compressed or encrypted, as torch never does")
     if entry.filename.endswith(".pkl") and entry.file_size > _LARGEST_PICKLE:
@@ -106,20 +127,23 @@ def _check_plain(entry: zipfile.ZipInfo) -> None:
 
 
 def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> range:
-    """Where an entry's bytes are; its local header has a name and an extra field of its own
-    lengths.
+    """Returns where an entry's bytes are.
+
+    Its local header has a name and an extra field whose lengths only that header tells.
     """
     _check_plain(entry)
     file.seek(entry.header_offset)
     header = file.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
         raise zipfile.BadZipFile(f"{entry.filename} is not where the archive says")
-    start = entry.header_offset + _LOCAL_HEADER + int.from_bytes(header[26:28], "little")
-    start += int.from_bytes(header[28:30], "little")
+    name_length = int.from_bytes(header[26:28], "little")
+    extra_length = int.from_bytes(header[28:30], "little")
+    start = entry.header_offset + _LOCAL_HEADER + name_length + extra_length
     return range(start, start + entry.file_size)
 
 
-def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
+def _read_legacy(file: IO[bytes]) -> _Content:
+    """Reads a file of torch before 1.6."""
     size = file.seek(0, 2)
     if size == 0:
         raise PickleError("an empty file")
@@ -127,19 +151,29 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, Mapping[str, range]]:
         head = cast("IO[bytes]", mapped)  # it reads like a file, and never more than there is
         if run_pickle(head) != _LEGACY_MAGIC or run_pickle(head) != _LEGACY_PROTOCOL:
             raise PickleError("neither a zip archive nor a legacy file of torch")
-        machine, state, keys = run_pickle(head), run_pickle(head), run_pickle(head)
+        machine = run_pickle(head)
+        state = run_pickle(head)
+        keys = run_pickle(head)
         position = mapped.tell()
     if not isinstance(machine, dict) or not isinstance(keys, list):
         raise PickleError("not a legacy file of torch")
     if not machine.get("little_endian", True):
         raise PickleError("big-endian data")
     known = {tensor.storage.key: tensor.storage for _, tensor in _tensors(state)}
-    return state, dict(_legacy_storages(file, keys, known, position))
+    return _Content(state, dict(_legacy_storages(file, keys, known, position)))
 
 
 def _legacy_storages(
     file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
 ) -> Iterator[tuple[str, range]]:
+    """Yields where the bytes of each storage are.
+
+    Args:
+        file: the file.
+        keys: of the storages, in the order of their bytes.
+        known: the storages that tensors are views of, by key.
+        position: where the first storage begins.
+    """
     size = file.seek(0, 2)
     for key in keys:
         if not isinstance(key, str) or position > size:
@@ -157,7 +191,7 @@ def _legacy_storages(
 
 
 def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Names and tensors of a state dict, or of the one under "state_dict" of a training checkpoint."""
+    """Yields names and tensors of a state dict, or of the "state_dict" in a training checkpoint."""
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
@@ -171,6 +205,7 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
 def _describe(
     path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, range]
 ) -> TensorInfo:
+    """Returns where a tensor's bytes are; raises an error unless they are all in the file."""
     check_name(path, name)
     if len(tensor.shape) != len(tensor.stride):
         raise PickleError(
@@ -180,10 +215,11 @@ def _describe(
     storage = storages.get(tensor.storage.key)
     if storage is None or storage.stop - storage.start < tensor.storage.nbytes:
         raise PickleError(f"{name}: the bytes of its storage are missing")
-    length, size = _reach(tensor), path.stat().st_size
+    size = path.stat().st_size
+    length = _reach(tensor)
     start = storage.start + tensor.offset * itemsize
     stop = start + length * itemsize
-    if tensor.offset * itemsize + length * itemsize > tensor.storage.nbytes or stop > size:
+    if stop - storage.start > tensor.storage.nbytes or stop > size:
         raise SourceError(
             f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete"
         )
@@ -202,18 +238,22 @@ def _describe(
 
 
 def _reach(tensor: StoredTensor) -> int:
-    """Elements of the storage from the tensor's first to its last."""
+    """Returns the number of elements of the storage from the tensor's first to its last."""
     if math.prod(tensor.shape) == 0:
         return 0
-    return 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True)
-    )
+    reach = 1
+    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
+        reach += (size - 1) * stride
+    return reach
 
 
 def _is_contiguous(tensor: StoredTensor) -> bool:
+    """Returns True if a tensor's elements stand one after the other, in order."""
+    if math.prod(tensor.shape) == 0:
+        return True
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
         if size != 1 and stride != expected:
-            return math.prod(tensor.shape) == 0
+            return False
         expected *= size
     return True
