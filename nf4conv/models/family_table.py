@@ -4,8 +4,8 @@ A family is listed only where names and shapes cannot tell. The key is config.js
 denoiser_table.py has the submodels of diffusers. Patterns are regular expressions, searched in the
 path of a module on disk, which is a tensor's name without ".weight".
 
-Constants come first: reasons, then families that several model types share. MODEL_TYPES at the end
-is the table. tests/architectures converts and loads tiny models of these families.
+Each group of model types follows the families that some of them share, and MODEL_TYPES at the end
+joins the groups. tests/architectures converts and loads tiny models of these families.
 """
 
 from collections.abc import Mapping
@@ -29,91 +29,23 @@ SHARED: Final = (
 )
 VISION: Final = "in the vision part"
 
-# Weights stored as [in, out].
-
 GPT2: Final = Family(
     transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$"
 )
 
-# Weights that stay unpacked.
-
-T5: Final = Family(keep=(KeptModules(r"(^|\.)wo$", NEVER_QUANTIZED),))
-# Like T5, these read the weight of `wo` outside of its module. transformers does not protect it.
-T5_UNPROTECTED: Final = Family(keep=(KeptModules(r"(^|\.)wo$", READ),))
-SPARSE_INDEXER: Final = Family(keep=(KeptModules(r"indexer\.weights_proj$", NEVER_QUANTIZED),))
-FALCON: Final = Family(keep=(KeptModules(r"(self_attention|mlp)\.", SUBCLASS),))
-RETRIEVAL: Final = Family(
-    keep=(KeptModules(r"(^|\.)embedding_proj_layer$", READ),),
-    # as transformers 5.0 has them
-    heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
-)
-AUDIO_CODEC: Final = Family(
-    keep=(KeptModules(r"^(codec_model|audio_encoder)\.", "an audio codec"),)
-)
-RENAMED_TOWERS: Final = Family(renames_towers=True)
-
-# Split or merged by loaders.
-
-QKV: Final = ("q_proj", "k_proj", "v_proj")
-GATE_UP: Final = ("gate_proj", "up_proj")
-
-
-def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
-    """Returns the family of projections that transformers 5 takes apart or puts together.
-
-    Args:
-        on_disk: names on disk, a regular expression for the last part of a path.
-        in_memory: names of the results, of which the last part of the path is enough.
-    """
-    pattern = rf"(^|\.)({on_disk})$"
-    return Family(
-        keep=(KeptModules(pattern, CONVERTED),),
-        renamed=tuple(Renaming(f".*{pattern}", name) for name in in_memory),
-    )
-
-
-NOMIC: Final = _converted("Wqkv", QKV)
-MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
-TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
-
-# Renamed by transformers 5.
-
-BLOCK_SPARSE: Final = Family(renamed=(Renaming(r"\.block_sparse_moe\.", ".mlp."),))
-NEMOTRON_H: Final = Family(
-    renamed=(
-        Renaming(r"(^|\.)backbone\.", r"\1model."),
-        Renaming(r"^(backbone|model)\.", ""),
-    )
-)
-SAM3: Final = Family(renamed=(Renaming(r"^tracker_model\.", ""),))
-
-# Heads that are not on disk.
-
-ENCODER_DECODER_HEAD: Final = Family(heads=("proj_out",))
-OUTPUT_PROJECTION: Final = Family(heads=("output_projection",))
-MODERNBERT: Final = Family(heads=("decoder", "head"))
-XLM: Final = Family(heads=("pred_layer", "sequence_summary"))
-ELECTRA: Final = Family(heads=("generator_lm_head",))
-
-# Object detectors share their box and class heads between the layers of the decoder.
-DETECTOR: Final = Family(
-    keep=(KeptModules(r"(bbox|class)_embed(\.|$)", TIED),),
-    heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
-)
-
-# Others.
-
-LLAMA4: Final = Family(splits_experts=True)
-INKLING: Final = Family(float32=r"sconv")
-
-MODEL_TYPES: Final[Mapping[str, Family]] = {
-    # Conv1D stores [in, out].
+_TRANSPOSED: Final[Mapping[str, Family]] = {
     "gpt2": GPT2,
     "openai-gpt": GPT2,
     "imagegpt": GPT2,
     "decision_transformer": GPT2,
     "clvp_decoder": GPT2,
-    # transformers itself keeps these weights out of 4-bit.
+}
+"""Conv1D stores [in, out]."""
+
+T5: Final = Family(keep=(KeptModules(r"(^|\.)wo$", NEVER_QUANTIZED),))
+SPARSE_INDEXER: Final = Family(keep=(KeptModules(r"indexer\.weights_proj$", NEVER_QUANTIZED),))
+
+_KEPT_BY_TRANSFORMERS: Final[Mapping[str, Family]] = {
     "t5": T5,
     "mt5": T5,
     "umt5": T5,
@@ -140,7 +72,19 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
             Renaming(r".*\.wo_a$", "o_a_proj"),
         ),
     ),
-    # Packed, these weights would be cast to another dtype or computed with as the bytes they are.
+}
+"""transformers itself keeps these weights out of 4-bit."""
+
+# Like T5, these read the weight of `wo` outside of its module. transformers does not protect it.
+T5_UNPROTECTED: Final = Family(keep=(KeptModules(r"(^|\.)wo$", READ),))
+RETRIEVAL: Final = Family(
+    keep=(KeptModules(r"(^|\.)embedding_proj_layer$", READ),),
+    # as transformers 5.0 has them
+    heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
+)
+FALCON: Final = Family(keep=(KeptModules(r"(self_attention|mlp)\.", SUBCLASS),))
+
+_READ_ELSEWHERE: Final[Mapping[str, Family]] = {
     "longt5": T5_UNPROTECTED,
     "switch_transformers": T5_UNPROTECTED,
     "pix2struct": T5_UNPROTECTED,
@@ -165,7 +109,33 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
             ),
         )
     ),
-    # transformers 5 takes these weights apart or merges them when it loads them.
+}
+"""Packed, these weights would be cast to another dtype or computed with as the bytes they are."""
+
+
+QKV: Final = ("q_proj", "k_proj", "v_proj")
+GATE_UP: Final = ("gate_proj", "up_proj")
+
+
+def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
+    """Returns the family of projections that transformers 5 takes apart or puts together.
+
+    Args:
+        on_disk: names on disk, a regular expression for the last part of a path.
+        in_memory: names of the results, of which the last part of the path is enough.
+    """
+    pattern = rf"(^|\.)({on_disk})$"
+    return Family(
+        keep=(KeptModules(pattern, CONVERTED),),
+        renamed=tuple(Renaming(f".*{pattern}", name) for name in in_memory),
+    )
+
+
+NOMIC: Final = _converted("Wqkv", QKV)
+MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
+TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
+
+_SPLIT_OR_MERGED: Final[Mapping[str, Family]] = {
     "nomic_bert": NOMIC,
     "jina_embeddings_v3": NOMIC,
     "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
@@ -188,23 +158,18 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
     "gradium_phonon_tts": _converted("in_proj", QKV),
     "nemo_speechlm": _converted("w_qkv", QKV),
     "minimax_m3_vl": _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)),
-    "rf_detr": Family(
-        keep=DETECTOR.keep,
-        heads=(
-            *DETECTOR.heads,
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-        ),
-        renamed=(
-            Renaming(r"^transformer\.", "model."),
-            Renaming(r"^(model|transformer|segmentation_head)\.", ""),
-            # with a segmentation head
-            Renaming(r"^(bbox_embed|class_embed)", r"model.\1"),
-            Renaming(r"^transformer\.", "model.model."),
-        ),
-    ),
-    # transformers 5 renames these modules.
+}
+"""transformers 5 takes these weights apart or merges them when it loads them."""
+
+BLOCK_SPARSE: Final = Family(renamed=(Renaming(r"\.block_sparse_moe\.", ".mlp."),))
+NEMOTRON_H: Final = Family(
+    renamed=(
+        Renaming(r"(^|\.)backbone\.", r"\1model."),
+        Renaming(r"^(backbone|model)\.", ""),
+    )
+)
+
+_RENAMED: Final[Mapping[str, Family]] = {
     "phimoe": BLOCK_SPARSE,
     "mixtral": BLOCK_SPARSE,
     "minimax": BLOCK_SPARSE,
@@ -225,14 +190,23 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
     "hyperclovax_vision_v2": Family(
         renamed=(Renaming(r"^model\.vision_projector$", "model.projector"),)
     ),
-    # The encoder has the decoder's layers, and they are not on disk as its own: skipping "encoder"
-    # as a whole would skip them.
+}
+"""transformers 5 renames these modules."""
+
+SAM3: Final = Family(renamed=(Renaming(r"^tracker_model\.", ""),))
+
+_SAME_LAYERS: Final[Mapping[str, Family]] = {
     "diffusion_gemma": Family(
         renamed=(Renaming(r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)
     ),
     "sam3_tracker": SAM3,
     "sam3_video": SAM3,
-    # Names as transformers 4 saves them.
+}
+"""The encoder has the decoder's layers, and they are not on disk as its own. Skipping "encoder" as
+a whole would skip them.
+"""
+
+_SAVED_BY_TRANSFORMERS_4: Final[Mapping[str, Family]] = {
     "gemma3n_text": Family(
         renamed=(
             Renaming(r"^model\.language_model\.", "model."),
@@ -243,7 +217,29 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
         )
     ),
     "gpt_neox": Family(renamed=(Renaming(r"^embed_out$", "lm_head"),)),
-    # Modules that are not on disk under their own name.
+}
+"""Names as transformers 4 saves them."""
+
+ENCODER_DECODER_HEAD: Final = Family(heads=("proj_out",))
+OUTPUT_PROJECTION: Final = Family(heads=("output_projection",))
+MODERNBERT: Final = Family(heads=("decoder", "head"))
+XLM: Final = Family(heads=("pred_layer", "sequence_summary"))
+ELECTRA: Final = Family(heads=("generator_lm_head",))
+ZAMBA: Final = Family(
+    keep=(KeptModules(r"\.shared_transf\.", SHARED),),
+    heads=(
+        "shared_transf",
+        "shared_transf.self_attn.q_proj",
+        "shared_transf.self_attn.k_proj",
+        "shared_transf.self_attn.v_proj",
+        "shared_transf.self_attn.o_proj",
+        "shared_transf.feed_forward.gate_proj",
+        "shared_transf.feed_forward.up_proj",
+        "shared_transf.feed_forward.down_proj",
+    ),
+)
+
+_NOT_ON_DISK: Final[Mapping[str, Family]] = {
     "gpt_neox_japanese": Family(heads=("embed_out",)),
     "biogpt": OUTPUT_PROJECTION,
     "trocr": OUTPUT_PROJECTION,
@@ -262,24 +258,36 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
     "qwen4_exp_text": Family(heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
-    "zamba": Family(
-        keep=(KeptModules(r"\.shared_transf\.", SHARED),),
-        heads=(
-            "shared_transf",
-            "shared_transf.self_attn.q_proj",
-            "shared_transf.self_attn.k_proj",
-            "shared_transf.self_attn.v_proj",
-            "shared_transf.self_attn.o_proj",
-            "shared_transf.feed_forward.gate_proj",
-            "shared_transf.feed_forward.up_proj",
-            "shared_transf.feed_forward.down_proj",
-        ),
-    ),
+    "zamba": ZAMBA,
     "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
     "electra": ELECTRA,
     "convbert": ELECTRA,
     "luke": Family(heads=("entity_predictions",)),
-    # Object detectors.
+}
+"""Modules that are not on disk under their own name."""
+
+DETECTOR: Final = Family(
+    keep=(KeptModules(r"(bbox|class)_embed(\.|$)", TIED),),
+    heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
+)
+
+_DETECTORS: Final[Mapping[str, Family]] = {
+    "rf_detr": Family(
+        keep=DETECTOR.keep,
+        heads=(
+            *DETECTOR.heads,
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+        ),
+        renamed=(
+            Renaming(r"^transformer\.", "model."),
+            Renaming(r"^(model|transformer|segmentation_head)\.", ""),
+            # with a segmentation head
+            Renaming(r"^(bbox_embed|class_embed)", r"model.\1"),
+            Renaming(r"^transformer\.", "model.model."),
+        ),
+    ),
     "grounding-dino": DETECTOR,
     "mm-grounding-dino": DETECTOR,
     "deformable_detr": DETECTOR,
@@ -310,19 +318,14 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
         keep=(KeptModules(r"^bbox_predictor\.", TIED),),
         heads=("model.decoder.bbox_embed",),
     ),
-    # Experts that load packed in transformers 4 and 5 alike, once they are split.
-    "llama4": LLAMA4,
-    "llama4_text": LLAMA4,
-    # Weights in float32.
-    "hy_v4": Family(float32=r"(weights_proj|k_norm|^lm_head)$"),
-    "inkling_text": INKLING,
-    "inkling_model": INKLING,
-    "inkling2_text": Family(float32=r"sconv|convolution"),
-    # These compute in float32 what they make sound of.
-    "csm": AUDIO_CODEC,
-    "kyutai_speech_to_text": AUDIO_CODEC,
-    "moshi": AUDIO_CODEC,
-    # Vision parts that --quantize-towers cannot pack.
+}
+"""Object detectors share their box and class heads between the layers of the decoder. The attention
+of RF-DETR is also taken apart when transformers 5 loads it.
+"""
+
+RENAMED_TOWERS: Final = Family(renames_towers=True)
+
+_VISION: Final[Mapping[str, Family]] = {
     "blip-2": Family(keep=(KeptModules(r"^qformer\.", NEVER_QUANTIZED),)),
     "ernie4_5_vl_moe": RENAMED_TOWERS,
     "hunyuan_vl": RENAMED_TOWERS,
@@ -338,6 +341,44 @@ MODEL_TYPES: Final[Mapping[str, Family]] = {
     "deepseek_ocr2": Family(
         keep=(KeptModules(r"(^|\.)(qwen2_model|sam_model|projector)\.", VISION),)
     ),
+}
+"""Vision parts that --quantize-towers cannot pack, or that have no name of their own."""
+
+LLAMA4: Final = Family(splits_experts=True)
+INKLING: Final = Family(float32=r"sconv")
+AUDIO_CODEC: Final = Family(
+    keep=(KeptModules(r"^(codec_model|audio_encoder)\.", "an audio codec"),)
+)
+
+_OTHERS: Final[Mapping[str, Family]] = {
+    # Experts that load packed in transformers 4 and 5 alike, once they are split.
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
+    # Weights in float32.
+    "hy_v4": Family(float32=r"(weights_proj|k_norm|^lm_head)$"),
+    "inkling_text": INKLING,
+    "inkling_model": INKLING,
+    "inkling2_text": Family(float32=r"sconv|convolution"),
+    # These compute in float32 what they make sound of.
+    "csm": AUDIO_CODEC,
+    "kyutai_speech_to_text": AUDIO_CODEC,
+    "moshi": AUDIO_CODEC,
     # Its head is called "output"; listed, that name would hit the output of every attention.
     "git": Family(linear=r"^output$"),
 }
+"""Families that deviate in a way of their own."""
+
+MODEL_TYPES: Final[Mapping[str, Family]] = {
+    **_TRANSPOSED,
+    **_KEPT_BY_TRANSFORMERS,
+    **_READ_ELSEWHERE,
+    **_SPLIT_OR_MERGED,
+    **_RENAMED,
+    **_SAME_LAYERS,
+    **_SAVED_BY_TRANSFORMERS_4,
+    **_NOT_ON_DISK,
+    **_DETECTORS,
+    **_VISION,
+    **_OTHERS,
+}
+"""The family of each model type."""
