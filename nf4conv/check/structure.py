@@ -180,25 +180,42 @@ def _check_uniform(structure: Structure) -> None:
     transformers 4.57 finds the tensors of a weight by the config's data type, and counts them by
     its nesting. Different block sizes load, and are only worth knowing.
     """
-    weights = list(structure.weights.values())
-    properties: dict[str, list[Hashable]] = {
-        "data types": [weight.format.quant_type for weight in weights],
-        "nestings": [_nesting_of(weight) for weight in weights],
-        "block sizes": [weight.format.blocksize for weight in weights],
-        "storage dtypes": [weight.values.dtype for weight in weights],
-    }
-    for what, kinds in properties.items():
-        by_frequency = [kind for kind, _ in Counter(kinds).most_common()]
-        if len(by_frequency) < 2:
-            continue
-        rarest = by_frequency[-1]
-        weight = weights[kinds.index(rarest)]
-        text = (
-            f"{rarest}, while others are {by_frequency[0]}: "
-            f"{len(by_frequency)} {what} in one checkpoint"
-        )
-        is_fault = what != "block sizes"
-        structure.note("uniform", weight.values.file, weight.name, text, is_fault=is_fault)
+    quant_types: dict[str, Hashable] = {}
+    nestings: dict[str, Hashable] = {}
+    blocksizes: dict[str, Hashable] = {}
+    dtypes: dict[str, Hashable] = {}
+    for name, weight in structure.weights.items():
+        quant_types[name] = weight.format.quant_type
+        nestings[name] = _nesting_of(weight)
+        blocksizes[name] = weight.format.blocksize
+        dtypes[name] = weight.values.dtype
+    _check_alike(structure, "data types", quant_types)
+    _check_alike(structure, "nestings", nestings)
+    _check_alike(structure, "block sizes", blocksizes, is_fault=False)
+    _check_alike(structure, "storage dtypes", dtypes)
+
+
+def _check_alike(
+    structure: Structure, what: str, kinds: Mapping[str, Hashable], *, is_fault: bool = True
+) -> None:
+    """Notes a weight of the rarest kind, if there are several.
+
+    Args:
+        structure: the checkpoint.
+        what: what the kinds are, in the plural.
+        kinds: the kind of each weight, by name.
+        is_fault: whether different kinds are a fault.
+    """
+    by_frequency = [kind for kind, _ in Counter(kinds.values()).most_common()]
+    if len(by_frequency) < 2:
+        return
+    commonest = by_frequency[0]
+    rarest = by_frequency[-1]
+    name = next(name for name, kind in kinds.items() if kind == rarest)
+    count = f"{len(by_frequency)} {what} in one checkpoint"
+    text = f"{rarest}, while others are {commonest}: {count}"
+    file = structure.weights[name].values.file
+    structure.note("uniform", file, name, text, is_fault=is_fault)
 
 
 def _nesting_of(weight: StoredWeight) -> str:

@@ -87,7 +87,7 @@ class Rule:
 def is_name(entry: str) -> bool:
     """Returns True if an entry means itself to all loaders.
 
-    To transformers 5 every entry is a regular expression; in a name that is so of the dots only.
+    To transformers 5 every entry is a regular expression. In a name only the dots are special.
     """
     return entry != "" and not re.search(r"[\\^$*+?{}()|\[\]]", entry)
 
@@ -119,6 +119,7 @@ def transformers_5(entries: Iterable[str]) -> Rule:
         return index.ends(path) or index.begins(path, len(path), len(path))
 
     def is_skipped_below(path: str) -> bool:
+        # the name ends with the path, or with the dot after it
         return index.begins(f"{path}.", len(path), len(path) + 1)
 
     return Rule(is_skipped, is_skipped_below)
@@ -139,9 +140,11 @@ def transformers_5_0(entries: Iterable[str]) -> Rule:
 
 
 def rule_by_beginning(index: NameIndex) -> Rule:
-    """Returns the rule that skips what begins with a name, even if the name ends inside a part."""
+    """Returns the rule that skips what begins with a name, even if the name ends inside a part.
 
-    # What ends before the last part is the answer about the paths above.
+    Only names that end in the last part are looked up: shorter ones are found for the paths above.
+    """
+
     def is_skipped(path: str) -> bool:
         last_part = path.rfind(".") + 1
         return index.begins(path, last_part + 1, len(path))
@@ -163,8 +166,9 @@ def _rule_of_patterns(patterns: tuple[str, ...], end: str) -> Rule:
         starts = re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns)).match
     except (re.error, OverflowError, RecursionError) as error:
         odd = [pattern for pattern in patterns if not re.fullmatch(r"[\w.-]*", pattern)]
+        shown = ", ".join(odd[:3])
         raise PlanError(
-            f"llm_int8_skip_modules cannot name {', '.join(odd[:3])}: "
+            f"llm_int8_skip_modules cannot name {shown}: "
             f"transformers 5 takes it for a regular expression, which fails: {error}"
         ) from error
 

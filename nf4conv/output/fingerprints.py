@@ -25,9 +25,11 @@ def require_same_run(
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
+        was = shortened(before.get(key))
+        found = shortened(now.get(key))
         raise OutputError(
             f"{out}: holds an unfinished run that differs in {', '.join(changed)} "
-            f"({key} was {shortened(before.get(key))}, is {shortened(now.get(key))}); {advice}"
+            f"({key} was {was}, is {found}); {advice}"
         )
 
 
