@@ -146,8 +146,10 @@ def test_dry_run(source: Path, tmp_path: Path):
 
 def test_verify(source: Path, packed: Path, tmp_path: Path):
     # every 97th value is an outlier, so the error is larger than that of a real weight
-    asked = ("--exact", "--tolerance", 0.3, "--device", "cpu")
+    page = tmp_path / "page.html"
+    asked = ("--exact", "--tolerance", 0.3, "--device", "cpu", "--report", page)
     assert run_json("verify", packed, "--source", source, *asked)["passed"]
+    assert page.read_text().startswith("<!doctype html>")
     damaged = tmp_path / "damaged"
     shutil.copytree(packed, damaged)
     with (damaged / "model.safetensors").open("r+b") as file:
@@ -221,6 +223,15 @@ def test_linear():
     packed, state = nf4conv.quantize_4bit(torch.eye(64) * 2)
     out = nf4conv.linear_4bit(torch.ones(1, 64), packed, state)
     assert torch.equal(out, torch.full((1, 64), 2.0))
+
+
+def test_the_fused_product():
+    """Only a GPU runs its kernels, which tests/emulator.py executes; here they are imported."""
+    from nf4conv.codec.kernels.product import launches
+
+    rows = [shape.rows for shape in launches.SHAPES]
+    assert rows == sorted(rows)
+    assert rows[-1] == 64
 
 
 def test_evaluate(tmp_path: Path):
