@@ -1,7 +1,7 @@
-# Every target sets up what it needs; `make` alone lists them.
+# Each target installs what it needs. `make` without a target lists them.
 PYTHON ?= python3
 VENV   ?= .venv
-# torch's CPU build is enough for everything but `make gpu` and the GPU benchmarks; on a GPU machine use e.g. TORCH=torch
+# torch's CPU build is enough, except for `make gpu` and the GPU benchmarks: there use TORCH=torch
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
@@ -17,62 +17,62 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[test,dev]"
 	touch $@
 
-demo: $(VENV)/.installed ## quantize the real MiniLM checkpoint, load it with transformers, compare
+demo: $(VENV)/.installed ## quantize the real MiniLM checkpoint, load it with transformers and compare the outputs
 	$(BIN)/python docs/demo.py demo
 
-test: $(VENV)/.installed ## everything that needs no GPU; kernels run in Triton's interpreter
+test: $(VENV)/.installed ## run all tests that need no GPU; Triton's interpreter runs the kernels (10 minutes)
 	$(BIN)/python -m pytest -m "not gpu and not browser and not architectures"
 
-test-quick: $(VENV)/.installed ## every command once and the imports between rooms: enough while you work, in under a minute
+test-quick: $(VENV)/.installed ## run every command once and check the rooms (under a minute): enough while you work
 	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py
 
-check: $(VENV)/.installed ## lint, format and types
+check: $(VENV)/.installed ## check lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.installed ## let ruff format the code
+format: $(VENV)/.installed ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-fuzz: $(VENV)/.installed ## mutated checkpoints of many kinds for ten minutes; FUZZ="--seed N --cases N --seconds N"
+fuzz: $(VENV)/.installed ## run commands on mutated checkpoints for ten minutes; FUZZ="--seed N --cases N --seconds N"
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
 
-kills: $(VENV)/.installed ## runs killed before and after every operation on their folder, and resumed
+kills: $(VENV)/.installed ## kill runs before and after every operation on their folder, and resume them
 	for scenario in quantize dequantize overwrite stream pipeline parts streamed-parts; do folder=$$(mktemp -d) && \
 	  $(BIN)/python tests/interruptions.py $$scenario $$folder > $$folder/points && rm -r $$folder/out && \
 	  ! grep -v '"status": 0, "differing": \[\], "looks finished and is not": false' $$folder/points && \
 	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done
 
-gpu: $(VENV)/.installed ## the kernel tests compiled, against bitsandbytes CUDA
+gpu: $(VENV)/.installed ## test compiled kernels against bitsandbytes CUDA (needs an NVIDIA GPU)
 	$(BIN)/python -m pytest -m gpu
 
-bench: $(VENV)/.installed ## the codec against bitsandbytes: GPU table on a GPU machine, else CPU table
+bench: $(VENV)/.installed ## measure the codec against bitsandbytes, on the GPU if there is one
 	$(BIN)/python -m benchmarks.codec
 
-bench-e2e: $(VENV)/.installed ## whole commands against transformers + bitsandbytes and a raw byte mover
+bench-e2e: $(VENV)/.installed ## measure whole commands against transformers with bitsandbytes, and against copying bytes
 	$(BIN)/python -m benchmarks.end_to_end
 
-# transformers 4 and 5 cannot be installed side by side
+# transformers 4 and 5 cannot be installed side by side, so 4 has an environment of its own
 $(VENV)/transformers-4/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)/transformers-4
 	$(VENV)/transformers-4/bin/pip install --quiet "$(TORCH)" transformers==4.57.6 accelerate bitsandbytes==0.50.2
 	touch $@
 
-test-architectures: $(VENV)/transformers-4/.installed ## every architecture that transformers can build small
+test-architectures: $(VENV)/transformers-4/.installed ## test every architecture that transformers can build small (15 minutes)
 	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
 
-test-browser: $(VENV)/.installed ## the HTML report in a headless Chromium, which must be installed
+test-browser: $(VENV)/.installed ## test the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser
 
 $(VENV)/.ray: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[ray]"
 	touch $@
 
-test-ray: $(VENV)/.ray ## --ray on a cluster of three nodes of this machine, one of which is lost
+test-ray: $(VENV)/.ray ## test --ray on a cluster of three nodes on this machine, of which one is lost
 	$(BIN)/python -m pytest tests/test_ray.py
 
-test-slurm: $(VENV)/.installed ## the job files of docs/cluster.md on a SLURM of this machine (as root; apt install slurm-wlm munge)
+test-slurm: $(VENV)/.installed ## test the job files of docs/cluster.md with SLURM on this machine (as root; apt install slurm-wlm munge)
 	command -v slurmctld slurmd munged
 	TEST_SLURM=1 $(BIN)/python -m pytest tests/test_cluster.py -k slurm
 
@@ -81,7 +81,7 @@ $(VENV)/kubernetes-validate/.installed: $(VENV)/.installed
 	$(VENV)/kubernetes-validate/bin/pip install --quiet kubernetes-validate==1.37.0
 	touch $@
 
-test-kubernetes: $(VENV)/kubernetes-validate/.installed ## those for Kubernetes against its schema, and what they run
+test-kubernetes: $(VENV)/kubernetes-validate/.installed ## test those for Kubernetes against its schema, and run their commands
 	KUBERNETES_VALIDATE=$(abspath $(VENV))/kubernetes-validate/bin/kubernetes-validate \
 	  $(BIN)/python -m pytest tests/test_cluster.py -k kubernetes
 
@@ -89,10 +89,10 @@ $(VENV)/.diffusers: $(VENV)/.installed
 	$(BIN)/pip install --quiet diffusers accelerate
 	touch $@
 
-test-diffusers: $(VENV)/.diffusers ## tiny denoisers and pipelines against diffusers' own quantization
+test-diffusers: $(VENV)/.diffusers ## test tiny denoisers and pipelines against diffusers' own quantization
 	$(BIN)/python -m pytest tests/diffusers
 
-# llama.cpp's converter lies in the source distribution of its Python package, which is not built
+# llama.cpp's converter is in the source distribution of its Python package, which is not built here
 $(VENV)/llama.cpp: $(VENV)/.installed
 	$(BIN)/pip install --quiet gguf sentencepiece
 	$(BIN)/pip download --quiet --no-deps --no-binary :all: --dest $(VENV) llama-cpp-python==0.3.36
@@ -101,18 +101,18 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	  '*/llama.cpp/convert_hf_to_gguf.py' '*/llama.cpp/conversion' '*/llama.cpp/gguf-py'
 	mv $@.new $@
 
-test-gguf: $(VENV)/llama.cpp ## from 4 bits by way of an adapter to GGUF, with llama.cpp's converter
+test-gguf: $(VENV)/llama.cpp ## test the way from 4 bits with an adapter to GGUF, with llama.cpp's converter
 	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_docs.py
 
-docs/diffusers.md: $(VENV)/.diffusers ## what the tests of diffusers find, as a table
+docs/diffusers.md: $(VENV)/.diffusers ## write the table of what the tests of diffusers find
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
 	mv $@.new $@
 
-docs: $(VENV)/.installed ## tables of options and of JSON fields, from the code, and the picture of a session
+docs: $(VENV)/.installed ## generate the tables of options and JSON fields, and the picture of a session
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/terminal.py
 
-# the oldest releases that pyproject.toml allows, and the tests that need no transformers and no bitsandbytes
+# the oldest releases that pyproject.toml allows, and the tests that need neither transformers nor bitsandbytes
 FLOORS := torch==2.6.0 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0
 CORE   := cli making inspect quantize compare source plan writer workspace header layout selection codebook reference ops
 
@@ -122,10 +122,10 @@ $(VENV)/floors/.installed: pyproject.toml
 	$(VENV)/floors/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-test-floors: $(VENV)/floors/.installed ## the core of the tests with the oldest releases that are allowed (PYTHON=python3.10)
+test-floors: $(VENV)/floors/.installed ## run the core of the tests with the oldest releases that are allowed (PYTHON=python3.10)
 	$(VENV)/floors/bin/python -m pytest -m "not gpu and not oracle" $(CORE:%=tests/test_%.py)
 
-# but torch, which takes minutes to install: that of the other tests is found behind what is installed here
+# torch takes minutes to install, so this environment finds the one of the other tests behind its own packages
 $(VENV)/floors-quick/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)/floors-quick
 	$(VENV)/floors-quick/bin/pip install --quiet $(filter-out torch==%,$(FLOORS)) pytest hypothesis
@@ -133,11 +133,11 @@ $(VENV)/floors-quick/.installed: $(VENV)/.installed
 	ls -d $(abspath $(VENV))/lib/python*/site-packages > $$(ls -d $(VENV)/floors-quick/lib/python*/site-packages)/behind.pth
 	touch $@
 
-test-floors-quick: $(VENV)/floors-quick/.installed ## a part of that for CI, with the torch that is installed
+test-floors-quick: $(VENV)/floors-quick/.installed ## run a part of that, with the torch that is installed, for CI
 	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(addprefix tests/test_,cli.py making.py header.py layout.py)
 
-docs/architectures.md: $(VENV)/transformers-4/.installed ## what the sweep finds, as tables, here and in selection.md
+docs/architectures.md: $(VENV)/transformers-4/.installed ## write the tables of what the sweep finds, here and in selection.md
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python
 
-clean: ## remove what the targets made
+clean: ## remove everything that the targets made
 	rm -rf $(VENV) demo build dist *.egg-info
