@@ -12,7 +12,7 @@ values    tensors whose bytes differ, and those that are not stored alike
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from nf4conv.options import CompareOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import for_submodel, is_included
 from nf4conv.report.compared import compared_kinds, compared_row
 from nf4conv.report.measured import TensorDifference
-from nf4conv.report.results import ComparisonReport
+from nf4conv.report.results import ComparisonReport, ComparisonSettings
 from nf4conv.report.rows import Status
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.checkpoint import ignore
@@ -236,12 +236,14 @@ def execute_comparison(
     )
     found = Counter(row.status for row in rows)
     counts = {status: found[status] for status in Status if found[status]}
-    settings = {
-        **asdict(plan.options),
-        "device": device,
-        "nf4conv": __version__,
-        "torch": version("torch"),
-    }
+    settings = ComparisonSettings(
+        tolerance=tolerance,
+        include=plan.options.include,
+        exclude=plan.options.exclude,
+        device=device,
+        nf4conv=__version__,
+        torch=version("torch"),
+    )
     return ComparisonReport(
         a=plan.a,
         b=plan.b,

@@ -5,7 +5,7 @@ docs/generate.py makes docs/json.md from these classes and the `Attributes` in t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report import rows
@@ -166,6 +166,27 @@ class FinishReport:
 
 
 @dataclass(frozen=True)
+class VerifySettings:
+    """Describes how a checkpoint was verified.
+
+    Attributes:
+        tolerance: the largest relative error that passes; "default" for that of the format.
+        exact: True if every byte had to be the one that quantizing the source gives.
+        scales: how the checkpoint was made by its record: "absmax" or "search".
+        device: the device that measured the values.
+        nf4conv: the version of nf4conv.
+        torch: the version of torch.
+    """
+
+    tolerance: float | Literal["default"]
+    exact: bool
+    scales: str
+    device: str
+    nf4conv: str
+    torch: str
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """Describes what verification found.
 
@@ -203,7 +224,7 @@ class VerifyReport:
     parameters: int
     bits_per_parameter: float
     identical: bool | None
-    settings: Mapping[str, Any]
+    settings: VerifySettings
     seconds: float
 
     @property
@@ -242,6 +263,27 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
+class ComparisonSettings:
+    """Describes how two checkpoints were compared.
+
+    Attributes:
+        tolerance: the largest relative error that passes. None if only identical tensors pass.
+        include: only tensors that match one of these globs were compared. Empty for all.
+        exclude: tensors that match one of these globs were not compared.
+        device: the device that compared values.
+        nf4conv: the version of nf4conv.
+        torch: the version of torch.
+    """
+
+    tolerance: float | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    device: str
+    nf4conv: str
+    torch: str
+
+
+@dataclass(frozen=True)
 class ComparisonReport:
     """Describes how two checkpoints differ.
 
@@ -266,7 +308,7 @@ class ComparisonReport:
     tensors: tuple[rows.ComparedRow, ...]
     kinds: tuple[rows.ComparedKind, ...]
     counts: Mapping[rows.Status, int]
-    settings: Mapping[str, Any]
+    settings: ComparisonSettings
     seconds: float
 
     @property

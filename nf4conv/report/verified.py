@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
 
 from nf4conv import __version__
 from nf4conv.check.checks import ALWAYS, CHECKS, WITH_SOURCE
@@ -15,7 +14,7 @@ from nf4conv.report.measured import (
     weight_kinds,
     weight_row,
 )
-from nf4conv.report.results import VerifyReport
+from nf4conv.report.results import VerifyReport, VerifySettings
 from nf4conv.report.rows import CheckResult, WeightKind, WeightRow
 from nf4conv.sources.record import read_record
 from nf4conv.sources.stored_weights import Finding, Structure
@@ -145,15 +144,15 @@ def _bits_per_parameter(sizes: Mapping[str, int], parameters: int) -> float:
     return 8 * sum(sizes.values()) / max(parameters, 1)
 
 
-def _settings(options: VerifyOptions, structure: Structure, device: str) -> dict[str, Any]:
-    return {
-        "tolerance": "default" if options.tolerance is None else options.tolerance,
-        "exact": options.exact,
-        "scales": structure.scales,
-        "device": device,
-        "nf4conv": __version__,
-        "torch": version("torch"),
-    }
+def _settings(options: VerifyOptions, structure: Structure, device: str) -> VerifySettings:
+    return VerifySettings(
+        tolerance="default" if options.tolerance is None else options.tolerance,
+        exact=options.exact,
+        scales=structure.scales,
+        device=device,
+        nf4conv=__version__,
+        torch=version("torch"),
+    )
 
 
 def join_reports(
