@@ -5,7 +5,7 @@ docs/generate.py makes docs/json.md from these classes and the `Attributes` in t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report import rows
@@ -172,13 +172,13 @@ class VerifySettings:
     Attributes:
         tolerance: the largest relative error that passes; "default" for that of the format.
         exact: True if every byte had to be the one that quantizing the source gives.
-        scales: how the checkpoint was made by its record: "absmax" or "search".
+        scales: how the scales were made, by the record of the checkpoint: "absmax" or "search".
         device: the device that measured the values.
         nf4conv: the version of nf4conv.
         torch: the version of torch.
     """
 
-    tolerance: float | Literal["default"]
+    tolerance: float | str
     exact: bool
     scales: str
     device: str
