@@ -272,7 +272,7 @@ def execute_verification(
     for name, part in plan.submodels.items():
         reports[name] = _verify_checkpoint(part, run, progress)
     source = None if plan.source is None else str(plan.source)
-    return join_reports(str(plan.path), source, reports, time.perf_counter() - started)
+    return join_reports(str(plan.path), source, reports, started)
 
 
 def _verify_checkpoint(
@@ -288,7 +288,7 @@ def _verify_checkpoint(
         plan.structure,
         measured,
         with_checksums=with_checksums,
-        seconds=time.perf_counter() - started,
+        started=started,
     )
 
 

@@ -1,5 +1,6 @@
 """Composes the report of a verification from what was measured."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -44,7 +45,7 @@ def verification_report(
     measured: Measured,
     *,
     with_checksums: bool,
-    seconds: float,
+    started: float,
 ) -> VerifyReport:
     """Composes the report of one checkpoint.
 
@@ -56,7 +57,7 @@ def verification_report(
             The faults of its values are added to its findings.
         measured: what was measured of its values.
         with_checksums: True if its checksums were checked.
-        seconds: wall clock time of the verification.
+        started: `time.perf_counter()` when the verification began.
     """
     _note_faults(structure, measured, options)
     findings = _in_order(structure.findings)
@@ -88,7 +89,7 @@ def verification_report(
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
         identical=identical,
         settings=_settings(options, structure, measured.device),
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -156,7 +157,7 @@ def _settings(options: VerifyOptions, structure: Structure, device: str) -> Veri
 
 
 def join_reports(
-    path: str, source: str | None, reports: Mapping[str, VerifyReport], seconds: float
+    path: str, source: str | None, reports: Mapping[str, VerifyReport], started: float
 ) -> VerifyReport:
     """Joins the reports of a diffusers pipeline.
 
@@ -164,7 +165,7 @@ def join_reports(
         path: the pipeline, as it was given.
         source: the pipeline that it was compared with, as it was given. None if there was none.
         reports: the report of each submodel, by its name. There is at least one.
-        seconds: wall clock time of the verification.
+        started: `time.perf_counter()` when the verification began.
 
     Returns:
         One report, whose names begin with the submodel and a slash. What was made how, and with
@@ -206,5 +207,5 @@ def join_reports(
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
         identical=identical,
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
     )
