@@ -32,7 +32,7 @@ class TensorPair:
 
 
 @dataclass(frozen=True)
-class SameShape:
+class ComparablePair:
     """Two tensors of one name and one shape, which can be compared.
 
     Attributes:
@@ -154,10 +154,10 @@ def _wanted(tensors: Mapping[str, TensorInfo], options: CompareOptions) -> dict[
     }
 
 
-def comparable(pairs: Mapping[str, TensorPair]) -> dict[str, SameShape]:
+def comparable(pairs: Mapping[str, TensorPair]) -> dict[str, ComparablePair]:
     """Returns the tensors that both checkpoints have in one shape, by name."""
     found = {}
     for name, pair in pairs.items():
         if pair.a is not None and pair.b is not None and pair.a.shape == pair.b.shape:
-            found[name] = SameShape(pair.a, pair.b)
+            found[name] = ComparablePair(pair.a, pair.b)
     return found

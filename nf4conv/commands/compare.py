@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nf4conv import __version__
-from nf4conv.check.comparing import SameShape, TensorPair, comparable, pair_tensors
+from nf4conv.check.comparing import ComparablePair, TensorPair, comparable, pair_tensors
 from nf4conv.choose.wishes import unmatched
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
 from nf4conv.options import CompareOptions, RunOptions, SourceOptions
@@ -54,7 +54,7 @@ class ComparisonPlan:
     notes: tuple[str, ...]
 
     @property
-    def pairs(self) -> Mapping[str, SameShape]:
+    def pairs(self) -> Mapping[str, ComparablePair]:
         """The tensors that both checkpoints have in one shape, by name."""
         return comparable(self.tensors)
 
