@@ -3,6 +3,7 @@
 results.py         holds the results that commands return
 rows/              holds their rows: one tensor, or one kind of module
 measured.py        gathers what verification and comparison measure of a tensor, piece by piece
+weights.py         judges what was measured of packed weights
 inspected.py       describes the tensors of a checkpoint
 verified.py        composes the report of a verification
 compared.py        describes how the tensors of two checkpoints compare

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name
-from nf4conv.report.measured import CopyResult, WeightResult, weight_faults, weight_row
+from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.rows import VerificationSummary, distance
+from nf4conv.report.weights import weight_faults, weight_row
 from nf4conv.run.shards import ShardProgress
 from nf4conv.run.without_torch.proof import prove_kept, prove_written
 from nf4conv.run.without_torch.worker import CudaWorker
