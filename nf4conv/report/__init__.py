@@ -1,6 +1,6 @@
 """Holds what commands return, and shows it.
 
-results.py         holds the results that commands return
+results/           holds the results that commands return
 rows/              holds their rows: one tensor, or one kind of module
 measured.py        gathers what verification and comparison measure of a tensor, piece by piece
 weights.py         judges what was measured of packed weights
