@@ -63,13 +63,15 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         kinds.extend(part.kinds)
         notes.extend(part.notes)
         findings.extend(part.findings)
+    config = _first_quantization(sources.values())
+    made = _first_record(sources.values())
     totals = InspectionTotals.of(tensors)
     return Inspection(
         path=str(path),
         files=tuple(files),
-        config=_first_quantization(sources.values()),
+        config=config,
         model_type=_model_type(sources),
-        made=_first_record(sources.values()),
+        made=made,
         notes=tuple(notes),
         gpu_bytes=gpu_bytes(totals.bytes),
         tensors=tuple(tensors),

@@ -58,6 +58,7 @@ def _row(
         quantization = _quantization(state, tensor, components)
         format = format_name(state.quant_type, quantization.double_quant, state.blocksize)
     parameters = math.prod(shape)
+    bits_per_parameter = 8 * size / max(parameters, 1)
     return InspectedRow(
         name=tensor.name,
         file=tensor.file.name,
@@ -65,7 +66,7 @@ def _row(
         shape=shape,
         parameters=parameters,
         bytes=size,
-        bits_per_parameter=8 * size / max(parameters, 1),
+        bits_per_parameter=bits_per_parameter,
         format=format,
         quantization=quantization,
     )
@@ -134,11 +135,12 @@ def inspected_kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
     """Sums up the rows of each kind of module in each stack of layers."""
     for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
         totals = InspectionTotals.of(members)
+        formats = sorted({row.format for row in members})
         yield InspectedKind(
             stack=stack,
             kind=kind,
             tensors=totals.tensors,
-            formats=tuple(sorted({row.format for row in members})),
+            formats=tuple(formats),
             parameters=totals.parameters,
             bytes=totals.bytes,
             bits_per_parameter=totals.bits_per_parameter,

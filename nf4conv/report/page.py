@@ -48,9 +48,10 @@ def page(report: VerifyReport) -> str:
         for finding in report.findings
     ]
     data = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    verdict = html.escape(printable(report.verdict))
     values = {
         "title": html.escape(printable(name)),
-        "verdict": html.escape(printable(report.verdict)),
+        "verdict": verdict,
         "state": "passed" if report.passed else "failed",
         "data": data.replace("<", "\\u003c"),  # no name can end the script
         "script": _read("page.js").rstrip(),

@@ -70,11 +70,13 @@ def verification_report(
         ran.update(WITH_SOURCE)
     if options.exact:
         ran.add("exact")
+    checks = _check_results(ran, findings)
+    settings = _settings(options, structure, measured.device)
     return VerifyReport(
         path=path,
         source=source,
         passed=passed,
-        checks=_check_results(ran, findings),
+        checks=checks,
         findings=findings,
         made=read_record(structure.folder),
         weights=rows,
@@ -83,7 +85,7 @@ def verification_report(
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
         identical=identical,
-        settings=_settings(options, structure, measured.device),
+        settings=settings,
         seconds=time.perf_counter() - started,
     )
 

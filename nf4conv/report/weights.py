@@ -77,22 +77,24 @@ def _exact_faults(
 def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
     """Returns the row of a report that describes a weight."""
     weight = result.weight
+    format = weight.format
     place = place_of(weight.name)
+    tolerance = tolerance_of(format, options.tolerance)
     row = WeightRow(
         name=weight.name,
         stack=place.stack,
         layer=place.layer,
         kind=place.kind,
         file=weight.values.file.name,
-        quant_type=weight.format.quant_type,
-        blocksize=weight.format.blocksize,
-        dtype=weight.format.dtype,
+        quant_type=format.quant_type,
+        blocksize=format.blocksize,
+        dtype=format.dtype,
         shape=weight.shape,
         nested_offset=weight.nested_offset,
-        double_quant=weight.format.double_quant,
+        double_quant=format.double_quant,
         parameters=weight.elements,
         bytes=weight.nbytes,
-        tolerance=tolerance_of(weight.format, options.tolerance),
+        tolerance=tolerance,
         bytes_differing=result.bytes_differing,
     )
     errors = result.errors
