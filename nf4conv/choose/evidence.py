@@ -73,14 +73,15 @@ class Evidence:
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
         """Looks at all tensors of a checkpoint and at the content of its config.json."""
         shapes = {}
-        total = float32 = 0
+        total_bytes = 0
+        float32_bytes = 0
         plain_experts = True
         for tensor in tensors:
             name = tensor.name
             shapes[name] = tensor.shape
-            total += tensor.nbytes
+            total_bytes += tensor.nbytes
             if tensor.dtype == "F32":
-                float32 += tensor.nbytes
+                float32_bytes += tensor.nbytes
             if ".experts." in name and not name.endswith(".weight"):
                 plain_experts = False
 
@@ -102,7 +103,7 @@ class Evidence:
             vocab_sizes=frozenset(vocab_sizes),
             layers=layers,
             multimodal=is_multimodal(config),
-            mostly_half=2 * float32 < total,
+            mostly_half=2 * float32_bytes < total_bytes,
             names_in_blocks=frozenset(names_in_blocks),
             plain_experts=plain_experts,
         )
