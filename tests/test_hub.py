@@ -17,7 +17,8 @@ from safetensors.torch import save
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.source import Source, open_source
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.source import Source
 
 REPO = "some-org/Some-Model_1.0"
 NEEDED = {

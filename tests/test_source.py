@@ -10,7 +10,8 @@ from checkpoints import write_source
 from safetensors.torch import save_file
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.source import open_source, read_json
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.reader import read_json
 from nf4conv.sources.tensors import TensorInfo
 
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS
 from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels, quantized_config
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
-from nf4conv.sources.source import read_json
+from nf4conv.sources.reader import read_json
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 _FLAGS: Final = (

@@ -13,12 +13,12 @@ from typing import Any
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.header import read_header
+from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import recorded_scales
-from nf4conv.sources.source import LARGEST_INDEX, read_json
 from nf4conv.sources.stored_weights import StoredWeight, Structure, check_weight, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
-from nf4conv.sources.weight_files import find_weights
+from nf4conv.sources.weight_files import LARGEST_INDEX, find_weights
 
 
 @dataclass(frozen=True)

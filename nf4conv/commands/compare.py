@@ -32,7 +32,8 @@ from nf4conv.run.engines import compare_values, host_engine
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.same_bytes import byte_tasks
 from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.source import Source, open_source
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.source import Source
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file
 from nf4conv.report.results import Evaluation
-from nf4conv.sources.source import open_stored
+from nf4conv.sources.opening import open_stored
 
 _WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
 """Tokens of a window by the kind of model, unless the model takes fewer."""

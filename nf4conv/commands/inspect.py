@@ -22,8 +22,9 @@ from nf4conv.report.results import Inspection
 from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers_folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
+from nf4conv.sources.opening import open_stored
 from nf4conv.sources.record import read_record, recorded_scales
-from nf4conv.sources.source import Source, open_stored, read_together
+from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 

@@ -10,7 +10,7 @@ from nf4conv.plan.rows import PlanRow, add_totals
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.diffusers_folder import DiffusersFolder
 from nf4conv.sources.original_card import OriginalCard
-from nf4conv.sources.source import read_json
+from nf4conv.sources.reader import read_json
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)

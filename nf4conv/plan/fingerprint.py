@@ -14,7 +14,8 @@ from nf4conv.plan.jobs import CopyJob, Job, Plan
 from nf4conv.plan.writing import Part, WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
-from nf4conv.sources.source import Source, changed_files, source_stamps
+from nf4conv.sources.source import Source, source_stamps
+from nf4conv.sources.stamps import changed_files
 from nf4conv.sources.unfinished import PARTS, SHARDS
 
 

@@ -1,9 +1,11 @@
 """Reads checkpoints from wherever they are. Computes no tensor and never imports torch.
 
-source.py            opens a folder, a file or a Hub id: config, headers of every tensor, stamps
+opening.py           opens a folder, a file or a Hub id: config, headers of every tensor
+source.py            describes a checkpoint that has been opened, reads its small tensors
+stamps.py            notices that a file has changed since its header was read
 tensors.py           describes tensors: where their bytes are, how they are encoded
 header.py            parses, validates and builds the safetensors header
-reader.py            positional reads
+reader.py            reads byte ranges of weight files, and small files as a whole
 weight_files.py      finds the weight files of a folder
 own_files.py         refuses links that lead out of the folder that the user named
 auxiliary.py         lists the files that are copied beside the weights

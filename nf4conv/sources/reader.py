@@ -1,11 +1,13 @@
-"""Positional reads: many threads share one open file, and none of them moves a file position.
+"""Reads files: byte ranges of weight files, and small files as a whole.
 
-What is in the page cache is read by whoever wants it. Where that takes long, because it comes from
-a disk or over a network, a read is cut into blocks for many threads: so many in flight fill a disk
-and hide the latency of a network.
+Many threads share one open file, and none of them moves a file position. A thread reads bytes of
+the page cache itself. Where that takes long, because they come from a disk or over a network, a
+read is cut into blocks for many threads: so many in flight fill a disk and hide the latency of a
+network.
 """
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -14,18 +16,23 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.tensors import TensorInfo
 
 _MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
-_LARGEST_READ: Final = 2**22
 _BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
 _IN_FLIGHT: Final = 32  # such reads, of all files
-_AT_A_TIME: Final = 8  # small reads, of as many files
-_LONG: Final = 1e-3  # seconds that such a read takes from a disk, or over a network, at least
 _SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
+
+_AT_A_TIME: Final = 8  # small reads, of as many files
+_LONG: Final = 1e-3  # seconds that a small read takes from a disk, or over a network, at least
+
+_CHUNK: Final = 2**22  # bytes of a whole file that are read at a time
+_LARGEST_READ: Final = 2**22  # bytes of a small tensor
+_LARGEST_JSON: Final = 2**24  # bytes of config.json and the like
+_DEEPEST_JSON: Final = 64  # containers in containers
 
 
 ItemT = TypeVar("ItemT")
@@ -33,39 +40,66 @@ FoundT = TypeVar("FoundT")
 
 
 def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT]:
-    """What is found by a small read for each item, in their order; the first error is raised.
+    """Makes a small read for each item.
 
-    Threads are called as soon as a read takes long: those of the page cache they would only hinder.
+    Threads help as soon as a read takes long. Reads from the page cache they would only hinder.
+
+    Args:
+        find: makes the read for one item.
+        items: the items.
+
+    Returns:
+        What was found, in the order of the items.
+
+    Raises:
+        Exception: the first error of a read.
     """
-    left, at_once, last = iter(items), list[FoundT](), time.perf_counter()
+    left = iter(items)
+    found: list[FoundT] = []
+    started = time.perf_counter()
     for item in left:
-        at_once.append(find(item))
-        started, last = last, time.perf_counter()
-        if last - started > _LONG:
+        found.append(find(item))
+        now = time.perf_counter()
+        if now - started > _LONG:
             break
-    waiting = [*left]
-    some = (
-        len(waiting) // (2 * _AT_A_TIME) + 1
-    )  # at once, for to hand over one takes as long as to read a page
-    runs = [waiting[start : start + some] for start in range(0, len(waiting), some)]
+        started = now
+    waiting = list(left)
+    # several at once, for to hand over one takes as long as to read a page
+    together = len(waiting) // (2 * _AT_A_TIME) + 1
+    runs = [waiting[start : start + together] for start in range(0, len(waiting), together)]
+
+    def find_all(run: list[ItemT]) -> list[FoundT]:
+        return [find(item) for item in run]
+
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return at_once + [
-            found for run in pool.map(lambda run: list(map(find, run)), runs) for found in run
-        ]
+        for found_by_thread in pool.map(find_all, runs):
+            found += found_by_thread
+    return found
 
 
-class _Open:
-    """An open file, how many threads are reading it, and whether the last large read took long."""
+class _OpenFile:
+    """An open file.
+
+    Attributes:
+        descriptor: of the operating system.
+        readers: how many threads are reading it.
+        is_slow: True if the last large read took long; None if there was none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.readers = 0
-        self.is_slow: bool | None = None  # not known yet
+        self.is_slow: bool | None = None
 
     def read(self, start: int, buffer: memoryview) -> float:
-        """Fill a buffer; the seconds that took."""
-        started, position = time.perf_counter(), 0
+        """Fills a buffer with the bytes from `start` on, and returns the seconds that took.
+
+        Raises:
+            SourceError: the file ends early.
+        """
+        started = time.perf_counter()
+        position = 0
         while position < len(buffer):
             count = os.preadv(self.descriptor, [buffer[position:]], start + position)
             if count == 0:
@@ -78,55 +112,59 @@ class _Open:
 
 
 class Reader:
-    """Reads byte ranges of source files into the caller's buffers. Thread-safe; the last files read
-    stay open.
+    """Reads byte ranges of source files into the caller's buffers.
+
+    Threads may share it. The files that were read last stay open. Use it as a context manager.
     """
 
     def __init__(self) -> None:
-        self._files: OrderedDict[Path, _Open] = OrderedDict()  # those read last are last
+        self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # those read last are last
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(
-            _IN_FLIGHT, "nf4conv-read"
-        )  # whose threads start when there is work
+        # its threads start when there is work
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "nf4conv-read")
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `path` from `start` on; a SourceError if it cannot be
-        read, or ends early.
+        """Fills `buffer` with the bytes of `path` from `start` on.
+
+        Raises:
+            SourceError: the file cannot be read, or ends early.
         """
         with named(path, SourceError), self._opened(path) as file:
-            if (
-                file.is_slow is None and len(buffer) > _BLOCK
-            ):  # the first block tells how to read the others
-                file.is_slow = file.read(start, buffer[:_BLOCK]) > _BLOCK * _SLOW
-                start, buffer = start + _BLOCK, buffer[_BLOCK:]
+            if file.is_slow is None and len(buffer) > _BLOCK:
+                # the first block tells how to read the others
+                seconds = file.read(start, buffer[:_BLOCK])
+                file.is_slow = seconds > _BLOCK * _SLOW
+                start += _BLOCK
+                buffer = buffer[_BLOCK:]
             if file.is_slow and len(buffer) > _BLOCK:
-                places = range(0, len(buffer), _BLOCK)
-                blocks = [
-                    self._pool.submit(file.read, start + at, buffer[at : at + _BLOCK])
-                    for at in places
-                ]
-                wait(blocks)  # after an error too: then the buffer is the caller's again
-                seconds = sum(
-                    block.result() for block in blocks
-                )  # which one thread would have taken
+                seconds = self._read_in_blocks(file, start, buffer)
             else:
                 seconds = file.read(start, buffer)
             if len(buffer) >= _BLOCK:
                 file.is_slow = seconds > len(buffer) * _SLOW
 
+    def _read_in_blocks(self, file: _OpenFile, start: int, buffer: memoryview) -> float:
+        """Lets many threads read; returns the seconds that one thread would have taken."""
+        blocks = [
+            self._pool.submit(file.read, start + at, buffer[at : at + _BLOCK])
+            for at in range(0, len(buffer), _BLOCK)
+        ]
+        wait(blocks)  # after an error too: then the buffer is the caller's again
+        return sum(block.result() for block in blocks)
+
     def forget(self, path: Path) -> None:
-        """Close a file that is not read any more."""
+        """Closes a file that is not read any more."""
         with self._lock:
             file = self._files.pop(path, None)
         if file is not None:
             os.close(file.descriptor)
 
     def interrupt(self) -> None:
-        """Let whoever waits for data give up; local files keep nobody waiting."""
+        """Lets every thread that waits for data give up; local files keep nobody waiting."""
 
     @contextmanager
-    def _opened(self, path: Path) -> Iterator[_Open]:
-        """A file, which is not closed meanwhile."""
+    def _opened(self, path: Path) -> Iterator[_OpenFile]:
+        """Opens a file, and sees that it is not closed meanwhile."""
         with self._lock:
             file = self._files.get(path) or self._open(path)
             self._files[path] = file
@@ -138,12 +176,14 @@ class Reader:
             with self._lock:
                 file.readers -= 1
 
-    def _open(self, path: Path) -> _Open:
-        """Open a file, and close one that nobody reads where that makes too many."""
-        idle = [other for other, file in self._files.items() if not file.readers]
-        if len(self._files) >= _MOST_OPEN and idle:
-            os.close(self._files.pop(idle[0]).descriptor)
-        return _Open(path)
+    def _open(self, path: Path) -> _OpenFile:
+        """Opens a file, and closes one that nobody reads if too many are open."""
+        if len(self._files) >= _MOST_OPEN:
+            for other, file in self._files.items():
+                if not file.readers:
+                    os.close(self._files.pop(other).descriptor)
+                    break
+        return _OpenFile(path)
 
     def __enter__(self) -> "Reader":
         return self
@@ -156,17 +196,25 @@ class Reader:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """A file from its beginning to its end, a few megabytes at a time; a SourceError if it cannot
-    be read.
+    """Yields a file from its beginning to its end, a few megabytes at a time.
+
+    Raises:
+        SourceError: the file cannot be read.
     """
     with named(path, SourceError), path.open("rb") as file:
-        while chunk := file.read(2**22):
+        while chunk := file.read(_CHUNK):
             yield chunk
 
 
 def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
-    """The SHA-256 of a file, or another digest of it, in hexadecimal; a SourceError if it cannot be
-    read.
+    """Returns a digest of a file in hexadecimal.
+
+    Args:
+        path: the file.
+        digest: the digest that the file's bytes are added to; None for a new SHA-256.
+
+    Raises:
+        SourceError: the file cannot be read.
     """
     digest = digest or hashlib.sha256()
     for chunk in read_chunks(path):
@@ -175,7 +223,11 @@ def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:
-    """The bytes of a small tensor; a SourceError if it is not small, or they cannot be read."""
+    """Returns the bytes of a small tensor.
+
+    Raises:
+        SourceError: the tensor is not small, or its file cannot be read.
+    """
     if tensor.nbytes > _LARGEST_READ:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes, too many for what it is"
@@ -183,3 +235,41 @@ def read_bytes(tensor: TensorInfo) -> bytes:
     with named(tensor.file, SourceError), tensor.file.open("rb") as file:
         file.seek(tensor.start)
         return file.read(tensor.nbytes)
+
+
+def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        SourceError: the file cannot be read, is too large, or holds no JSON object, or one that is
+            nested too deeply.
+    """
+    try:
+        with named(path, SourceError):
+            size = path.stat().st_size
+            if size > most:
+                raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}")
+            content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path}: not a JSON object")
+    if _is_deeper(content, _DEEPEST_JSON):
+        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times")
+    return content
+
+
+def _is_deeper(content: dict[str, Any], most: int) -> bool:
+    """Returns True if a JSON value has containers in containers more than so many times."""
+    level: list[Any] = [content]
+    for _ in range(most):
+        below = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            below += [value for value in values if isinstance(value, (dict, list))]
+        level = below
+    return bool(level)

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import SCALES
-from nf4conv.sources.reader import each
-from nf4conv.sources.source import AdapterFiles, Source, read_json
+from nf4conv.sources.reader import each, read_json
+from nf4conv.sources.source import AdapterFiles, Source
 
 MAKING: Final = "nf4conv.json"
 

@@ -21,6 +21,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 """What PEFT saves of an adapter, which is no model."""
 
+LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
+
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")

@@ -23,7 +23,7 @@ from nf4conv.choose.selection import select
 from nf4conv.choose.skeleton import Skeleton, read_skeleton
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.source import open_source
+from nf4conv.sources.opening import open_source
 
 UNKNOWN = "unknown to it"
 UNREADABLE = "cannot read the source either"

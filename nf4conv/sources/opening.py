@@ -1,0 +1,304 @@
+"""Opens a folder, a file or a repository of the Hub: reads its config and all tensors' headers.
+
+No tensor data is read. Weights are safetensors, or torch pickles where there are none. Tensors that
+another quantization encoded are presented as the float tensors they stand for (encodings/).
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from nf4conv.errors import AdapterError, SourceError
+from nf4conv.models.config import checkpoint_dtype
+from nf4conv.options import SourceOptions
+from nf4conv.sources.encodings.encoded import decoded_tensors
+from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
+from nf4conv.sources.own_files import is_file, require_own
+from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.reader import each, read_json
+from nf4conv.sources.source import Source, read_tensor
+from nf4conv.sources.stamps import Stamp, stamp_and_head
+from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.unfinished import check_finished
+from nf4conv.sources.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LARGEST_INDEX,
+    PICKLE_SUFFIXES,
+    STEMS,
+    find_weights,
+)
+
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.hub import Fetched
+
+_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
+_HINT: Final = "; models on the Hub are named org/name, such as openai-community/gpt2"
+_REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
+    """Opens a checkpoint and presents its encoded tensors as the tensors that they decode to.
+
+    Args:
+        source: a folder with safetensors or pickled weights, sharded or not; one such file; or
+            "org/name" on the Hub. A path that exists wins over a name on the Hub.
+        where: what to take of a folder or repository, and how to reach the Hub.
+
+    Raises:
+        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself; the message
+            names file and tensor.
+    """
+    opened = open_stored(source, where)
+    config = opened.config or {}
+    exported: Mapping[str, Any] = {}
+    of_modelopt = opened.folder / "hf_quant_config.json"
+    if of_modelopt.is_file():
+        exported = read_json(require_own(of_modelopt, opened.root))
+    dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
+    read = partial(read_tensor, opened)
+    try:
+        tensors, notes = decoded_tensors(opened.tensors, config, exported, dtype, read)
+    except SourceError as error:
+        if str(error).startswith(str(opened.folder)):
+            raise
+        raise SourceError(f"{opened.folder}: {error}") from error
+    return replace(opened, tensors=tensors, notes=notes)
+
+
+def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:
+    """Opens a checkpoint and takes its tensors as they are stored, encoded or not.
+
+    Args:
+        source: a folder, a file, or "org/name" on the Hub, as for `open_source`.
+        where: what to take of a folder or repository, and how to reach the Hub.
+
+    Raises:
+        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself.
+        AdapterError: it is an adapter; the message says how to merge it.
+    """
+    where = where or SourceOptions()
+    path = Path(source)
+    try:
+        if is_file(path):
+            return _open_file(path)
+        if path.is_dir():
+            check_finished(path)
+            return _open_folder(path, where)
+        if not is_repo_id(str(source)):
+            hint = _HINT if "/" not in str(source) else ""
+            raise SourceError(f"{path}: no such file or folder{hint}")
+        return _open_repository(str(source), where)
+    except AdapterError as error:
+        raise AdapterError(_how_to_merge(str(source), where)) from error
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def is_repo_id(text: str) -> bool:
+    """Returns True if a source that is no path may be a repository on the Hub."""
+    return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def _how_to_merge(adapter: str, where: SourceOptions) -> str:
+    """Returns what to tell a user who gives an adapter where a model is expected."""
+    folder = Path(adapter)
+    place = adapter
+    if folder.exists():
+        if folder.is_file():
+            folder = folder.parent
+    else:
+        from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
+
+        folder, _ = fetch_adapter(adapter, where)
+    folder = folder / (where.subfolder or "")
+    if Path(adapter).exists():
+        place = str(folder)
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
+    return (
+        f"{adapter}: an adapter of {base}, not a model; to merge it: nf4conv quantize {base} OUT "
+        f"--lora {place}"
+    )
+
+
+def _open_repository(repo: str, where: SourceOptions) -> Source:
+    from nf4conv.sources.remote.hub import fetch_source  # huggingface_hub takes long to import
+
+    fetched = fetch_source(repo, where)
+    # the folder in the cache is that of the subfolder
+    opened = _open_folder(fetched.folder, replace(where, subfolder=None), fetched)
+    return replace(opened, fetched=fetched)
+
+
+def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = None) -> Source:
+    """Opens a folder; of one that was fetched, weight files may be absent."""
+    folder = root / (where.subfolder or "")
+    absent = {} if fetched is None else fetched.absent
+    names = {path.name for path in absent}
+    for path in folder.iterdir():
+        if path.is_file():
+            names.add(path.name)
+    weights = find_weights(names, where.variant, folder)
+    weight_map: Mapping[str, str] = {}
+    if weights.is_index:
+        index = require_own(folder / weights.name, root)
+        weight_map = _read_weight_map(index, absent)
+    file_names = sorted(set(weight_map.values())) or [weights.name]
+    files = tuple(folder / name for name in file_names)
+    for file in files:
+        if file not in absent:
+            require_own(file, root)
+    headers = _read_headers(files, fetched)
+    if weight_map:
+        by_name = dict(zip(file_names, files, strict=True))
+        _check_index(folder, weight_map, by_name, headers.tensors)
+    return Source(
+        folder=folder,
+        root=root,
+        files=files,
+        tensors=headers.tensors,
+        config=_read_config(folder, root),
+        stem=weights.stem,
+        stamps=headers.stamps,
+    )
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
+        raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle")
+    folder = path.parent
+    if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
+        raise AdapterError(f"{path}: an adapter, not a model")
+    for index in sorted(folder.glob("*.index.json")):
+        if path.name in _read_weight_map(require_own(index, folder), ()).values():
+            raise SourceError(
+                f"{path}: one shard of those that {index.name} lists; give the folder"
+            )
+    headers = _read_headers((path,))
+    return Source(
+        folder=folder,
+        root=folder,
+        files=(path,),
+        tensors=headers.tensors,
+        config=_read_config(folder, folder),
+        stem=STEMS[0],
+        stamps=headers.stamps,
+    )
+
+
+def _read_config(folder: Path, root: Path) -> Mapping[str, Any] | None:
+    path = folder / "config.json"
+    return read_json(require_own(path, root)) if path.is_file() else None
+
+
+def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]:
+    """Reads which file holds each tensor.
+
+    Args:
+        index: the index of a sharded checkpoint.
+        absent: shards that need not be there.
+
+    Returns:
+        The name of a file by the name of a tensor.
+
+    Raises:
+        SourceError: the index is malformed, or a shard is missing.
+    """
+    weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{index}: has no weight_map")
+    first_of_file: dict[str, str] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
+        first_of_file.setdefault(file, name)
+    for file, name in first_of_file.items():
+        relative = PurePosixPath(file)
+        if relative.is_absolute() or ".." in relative.parts or "\\" in file:
+            raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
+        path = index.parent / relative
+        if not is_file(path) and path not in absent:
+            raise SourceError(
+                f"{index}: {name}: the shard {file} is missing; the download is incomplete"
+            )
+    return weight_map
+
+
+def _check_index(
+    folder: Path,
+    weight_map: Mapping[str, str],
+    files: Mapping[str, Path],
+    tensors: Iterable[TensorInfo],
+) -> None:
+    """Raises a SourceError if a file lacks a tensor that the index places there."""
+    held_in = {tensor.name: tensor.file for tensor in tensors}
+    for name, file in weight_map.items():
+        if held_in.get(name) is not files[file]:
+            raise SourceError(
+                f"{folder / file}: {name}: the index places this tensor here, but the file lacks it"
+            )
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """What the headers of all weight files say."""
+
+    tensors: tuple[TensorInfo, ...]  # in the order of files and of bytes within a file
+    stamps: Mapping[Path, Stamp]  # what the files were then; none of a commit
+
+
+def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> _Headers:
+    """Reads the headers of all weight files; raises a SourceError if two have the same tensor."""
+    seen: dict[str, TensorInfo] = {}
+    stamps: dict[Path, Stamp] = {}
+    # threads wait for files, but would hinder each other in looking at what they have read
+    heads = each(partial(_read_head, fetched), files)
+    for file, head in zip(files, heads, strict=True):
+        if head.stamp is not None:
+            stamps[file] = head.stamp
+        tensors = _tensors_of(file, head)
+        if len(seen) + len(tensors) > MOST_TENSORS:
+            raise SourceError(
+                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model has"
+            )
+        for tensor in tensors:
+            if tensor.name in seen:
+                raise SourceError(f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}")
+            seen[tensor.name] = tensor
+    if not seen:
+        raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
+    return _Headers(tuple(seen.values()), stamps)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The beginning of a weight file."""
+
+    content: bytes  # its first bytes, with the whole header of a safetensors file
+    size: int  # bytes of the file
+    stamp: Stamp | None  # what the file was then; None for a commit, which cannot change
+
+
+def _read_head(fetched: "Fetched | None", path: Path) -> _Head:
+    """Reads the beginning of a weight file, on disk or on the Hub."""
+    if fetched is None or fetched.repository is None or path not in fetched.absent:
+        stamp, content = stamp_and_head(path)
+        return _Head(content, stamp.size, stamp if fetched is None else None)
+    if path.suffix != ".safetensors":
+        raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
+    file = fetched.absent[path]
+    content = fetched.repository.read(file, 0, min(file.size, _HEAD))
+    stop = header_stop(path, content, file.size)
+    if stop > len(content):
+        content += fetched.repository.read(file, len(content), stop)
+    return _Head(content, file.size, None)
+
+
+def _tensors_of(file: Path, head: _Head) -> tuple[TensorInfo, ...]:
+    if file.suffix != ".safetensors":
+        return read_pickle_header(file)
+    stop = header_stop(file, head.content, head.size)
+    return parse_header(head.content[LENGTH_BYTES:stop], file, head.size)
