@@ -33,13 +33,14 @@ from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 
 MIB = 2**20
+# threads, MiB, direct or not
 FLOORS = (
     (1, 8, True),
     (32, 8, True),
     (8, 8, False),
     (32, 8, False),
     (32, 1, False),
-)  # threads, MiB, direct or not
+)
 
 
 def forget(folder: Path) -> None:

@@ -82,9 +82,8 @@ def measure(
         for name, command in contestants.items()
         if name in {"nf4conv", "floor"} | peers
     }
-    for turn in range(
-        runs + 1
-    ):  # the first turn warms caches and compiles kernels, and is not counted
+    # the first turn warms caches and compiles kernels, and is not counted
+    for turn in range(runs + 1):
         for name, command in contestants.items():
             if turn == 0 and name == PEER:
                 continue

@@ -71,9 +71,8 @@ def measure_dequantize(
             for peer in peers
         },
     }
-    for turn in range(
-        runs + 1
-    ):  # the first turn warms caches and compiles kernels, and is not counted
+    # the first turn warms caches and compiles kernels, and is not counted
+    for turn in range(runs + 1):
         for name, command in contestants.items():
             if turn == 0 and name in peers:
                 continue

@@ -113,10 +113,11 @@ def main() -> None:
     chosen = parser.parse_args()
     first = sorted({"3 GB fp8" if case.endswith("fp8") else "3 GB" for case in chosen.cases})
     rows: list[dict[str, Any]] = []
+    # the first ones warm caches and compile kernels, and are not counted
     for case in [
         *first,
         *chosen.cases,
-    ]:  # the first ones warm caches and compile kernels, and are not counted
+    ]:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
             found = measure(case, Path(scratch), chosen.runs)
         rows += found

@@ -27,9 +27,8 @@ WORKERS = 8
 def read_all(path: Path) -> float:
     """Seconds that reading a file takes, in pieces, by as many threads as there are workers."""
     starts, lock = iter(range(0, path.stat().st_size, LARGEST_PIECE)), threading.Lock()
-    buffers = [
-        memoryview(bytearray(LARGEST_PIECE)) for _ in range(WORKERS)
-    ]  # as workers have them before they start
+    # as workers have them before they start
+    buffers = [memoryview(bytearray(LARGEST_PIECE)) for _ in range(WORKERS)]
 
     def work(reader: Reader, buffer: memoryview) -> None:
         while True:

@@ -60,9 +60,8 @@ def measure(
     threads = len(os.sched_getaffinity(0))
     commands["reading both"] = [sys.executable, "-m", "benchmarks.reading", threads, source, copy]
     results = defaultdict(list)
-    for turn in range(
-        runs + 1
-    ):  # the first turn warms caches and compiles kernels, and is not counted
+    # the first turn warms caches and compiles kernels, and is not counted
+    for turn in range(runs + 1):
         for name, command in commands.items():
             if "quantize" in name:
                 shutil.rmtree(out, ignore_errors=True)

@@ -22,9 +22,8 @@ if why_plain((9, 0)):
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-if (
-    "mix_stderr" in inspect.signature(CliRunner).parameters
-):  # click before 8.2 mixes stderr into stdout
+# click before 8.2 mixes stderr into stdout
+if "mix_stderr" in inspect.signature(CliRunner).parameters:
     CliRunner.__init__ = partialmethod(CliRunner.__init__, mix_stderr=False)  # type: ignore[assignment]
 
 
@@ -36,7 +35,6 @@ def hub() -> Iterator[hub_server.Hub]:
     hub_server.HUB.clear()
 
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as of what a script runs by `&`; tests of Ctrl-C need it
+# as of what a script runs by `&`; tests of Ctrl-C need it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

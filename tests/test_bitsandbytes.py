@@ -135,9 +135,8 @@ def test_decoded_values_are_equal(quant_type, dtype, nested, shape):
     decoded = dequantize_4bit(packed, state)
     assert decoded.dtype == expected.dtype
     assert decoded.shape == expected.shape
-    assert torch.equal(
-        decoded, expected
-    )  # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
+    # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
+    assert torch.equal(decoded, expected)
     signed = expected != 0
     assert torch.equal(decoded.view(INTEGER[dtype])[signed], expected.view(INTEGER[dtype])[signed])
 

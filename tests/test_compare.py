@@ -35,9 +35,8 @@ from nf4conv.report.rows import ComparedRow
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
-UNEVEN = RunOptions(
-    device="cpu", workers=1, buffer_size=3 * 2**16
-)  # pieces of at most 361 blocks of 128 values
+# pieces of at most 361 blocks of 128 values
+UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -155,9 +154,8 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     assert row(compare(paths[0], paths[3]), "x").differing == 1
     assert row(compare(paths[0], paths[3]), "x").largest_difference == math.inf
     assert row(compare(paths[0], paths[4]), "x").differing == 2  # minus zero equals zero
-    assert (
-        row(compare(paths[0], paths[4]), "x").squared_values == 1.0
-    )  # infinities do not drown the error
+    # infinities do not drown the error
+    assert row(compare(paths[0], paths[4]), "x").squared_values == 1.0
     assert not compare(paths[0], paths[4], tolerance=1e9).passed
 
 

@@ -158,9 +158,8 @@ def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
         if name in ("transformer", "text_encoder")
     }
     quantization = {name: config.pop("quantization_config") for name, config in configs.items()}
-    assert (
-        configs["transformer"] == FLUX
-    )  # diffusers warns of every key that it does not know, dtype among them
+    # diffusers warns of every key that it does not know, dtype among them
+    assert configs["transformer"] == FLUX
     assert configs["text_encoder"] == CLIP | {"torch_dtype": "bfloat16"}
     assert "x_embedder" in quantization["transformer"]["llm_int8_skip_modules"]
     assert "x_embedder" not in quantization["text_encoder"]["llm_int8_skip_modules"]

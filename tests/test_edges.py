@@ -86,9 +86,8 @@ def test_kept_values_that_a_cast_would_make_infinite_are_refused(
     tmp_path, value, stored, dtype, run
 ):
     embedding = torch.ones(640, 64, dtype=stored)
-    embedding[0, 0] = (
-        torch.inf
-    )  # of the source itself: it must not hide the other, which lies in the same piece
+    # of the source itself: it must not hide the other, which lies in the same piece
+    embedding[0, 0] = torch.inf
     embedding[3, 4] = value
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
     with pytest.raises(SourceError) as caught:
@@ -98,9 +97,8 @@ def test_kept_values_that_a_cast_would_make_infinite_are_refused(
 
 
 def test_infinities_of_the_source_are_kept(tmp_path):
-    embedding = torch.full(
-        (64, 64), 60_000.0
-    )  # whose sum is too large for float16, and none of them is
+    # whose sum is too large for float16, and none of them is
+    embedding = torch.full((64, 64), 60_000.0)
     embedding[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)

@@ -18,9 +18,8 @@ from nf4conv.codec import backends, cpu, reference
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton.runtime.interpreter"
-)  # 1 / 0 is meant
+# 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 GOLDEN = Path(__file__).parent / "golden"
 BACKENDS = {"reference": reference, "cpu": cpu}

@@ -125,9 +125,8 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
     seconds = time.monotonic() - started
     chosen = random.Random(int(number))
     codes: list[int] = []
-    for moment in range(
-        12
-    ):  # the first run was slower than the others if the machine was busy, so some come too late
+    # the first run was slower than the others if the machine was busy, so some come too late
+    for moment in range(12):
         if moment >= 4 and codes.count(128 + number) >= 2:
             break
         process = launch(*command, "--overwrite")

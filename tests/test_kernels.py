@@ -18,9 +18,8 @@ from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.dequantize import decoded_absmax
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton.runtime.interpreter"
-)  # 1 / 0 is meant
+# 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 QUANT_TYPES = ("nf4", "fp4")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -128,9 +128,8 @@ def test_what_libraries_a_module_may_know(name):
     ):
         assert not found & {*HEAVY} or name == "choose.skeleton"
     if name == "run.without_torch" or name.startswith("pipeline.without_torch."):
-        assert (
-            not found & {*HEAVY} or name == "run.without_torch.bundle"
-        )  # compiles with torch, once
+        # compiles with torch, once
+        assert not found & {*HEAVY} or name == "run.without_torch.bundle"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.partition(".")[0] == "cli"])

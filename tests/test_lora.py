@@ -147,9 +147,8 @@ def test_a_merged_4bit_model_is_that_of_the_merged_model_quantized(tmp_path, fea
     lora = (str(tmp_path / "adapter"),)
     dequantize_checkpoint(base, tmp_path / "merged", DequantizeOptions(lora=lora), CPU)
     quantize_checkpoint(tmp_path / "merged", tmp_path / "expected", run=CPU)
-    run = RunOptions(
-        device="cpu", workers=3, buffer_size=3 * 2**20, verify=True
-    )  # in pieces of another size
+    # in pieces of another size
+    run = RunOptions(device="cpu", workers=3, buffer_size=3 * 2**20, verify=True)
     quantize_checkpoint(base, tmp_path / "direct", QuantizeOptions(lora=lora), run)
     assert weights_of(tmp_path / "direct") == weights_of(tmp_path / "expected")
     assert json.loads((tmp_path / "direct/config.json").read_text())["quantization_config"][

@@ -80,9 +80,8 @@ def test_another_job_s_result_is_not_taken_for_this_one_s(source: Path, tmp_path
         quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     shard = source / "model-00001-of-00002.safetensors"
     content = shard.read_bytes()
-    shard.write_bytes(
-        content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
-    )  # trained on: same headers
+    # trained on: same headers
+    shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
     with pytest.raises(OutputError, match="the source has changed since"):
         quantize_checkpoint(source, tmp_path / "out", run=CPU)
 

@@ -282,9 +282,8 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
 
 def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
     tensors = {UP: torch.full((64, 64), 3e38), DOWN: random(64, 64)}
-    options = QuantizeOptions(
-        double_quant=False
-    )  # which takes no mean of the scales (test_hostile_files.py)
+    # which takes no mean of the scales (test_hostile_files.py)
+    options = QuantizeOptions(double_quant=False)
     quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", options, CPU)
     for name, weight in tensors.items():
         assert_is(tmp_path / "out", name, weight, options)

@@ -22,9 +22,8 @@ from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.search import FACTORS, GROUP, nearest_levels
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton.runtime.interpreter"
-)  # 1 / 0 is meant
+# 1 / 0 is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Of the kernels; without a GPU Triton's interpreter runs them."""

@@ -140,10 +140,11 @@ def test_the_result_is_that_of_the_folder(
     publish(hub, checkpoint())
     assert stream(tmp_path / "out", where) == expected
     for number in range(1, SHARDS + 1):
+        # the header, then the file
         assert hub.count(rf"GET /cdn/.*/model-0000{number}-of.*safetensors$") in (
             2,
             3,
-        )  # the header, then the file
+        )
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -46,9 +46,8 @@ def load(folder: Path) -> str:
     if model_class is None:
         return "unknown to it"
     try:
-        torch.manual_seed(
-            3
-        )  # for what a release does not find under the names that another gave it
+        # for what a release does not find under the names that another gave it
+        torch.manual_seed(3)
         ours = model_class.from_pretrained(folder / "out", dtype=torch.bfloat16)
         method = BitsAndBytesConfig(
             load_in_4bit=True,

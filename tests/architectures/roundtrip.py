@@ -71,9 +71,8 @@ class Modules:
 
 def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
     source, out = save_tiny(architecture, folder), folder / "out"
-    quantize_checkpoint(
-        source, out, QuantizeOptions(double_quant=False)
-    )  # the CPU's nested codes are not CUDA's
+    # the CPU's nested codes are not CUDA's
+    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False))
     model_class = getattr(transformers, architecture)
     ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
     method = BitsAndBytesConfig(

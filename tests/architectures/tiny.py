@@ -134,9 +134,8 @@ def tiny_settings(default: "transformers.PreTrainedConfig", **changes: object) -
         and isinstance(present[name], (list, tuple, dict)) == isinstance(value, list)
     }
     if "kv_lora_rank" in settings:
-        settings["num_key_value_heads"] = settings[
-            "num_attention_heads"
-        ]  # latent attention knows no groups
+        # latent attention knows no groups
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     for name in type(default).sub_configs:
         part = getattr(default, name, None)
         if part is not None:
@@ -174,9 +173,9 @@ def tiny_model(architecture: str) -> "transformers.PreTrainedModel":
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and not weight.any():
-                weight.normal_(
-                    std=0.02
-                )  # bitsandbytes' CPU code encodes a block of zeros as its CUDA code does not
+                # bitsandbytes' CPU code encodes a block of zeros as its CUDA code
+                # does not
+                weight.normal_(std=0.02)
             if float32.search(name):
                 weight.data = weight.data.float()
     return model

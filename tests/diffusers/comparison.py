@@ -67,9 +67,8 @@ def quantize_both_ways(
 
     source, out = folder / "source", folder / "out"
     denoiser.make().to(stored).save_pretrained(source)
-    options = QuantizeOptions(
-        double_quant=False, dtype=dtype
-    )  # the CPU's nested codes are not CUDA's
+    # the CPU's nested codes are not CUDA's
+    options = QuantizeOptions(double_quant=False, dtype=dtype)
     execute_quantization(plan_quantization(source, options), out, RunOptions(device="cpu"))
     kind = getattr(diffusers, denoiser.name)
     return Roundtrip(
