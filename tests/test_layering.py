@@ -14,34 +14,50 @@ from nf4conv.run.without_torch import bundle
 
 PACKAGE = Path(nf4conv.__file__).parent
 
-_ORDER = (
-    *("errors", "options", "system", "format", "models", "sources", "choose", "plan", "output"),
-    *("check", "report", "run", "commands"),
+# from the bottom to the top: a room may import those before it
+ORDER = (
+    "errors",
+    "options",
+    "system",
+    "format",
+    "models",
+    "sources",
+    "choose",
+    "plan",
+    "output",
+    "check",
+    "report",
+    "run",
+    "commands",
 )
-ROOMS = {
-    **{room: {*_ORDER[:at]} for at, room in enumerate(_ORDER)},
-    "codec": {"errors", "format"},
-    "cli": {"errors", "options", "report.text"},
-    "__main__": {"cli"},
-}
-ROOMS["run"] |= {"codec"}
-ROOMS["commands"] |= {"codec"}
-"""What each room may import besides itself; imports for types alone, and those that are delayed,
-count too.
-"""
 
+# the rooms and modules that each room may import besides itself; imports for types alone, and
+# delayed ones, count too
+ROOMS = {room: {*ORDER[:place]} for place, room in enumerate(ORDER)}
+ROOMS["run"].add("codec")
+ROOMS["commands"].add("codec")
+ROOMS["codec"] = {"errors", "format"}
+ROOMS["cli"] = {"errors", "options", "report.text"}
+ROOMS["__main__"] = {"cli"}
+
+# libraries that only the named modules may import
 ORACLES = {
     "bitsandbytes": ("commands.evaluate",),
     "transformers": ("commands.evaluate", "choose.skeleton"),
     "ray": ("commands.spread.ray_tasks",),
 }
-"""Libraries that only the named modules may import."""
 
-HEAVY = ("torch", "triton", "numpy", "transformers", "bitsandbytes")
+# libraries that take long to import, and the modules of rooms without them that import one
+HEAVY = {"torch", "triton", "numpy", "transformers", "bitsandbytes"}
+WITHOUT_HEAVY = (*ORDER[: ORDER.index("run")], "cli", "run.without_torch")
+EXCEPT = {
+    "choose.skeleton": "asks transformers",
+    "run.without_torch.bundle": "compiles with torch, once",
+}
 
 
 def name_of(file: Path) -> str:
-    """The module's name, without that of the package."""
+    """Returns a module's name without that of the package."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -50,7 +66,7 @@ MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) of everything that a file imports, or may import from a module."""
+    """Yields the name of everything that a file imports, or may import, with the statement."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -61,13 +77,18 @@ def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def own(file: Path) -> dict[str, ast.stmt]:
-    """The modules of ours that a file imports."""
-    found = {
-        name.removeprefix("nf4conv."): node
-        for name, node in imports(file)
-        if name.startswith("nf4conv.")
-    }
-    return {name: node for name, node in found.items() if name in MODULES and name != name_of(file)}
+    """Returns the modules of ours that a file imports, with the statements."""
+    found = {}
+    for name, node in imports(file):
+        module = name.removeprefix("nf4conv.")
+        if module != name and module in MODULES and module != name_of(file):
+            found[module] = node
+    return found
+
+
+def is_in(name: str, room: str) -> bool:
+    """Returns whether a module is a room's, or the room itself."""
+    return name == room or name.startswith(f"{room}.")
 
 
 def libraries(file: Path) -> set[str]:
@@ -82,8 +103,8 @@ def test_there_is_no_circle():
 def test_a_room_knows_only_what_is_below_it(name):
     room = name.partition(".")[0]
     for found in own(MODULES[name]):
-        allowed = found.startswith(f"{room}.") or found == room
-        assert allowed or {found, found.partition(".")[0]} & ROOMS[room], f"{name} imports {found}"
+        allowed = (room, *ROOMS[room])
+        assert any(is_in(found, place) for place in allowed), f"{name} imports {found}"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name], ids=str)
@@ -96,15 +117,12 @@ def test_a_delayed_import_says_why(name):
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
     explained = "importing torch takes seconds" in " ".join(docstring.split())
     for found, node in own(file).items():
-        if (
-            node.col_offset
-            and not explained
-            and "TYPE_CHECKING" not in "".join(lines[node.lineno - 8 : node.lineno])
-        ):
-            around = "".join(lines[node.lineno - 1 : node.end_lineno])
-            assert "import" in around.partition("#")[2], (
-                f"{name}: {found} is imported late, but nothing says why"
-            )
+        is_delayed = node.col_offset > 0
+        is_for_types = "TYPE_CHECKING" in "".join(lines[node.lineno - 8 : node.lineno])
+        if not is_delayed or is_for_types or explained:
+            continue
+        comment = "".join(lines[node.lineno - 1 : node.end_lineno]).partition("#")[2]
+        assert "import" in comment, f"{name}: {found} is imported late, but nothing says why"
 
 
 @pytest.mark.parametrize("name", MODULES, ids=str)
@@ -112,24 +130,8 @@ def test_what_libraries_a_module_may_know(name):
     found = libraries(MODULES[name])
     for library, places in ORACLES.items():
         assert library not in found or name in places
-    if name.partition(".")[0] in (
-        "system",
-        "format",
-        "models",
-        "sources",
-        "choose",
-        "plan",
-        "output",
-        "check",
-        "report",
-        "errors",
-        "options",
-        "cli",
-    ):
-        assert not found & {*HEAVY} or name == "choose.skeleton"
-    if name == "run.without_torch" or name.startswith("pipeline.without_torch."):
-        # compiles with torch, once
-        assert not found & {*HEAVY} or name == "run.without_torch.bundle"
+    if name not in EXCEPT and any(is_in(name, room) for room in WITHOUT_HEAVY):
+        assert not found & HEAVY
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.partition(".")[0] == "cli"])
