@@ -191,7 +191,7 @@ def _write_one(
     card = partial(_card, plan)
     write = partial(write_checkpoint, plan, out, run, progress, card)
     written = found_or_written(plan, out, run, progress, write)
-    return DequantizeReport.extend(written.report, decoded=plan.totals().decoded)
+    return DequantizeReport.of_run(written.report, decoded=plan.totals().decoded)
 
 
 def _card(

@@ -389,7 +389,7 @@ def _write_one(
     totals, loading = plan.totals(), loading_of_plan(plan)
     if plan.part is None:
         report = replace(report, bytes_before=_source_bytes(plan.source))
-    return QuantizeReport.extend(
+    return QuantizeReport.of_run(
         report,
         packed=totals.packed,
         parameters=totals.parameters,

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.rows import VerificationSummary
-
-ReportT = TypeVar("ReportT", bound="RunReport")
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,10 @@ class RunReport:
     shards_resumed: int
     notes: tuple[str, ...]
 
-    @classmethod
-    def extend(cls: type[ReportT], report: "RunReport", **own: Any) -> ReportT:
-        """Returns a report of this kind: the fields of `report`, and those that the kind adds."""
-        shared = {field.name: getattr(report, field.name) for field in fields(RunReport)}
-        return cls(**shared, **own)
+
+def _fields_of(run: RunReport) -> dict[str, Any]:
+    """Returns the fields that every run reports, for the report of one command."""
+    return {field.name: getattr(run, field.name) for field in fields(RunReport)}
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,11 @@ class DequantizeReport(RunReport):
     command: ClassVar[str] = "dequantize"
 
     decoded: int
+
+    @classmethod
+    def of_run(cls, run: RunReport, *, decoded: int) -> "DequantizeReport":
+        """Adds the figures of a dequantization to what every run reports."""
+        return cls(**_fields_of(run), decoded=decoded)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,31 @@ class QuantizeReport(RunReport):
     advice: str
     verification: VerificationSummary | None = None
     pushed: str | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        run: RunReport,
+        *,
+        packed: int,
+        parameters: int,
+        bits_per_parameter: float,
+        gpu_bytes: int,
+        loading: str,
+        advice: str,
+        verification: VerificationSummary | None,
+    ) -> "QuantizeReport":
+        """Adds the figures of a quantization to what every run reports."""
+        return cls(
+            **_fields_of(run),
+            packed=packed,
+            parameters=parameters,
+            bits_per_parameter=bits_per_parameter,
+            gpu_bytes=gpu_bytes,
+            loading=loading,
+            advice=advice,
+            verification=verification,
+        )
 
 
 @dataclass(frozen=True)
