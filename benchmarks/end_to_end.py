@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
+from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
-from nf4conv.run.with_torch.worker import TorchEngine
 
 SEARCH = "nf4conv --scales search"
 PEER = "transformers + bitsandbytes"
@@ -63,7 +63,7 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)
-    pipeline = make_pipeline(TorchEngine(device), defaults, lambda _: None)
+    pipeline = make_pipeline([TorchBackend(device)], defaults, lambda _: None)
     workers, piece = pipeline.workers, pipeline.piece
     python = sys.executable
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -29,7 +29,7 @@ from nf4conv import (
     dequantize_checkpoint,
     quantize_checkpoint,
 )
-from nf4conv.run.without_torch import worker
+from nf4conv.run.device import choice
 
 Convert = Callable[..., Any]
 
@@ -95,7 +95,7 @@ def main() -> None:
     chosen = parser.parse_args()
     shape = SHAPES[chosen.shape]
     assert isinstance(shape, Llama)
-    worker.bare_engine = lambda *_: None  # there is none without torch, then
+    choice.gpu_named = lambda _: None  # there is none without torch, then
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source, nf4, out, adapter = (
             Path(scratch) / name for name in ("source", "nf4", "out", "adapter")

@@ -22,8 +22,8 @@ import torch
 from benchmarks.end_to_end import keep, median, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
+from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
-from nf4conv.run.with_torch.worker import TorchEngine
 
 PEERS = ("transformers", "bitsandbytes")
 
@@ -32,7 +32,7 @@ def measure_dequantize(
     packed: Path, scratch: Path, runs: int, peers: tuple[str, ...]
 ) -> dict[str, list[Any]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    pipeline = make_pipeline(TorchEngine(device), RunOptions(device=device), lambda _: None)
+    pipeline = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
     python, results = sys.executable, defaultdict(list)
     contestants = {
         "nf4conv": lambda out: [

@@ -36,8 +36,8 @@ from benchmarks import floor
 from benchmarks.end_to_end import keep, run
 from benchmarks.synthetic import Llama
 from nf4conv.commands.spread.places import Place, find_places
+from nf4conv.run.device.on_driver.driver import bus_id, device_count
 from nf4conv.run.loop import piece_size
-from nf4conv.run.without_torch.driver import bus_id, device_count
 
 SHARD_SIZE = 2_000_000_000
 THREADS = 8

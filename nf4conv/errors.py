@@ -5,13 +5,13 @@ Nf4convError                    base of all; the command line prints the line an
 │   ├── DiffusersFolderError    the input is a diffusers pipeline, but must be one checkpoint
 │   ├── NoDiffusersFolderError  the input is no diffusers pipeline, but must be one
 │   ├── AdapterError            the input is a LoRA adapter, but must be a model
-│   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/shards.py)
-│   └── CastError               a value is too large for the dtype to cast to (run/shards.py)
+│   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/device/protocol.py)
+│   └── CastError               a value is too large for the dtype to cast to (run/device/protocol.py)
 ├── PlanError                   the input is readable, but the options do not fit it
 ├── OutputError                 the output exists already, is in use, or the disk is full
 ├── VerificationError           the output differs from what was planned; exit code 1
 ├── CodecError                  the codec cannot take a tensor or quant state; also a ValueError
-└── CudaError                   a call of the CUDA driver failed (run/without_torch/driver.py)
+└── CudaError                   a call of the CUDA driver failed (run/device/on_driver/driver.py)
     └── CudaOutOfMemoryError    the GPU is full, or the host can pin no more memory
 """
 

@@ -1,7 +1,7 @@
 """A GPU for the engine without torch where there is none: its memory is the host's, its kernels are
 interpreted.
 
-What is played is the CUDA driver (run/without_torch/driver.py) and the compiler; everything above
+What is played is the CUDA driver (run/device/on_driver/driver.py) and the compiler; everything above
 them is ours. Device memory begins with what nobody may rely on, and a kernel sees only what has
 been copied to it.
 """
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from nf4conv.codec.kernels import ahead
 from nf4conv.codec.kernels.packing import mean
-from nf4conv.run.without_torch import bundle, driver, worker
-from nf4conv.run.without_torch.bundle import Kernels, Purpose
+from nf4conv.run.device.on_driver import backend, bundle, driver
+from nf4conv.run.device.on_driver.bundle import Kernels, Purpose
 
 _interpreting = threading.Lock()
 _held: list["HostMemory"] = []
@@ -116,5 +116,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "DeviceMemory", HostMemory)
     monkeypatch.setattr(driver, "PinnedMemory", HostMemory)
     monkeypatch.setattr(driver, "Stream", HostStream)
-    monkeypatch.setattr(worker, "load_bundles", _bundles)
+    monkeypatch.setattr(backend, "load_bundles", _bundles)
     monkeypatch.setattr(mean, "resident_blocks", lambda _: 132 * 4)

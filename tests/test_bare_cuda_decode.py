@@ -17,8 +17,8 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
-from nf4conv.run.engines import writing_engine
-from nf4conv.run.without_torch.worker import CudaEngine
+from nf4conv.run.device.on_driver.backend import DriverBackend
+from nf4conv.run.engines import writing_devices
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def parts_of(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 
 def is_bare(source: Path, options: DequantizeOptions | None = None) -> bool:
     plan = plan_dequantization(source, options)
-    return isinstance(writing_engine(plan.output, GPU)[0], CudaEngine)
+    return isinstance(writing_devices(plan.output, GPU).main, DriverBackend)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:

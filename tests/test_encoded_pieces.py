@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.run.with_torch.reading import TORCH_DTYPES, read_decoded
-from nf4conv.run.with_torch.worker import TorchEngine
+from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.on_torch.device import device_of
+from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
+from nf4conv.run.worker import Worker
 from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import (
@@ -114,9 +116,10 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: 
     assert [right - left for left, right in pairwise(starts)] == [
         piece.tensor.elements for piece in pieces
     ]
-    with Reader() as reader, TorchEngine("cpu").worker(reader, 2**16, lambda _: None) as worker:
-        whole = read_decoded(worker, tensor)
-        again = torch.cat([read_decoded(worker, piece.tensor).view(-1) for piece in pieces])
+    with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
+        device = device_of(worker, TorchBackend("cpu"))
+        whole = read_decoded(device, tensor)
+        again = torch.cat([read_decoded(device, piece.tensor).view(-1) for piece in pieces])
     assert whole.shape == tensor.shape
     assert whole.dtype == TORCH_DTYPES[tensor.dtype]
     assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
@@ -162,7 +165,8 @@ def test_packed_weights_in_pieces(
     pieces = packed_pieces(tensor, 20_000, unit)
     assert len(pieces) > 1 or elements <= 32768
     assert all(piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces)
-    with Reader() as reader, TorchEngine("cpu").worker(reader, 2**16, lambda _: None) as worker:
-        again = torch.cat([read_decoded(worker, piece.tensor).clone() for piece in pieces])
+    with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
+        device = device_of(worker, TorchBackend("cpu"))
+        again = torch.cat([read_decoded(device, piece.tensor).clone() for piece in pieces])
     expected = dequantize_4bit(packed, state)
     assert torch.equal(again.view(torch.int16), expected.view(-1).view(torch.int16))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nf4conv.codec.kernels import launch
-from nf4conv.run.without_torch import bundle
-from nf4conv.run.without_torch.bundle import Action, Purpose, load_bundles
-from nf4conv.run.without_torch.driver import CudaError
+from nf4conv.run.device.on_driver import bundle
+from nf4conv.run.device.on_driver.bundle import Action, Purpose, load_bundles
+from nf4conv.run.device.on_driver.driver import CudaError
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nf4conv
-from nf4conv.run.without_torch import bundle
+from nf4conv.run.device.on_driver import bundle
 
 PACKAGE = Path(nf4conv.__file__).parent
 
@@ -49,10 +49,12 @@ ORACLES = {
 
 # libraries that take long to import, and the modules of rooms without them that import one
 HEAVY = {"torch", "triton", "numpy", "transformers", "bitsandbytes"}
-WITHOUT_HEAVY = (*ORDER[: ORDER.index("run")], "cli", "run.without_torch")
+WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
+WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
     "choose.skeleton": "asks transformers",
-    "run.without_torch.bundle": "compiles with torch, once",
+    "run.device.on_driver.bundle": "compiles with torch, once",
+    "run.tasks.diagnose": "says by torch how tensors differ",
 }
 
 
@@ -130,7 +132,8 @@ def test_what_libraries_a_module_may_know(name):
     found = libraries(MODULES[name])
     for library, places in ORACLES.items():
         assert library not in found or name in places
-    if name not in EXCEPT and any(is_in(name, room) for room in WITHOUT_HEAVY):
+    is_without = any(is_in(name, room) for room in WITHOUT_HEAVY) and not is_in(name, WITH_TORCH)
+    if is_without and name not in EXCEPT:
         assert not found & HEAVY
 
 
@@ -162,7 +165,7 @@ def test_what_kernels_are_made_of_decides_their_key_in_the_cache():
         "import nf4conv",
         "import nf4conv.cli",
         "import nf4conv.commands.quantize",
-        "import nf4conv.run.without_torch.pack",
+        "import nf4conv.run.checkpoint",
         "from nf4conv.cli import main; main(['--help'], standalone_mode=False)",
         "from nf4conv.cli import main; main(['quantize', '--help'], standalone_mode=False)",
     ],

@@ -31,7 +31,7 @@ import os
 import sys
 import torch
 from nf4conv.cli import main
-from nf4conv.run.loop import _peak_resident
+from nf4conv.run.memory import peak_resident
 
 peaks = []
 for words in json.loads(sys.argv[1]):
@@ -43,7 +43,7 @@ for words in json.loads(sys.argv[1]):
             main(words)
         except SystemExit as end:
             status = end.code or 0
-        os.write(sending, str(_peak_resident()).encode())
+        os.write(sending, str(peak_resident()).encode())
         os._exit(status)
     _, status = os.waitpid(child, 0)
     if status:

@@ -14,41 +14,37 @@ import pytest
 from nf4conv.errors import PlanError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.options import RunOptions
+from nf4conv.run.grouping import aligned, interleave
 from nf4conv.run.loop import (
     LARGEST_PIECE,
-    Activity,
     Pipeline,
-    Worker,
-    aligned,
-    interleave,
     make_pipeline,
     piece_size,
 )
-from nf4conv.sources.reader import Reader
+from nf4conv.run.worker import Activity, Worker
 
 
-class PlainEngine:
-    """Workers that compute nothing; as small as an engine gets."""
+class PlainBackend:
+    """A device that computes nothing; as small as one gets."""
 
-    device = "cpu"
+    name = "cpu"
 
     def __init__(self) -> None:
-        self.open = 0
+        self.opened = 0
         self.threads: set[int] = set()
         self._lock = threading.Lock()
 
     @contextmanager
-    def worker(
-        self, reader: Reader, piece: int, advance: Callable[[int], None]
-    ) -> Iterator[Worker]:
+    def open(self, worker: Worker) -> Iterator[Worker]:
         with self._lock:
-            self.open += 1
+            self.opened += 1
             self.threads.add(threading.get_ident())
         try:
-            yield Worker(reader, memoryview(bytearray(piece)), advance)
+            worker.buffer = memoryview(bytearray(worker.piece))
+            yield worker
         finally:
             with self._lock:
-                self.open -= 1
+                self.opened -= 1
 
     def device_memory(self) -> int:
         return 0
@@ -63,9 +59,9 @@ class Call:
             self.function()
 
 
-def pipeline(workers: int = 4, engine: PlainEngine | None = None) -> Pipeline[Worker]:
+def pipeline(workers: int = 4, backend: PlainBackend | None = None) -> Pipeline:
     return Pipeline(
-        engine or PlainEngine(), workers=workers, buffer_size=2**20, advance=lambda _: None
+        [backend or PlainBackend()], workers=workers, buffer_size=2**20, advance=lambda _: None
     )
 
 
@@ -77,11 +73,11 @@ def alive() -> list[str]:
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_every_task_runs_once(workers, count):
     done: list[int] = []  # append is atomic
-    engine = PlainEngine()
-    running = pipeline(workers, engine)
+    backend = PlainBackend()
+    running = pipeline(workers, backend)
     running.run(Call(lambda number=number: done.append(number)) for number in range(count))
     assert sorted(done) == list(range(count))
-    assert (engine.open, alive()) == (0, [])
+    assert (backend.opened, alive()) == (0, [])
     assert running.seconds["encode"] >= 0
 
 
@@ -112,7 +108,7 @@ def test_tasks_are_made_only_as_they_are_taken():
 @pytest.mark.parametrize("place", ["task", "list of tasks", "worker"])
 def test_the_first_error_stops_the_rest_and_is_raised(place):
     done: list[int] = []
-    engine = PlainEngine()
+    backend = PlainBackend()
 
     def fail() -> None:
         raise RuntimeError("first")
@@ -128,11 +124,11 @@ def test_the_first_error_stops_the_rest_and_is_raised(place):
             yield Call(fail if number == 20 and place == "task" else work)
 
     if place == "worker":
-        engine.worker = lambda *_: fail()  # type: ignore[assignment]
+        backend.open = lambda *_: fail()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"^first$"):
-        pipeline(4, engine).run(tasks())
+        pipeline(4, backend).run(tasks())
     assert len(done) < 100
-    assert (engine.open, alive()) == (0, [])
+    assert (backend.opened, alive()) == (0, [])
 
 
 def test_errors_that_are_no_exceptions_reach_the_caller_too():
@@ -198,7 +194,7 @@ def test_progress_counts_the_bytes_read(tmp_path):
             assert host[:30] == (tmp_path / "file").read_bytes()[self.start : self.start + 30]
             assert host[64:70] == bytes(range(6))
 
-    Pipeline(PlainEngine(), workers=3, buffer_size=2**20, advance=seen.append).run(
+    Pipeline([PlainBackend()], workers=3, buffer_size=2**20, advance=seen.append).run(
         [Read(at) for at in range(50)]
     )
     assert sum(seen) == 50 * 36
@@ -246,7 +242,7 @@ def test_room_in_a_buffer(nbytes, room):
 )
 def test_numbers_that_make_no_sense(run):
     with pytest.raises(PlanError, match="--workers and --buffer-size must be positive"):
-        make_pipeline(PlainEngine(), run, lambda _: None)
+        make_pipeline([PlainBackend()], run, lambda _: None)
 
 
 def test_memory_of_this_process_is_seen_to_grow():

@@ -31,12 +31,14 @@ from nf4conv import (
     verify_checkpoint,
 )
 from nf4conv.errors import SourceError, VerificationError
-from nf4conv.plan.jobs import CopyJob
+from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import content_of
-from nf4conv.report.measured import TensorDifference
-from nf4conv.run.with_torch import difference
-from nf4conv.run.without_torch import driver
-from nf4conv.run.without_torch.worker import CudaEngine, CudaWorker
+from nf4conv.run.device.on_driver import driver
+from nf4conv.run.device.on_driver.backend import DriverBackend
+from nf4conv.run.device.on_driver.buffers import DriverBuffers
+from nf4conv.run.device.on_driver.device import DriverDevice
+from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.on_torch.device import TorchDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -47,18 +49,18 @@ Parts = Callable[[int, int], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[CudaEngine]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[DriverBackend]:
     """The engines that were made, which show that torch's did not do the work."""
     if not ON_GPU:
         host_driver.install(monkeypatch)
-    made: list[CudaEngine] = []
-    genuine = CudaEngine.__init__
+    made: list[DriverBackend] = []
+    genuine = DriverBackend.__init__
 
-    def remember(self: CudaEngine, *arguments: Any) -> None:
+    def remember(self: DriverBackend, *arguments: Any) -> None:
         genuine(self, *arguments)
         made.append(self)
 
-    monkeypatch.setattr(CudaEngine, "__init__", remember)
+    monkeypatch.setattr(DriverBackend, "__init__", remember)
     return made
 
 
@@ -132,7 +134,7 @@ def same(one: Path, other: Path) -> None:
     pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "bfloat16"])  # fmt: skip
 def test_packing(
-    tmp_path: Path, gpu: list[CudaEngine], dtype: torch.dtype, options: QuantizeOptions
+    tmp_path: Path, gpu: list[DriverBackend], dtype: torch.dtype, options: QuantizeOptions
 ):
     source = write(tmp_path / "source", weights(dtype), dtype=dtype)
     by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
@@ -208,7 +210,7 @@ KINDS: dict[str, tuple[dict[str, Any], Parts]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encoded_sources(tmp_path: Path, gpu: list[CudaEngine], kind: str):
+def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
     description, parts = KINDS[kind]
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
     for name, shape in (
@@ -228,7 +230,7 @@ def test_encoded_sources(tmp_path: Path, gpu: list[CudaEngine], kind: str):
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_four_bit_sources_repacked_and_decoded(
-    tmp_path: Path, gpu: list[CudaEngine], double_quant: bool
+    tmp_path: Path, gpu: list[DriverBackend], double_quant: bool
 ):
     source = write(tmp_path / "source", weights(torch.float16))
     by_torch(
@@ -266,7 +268,7 @@ def bit_patterns(stored: torch.dtype, cast: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(("stored", "dtype"), CASTS, ids=str)
 def test_casts(
     tmp_path: Path,
-    gpu: list[CudaEngine],
+    gpu: list[DriverBackend],
     monkeypatch: pytest.MonkeyPatch,
     stored: torch.dtype,
     dtype: str,
@@ -307,7 +309,7 @@ def test_casts(
     [("fp8 blocks", "float32"), ("nvfp4", "float16"), ("bitsandbytes 8-bit", "float16")],
 )
 def test_encoded_tensors_that_are_kept(
-    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ):
     description, parts = KINDS[kind]
     tensors = {
@@ -327,7 +329,7 @@ def test_encoded_tensors_that_are_kept(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_experts_of_gpt_oss(
-    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ):
     """They are stored [out, in], decoded to [in, out], and kept so; one is larger than the buffer
     it comes down to.
@@ -339,11 +341,11 @@ def test_experts_of_gpt_oss(
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
-    monkeypatch.setattr("nf4conv.run.without_torch.worker._OUTPUT_SLACK", 4096)
+    monkeypatch.setattr("nf4conv.run.device.on_driver.buffers._OUTPUT_SLACK", 4096)
     fetched = []
-    genuine = CudaWorker.fetch
+    genuine = DriverBuffers.fetch
     monkeypatch.setattr(
-        CudaWorker, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
+        DriverBuffers, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
     )
     by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
@@ -356,8 +358,9 @@ def test_experts_of_gpt_oss(
             SourceError, match=r"experts\.gate_up_proj: has values too large for float16"
         ):
             quantize_checkpoint(lost, tmp_path / "out", None, BARE)
-    without_torch(monkeypatch)
-    quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
+    with monkeypatch.context() as patch:
+        without_torch(patch)
+        quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
     found = compared_alike(source, tmp_path / "audited")
     assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == [
         "equal in value"
@@ -384,7 +387,7 @@ def test_stacks_of_8_bit_matrices_are_compared(tmp_path: Path, scale: tuple[int,
 @pytest.mark.parametrize(
     "name", [*list(SHAPES)[1:3], "model.norm.weight", "model.embed_tokens.weight"]
 )
-def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[CudaEngine], name: str):
+def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[DriverBackend], name: str):
     tensors = weights(torch.float32)
     tensors["model.layers.0.input_layernorm.weight"] = torch.tensor(
         [torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8]
@@ -436,27 +439,101 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
     same(tmp_path / "bare wide", tmp_path / "torch wide")
 
 
-@pytest.mark.parametrize("why", ["float64", "transposed"])
-def test_what_takes_torch_takes_it(tmp_path: Path, gpu: list[CudaEngine], why: str):
-    options = QuantizeOptions()
+class Asked:
+    """Counts what each device was asked to pack, convert and subtract, by the names of tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.torch: set[str] = set()
+        self.driver: set[str] = set()
+        for device, names in ((TorchDevice, self.torch), (DriverDevice, self.driver)):
+            self._watch(monkeypatch, device, names)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, device: Any, names: set[str]) -> None:
+        pack, convert, subtract = device.pack, device.convert, device.subtract
+
+        def packing(mine: Any, pieces: Any, *others: Any) -> Any:
+            names.update(piece.job.name for piece in pieces)
+            return pack(mine, pieces, *others)
+
+        def converting(mine: Any, parts: Any) -> Any:
+            names.update(part.job.name for part in parts)
+            return convert(mine, parts)
+
+        def subtracting(mine: Any, pairs: Any) -> Any:
+            names.update(pair.a.name for pair in pairs)
+            return subtract(mine, pairs)
+
+        monkeypatch.setattr(device, "pack", packing)
+        monkeypatch.setattr(device, "convert", converting)
+        monkeypatch.setattr(device, "subtract", subtracting)
+
+
+MIXED = RunOptions("auto", 2, 2 * PIECE)
+"""The device of torch is found by itself: without a GPU the driver's is none of torch's."""
+
+
+def in_family(folder: Path, architecture: str, model_type: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [architecture], "model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_only_what_takes_torch_takes_it(
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
+):
+    name, why = "model.norm.weight", "stored in F64"
     tensors = weights(torch.float16)
-    if why == "float64":
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
-    source = write(tmp_path / "source", tensors)
-    if why == "transposed":
-        config = json.loads((source / "config.json").read_text())
-        save_file(
-            {"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()},
-            source / "model.safetensors",
-        )
-        (source / "config.json").write_text(
-            json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
-        )
-    report = quantize_checkpoint(
-        source, tmp_path / "out", options, RunOptions("auto", 2, 2 * PIECE)
+    source = write(tmp_path / "source", tensors | {name: tensors[name].double()})
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
+    with monkeypatch.context() as patch:
+        asked = Asked(patch)
+        report = quantize_checkpoint(source, tmp_path / "bare", None, MIXED)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert len(gpu) == 1
+    assert asked.torch == {name}
+    packed = {job.name for job in plan_quantization(source).output.jobs if isinstance(job, PackJob)}
+    assert asked.driver == packed
+    assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.notes)
+    audited = quantize_checkpoint(source, tmp_path / "audited", None, replace(MIXED, verify=True))
+    assert audited.verification is not None
+    assert audited.verification.bytes_differing == 0
+    assert verify_checkpoint(tmp_path / "bare", source, VerifyOptions(exact=True), MIXED).passed
+    assert len(gpu) == 3
+
+
+def test_transposed_weights_among_others(
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
+):
+    """As in GPT-2, whose embedding is decoded as it is here, and kept in another dtype."""
+    transposed = {
+        f"h.{layer}.attn.c_attn.weight": torch.randn(64, 192, generator=GENERATOR).half()
+        for layer in range(2)
+    }
+    others = {"wte.weight": torch.randn(100, 64, generator=GENERATOR).half()}
+    source = write(tmp_path / "source", transposed | others)
+    in_family(source, "GPT2LMHeadModel", "gpt2")
+    options = QuantizeOptions(dtype="float32", exclude=("*wte*",))
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    with monkeypatch.context() as patch:
+        asked = Asked(patch)
+        report = quantize_checkpoint(source, tmp_path / "bare", options, MIXED)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert asked.torch == {*transposed}
+    assert asked.driver == {*others}
+    assert "2 of 3 tensors took torch (stored transposed)" in report.notes
+    assert len(gpu) == 1
+
+
+def test_torch_alone_where_the_driver_would_only_copy(tmp_path: Path, gpu: list[DriverBackend]):
+    tensors = {"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()}
+    source = write(
+        tmp_path / "source", tensors | {"transformer.ln_f.weight": torch.ones(64).half()}
     )
+    in_family(source, "GPT2LMHeadModel", "gpt2")
+    report = quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(), MIXED)
     assert report.packed
     assert not gpu
+    assert not any("took torch" in note for note in report.notes)
 
 
 CLOSE = 1e-12 if ON_GPU else 1e-6  # torch adds up in float64 there, here in float32
@@ -483,8 +560,7 @@ def same_row(one: Any, other: Any) -> None:
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be an error if torch is to compare."""
-    monkeypatch.setattr("nf4conv.commands.verify.comparing_engine", None)
-    monkeypatch.setattr("nf4conv.run.audit._torch_worker", None)
+    monkeypatch.setattr(TorchBackend, "torch_device", None)
 
 
 @pytest.mark.parametrize(("options", "kind"), [
@@ -494,7 +570,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 ], ids=["nested", "plain", "encoded", "search"])  # fmt: skip
 def test_what_is_right_is_proved(
     tmp_path: Path,
-    gpu: list[CudaEngine],
+    gpu: list[DriverBackend],
     monkeypatch: pytest.MonkeyPatch,
     options: QuantizeOptions,
     kind: str | None,
@@ -533,7 +609,7 @@ DOWN, GATE = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gat
 @pytest.mark.parametrize("name", [
     DOWN, f"{GATE}.nested_absmax", f"{DOWN}.quant_state.bitsandbytes__nf4", "model.embed_tokens.weight",
 ])  # fmt: skip
-def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[CudaEngine], name: str):
+def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBackend], name: str):
     source = write(tmp_path / "source", weights(torch.float16))
     quantize_checkpoint(source, tmp_path / "out", None, BARE)
     file = tmp_path / "out/model.safetensors"
@@ -558,10 +634,9 @@ def test_a_bit_that_flips_on_the_way_to_the_disk(
     source = write(tmp_path / "source", weights(torch.float16))
     job = next(job for job in plan_quantization(source).output.jobs if job.name == name)
     Faulty(monkeypatch, 3 + (job.offset if isinstance(job, CopyJob) else job.offsets[bool(suffix)]))
-    if not ON_GPU:
-        monkeypatch.setattr(CudaEngine, "device", "cpu")
+    run = replace(BARE, device="auto", verify=True)
     with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
-        quantize_checkpoint(source, tmp_path / "out", None, replace(BARE, verify=True))
+        quantize_checkpoint(source, tmp_path / "out", None, run)
 
 
 def compared_alike(
@@ -573,7 +648,7 @@ def compared_alike(
     for a, b in ((one, other), (other, one)):
         with pytest.MonkeyPatch.context() as patch:
             if not with_torch:
-                patch.setattr("nf4conv.run.engines.comparing_engine", None)
+                without_torch(patch)
             found = compare_checkpoints(a, b, None, run)
         expected = by_torch(compare_checkpoints, a, b, None)
         assert found.tensors == expected.tensors
@@ -611,7 +686,7 @@ CASES = "ordinary", "special", "specials alike", "large", "equal", "one", "empty
 @pytest.mark.parametrize(
     "run", [BARE, replace(BARE, buffer_size=8 * PIECE)], ids=["small pieces", "large pieces"]
 )
-def test_values_compared(tmp_path: Path, gpu: list[CudaEngine], run: RunOptions):
+def test_values_compared(tmp_path: Path, gpu: list[DriverBackend], run: RunOptions):
     sides: tuple[dict[str, torch.Tensor], ...] = {}, {}
     for case in CASES:
         for first in FLOATS:
@@ -640,7 +715,7 @@ def test_values_compared(tmp_path: Path, gpu: list[CudaEngine], run: RunOptions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encoded_values_compared(tmp_path: Path, gpu: list[CudaEngine], kind: str):
+def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind: str):
     description, parts = KINDS[kind]
     tensors = {
         f"model.layers.0.mlp.up_proj.{suffix}": part for suffix, part in parts(136, 160).items()
@@ -657,7 +732,7 @@ def test_encoded_values_compared(tmp_path: Path, gpu: list[CudaEngine], kind: st
 @pytest.mark.parametrize("options", [
     QuantizeOptions(), QuantizeOptions("fp4", 128, double_quant=False), QuantizeOptions(blocksize=4096),
 ], ids=["nested", "plain", "wide"])  # fmt: skip
-def test_packed_values_compared(tmp_path: Path, gpu: list[CudaEngine], options: QuantizeOptions):
+def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], options: QuantizeOptions):
     source = write(tmp_path / "source", weights(torch.float16))
     by_torch(quantize_checkpoint, source, tmp_path / "packed", options)
     by_torch(quantize_checkpoint, source, tmp_path / "another", QuantizeOptions(blocksize=32))
@@ -673,7 +748,7 @@ def test_packed_values_compared(tmp_path: Path, gpu: list[CudaEngine], options: 
 
 
 def test_torch_compares_only_what_takes_it(
-    tmp_path: Path, gpu: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
 ):
     name, run = "h.0.attn.c_attn.weight", RunOptions("auto", 2, 2 * PIECE)
     tensors = {name: torch.randn(64, 192, generator=GENERATOR).half(), "bias": torch.ones(7)}
@@ -688,11 +763,9 @@ def test_torch_compares_only_what_takes_it(
     other = write(tmp_path / "other", tensors | changed | {"bias": torch.ones(7).half()})
     assert compared_alike(source, tmp_path / "packed", run, with_torch=True)[name] == "different"
     assert compared_alike(source, other, run, with_torch=True)["bias"] == "equal in value"
-    taken: list[TensorDifference] = []
-    genuine = difference.value_tasks
-    monkeypatch.setattr(
-        difference, "value_tasks", lambda *given: (taken.extend(given[0]), genuine(*given))[1]
-    )
-    compare_checkpoints(source, other, None, run)
-    assert sorted(result.a.name for result in taken) == ["double", "numbers"]
+    with monkeypatch.context() as patch:
+        asked = Asked(patch)
+        compare_checkpoints(source, other, None, run)
+    assert asked.torch == {"double", "numbers"}
+    assert asked.driver == {"bias"}
     assert gpu

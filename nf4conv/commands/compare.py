@@ -28,9 +28,7 @@ from nf4conv.report.results import ComparisonReport, ComparisonSettings
 from nf4conv.report.rows import Status
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.engines import compare_values, host_engine
-from nf4conv.run.loop import make_pipeline
-from nf4conv.run.same_bytes import byte_tasks
+from nf4conv.run.engines import compare_bytes, compare_values
 from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
@@ -266,15 +264,14 @@ def _measure(
     Returns:
         What was measured, by name; and the device that compared values.
     """
-    by_bytes = make_pipeline(host_engine(run), run, progress)
     results: dict[str, TensorDifference] = {}
     for name, pair in plan.pairs.items():
         a, b = pair.as_decoded()
-        # byte_tasks clears this when it finds bytes that differ
+        # compare_bytes clears this when it finds bytes that differ
         is_identical = True if pair.are_stored_alike() else None
         results[name] = TensorDifference(a, b, is_identical)
     stored_alike = [result for result in results.values() if result.is_identical]
-    by_bytes.run(byte_tasks(stored_alike, by_bytes.piece))
+    compare_bytes(stored_alike, run, progress)
     unlike = [result for result in results.values() if _needs_values(result)]
     if not unlike:
         return results, "cpu"

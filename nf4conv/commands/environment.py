@@ -4,8 +4,8 @@ import platform
 from typing import Final, NamedTuple
 
 from nf4conv.report.results import Environment
+from nf4conv.run.device.on_driver.bundle import kernel_folder, version_of
 from nf4conv.run.loop import cores
-from nf4conv.run.without_torch.bundle import kernel_folder, version_of
 
 _PACKAGES: Final = (
     # what nf4conv computes, downloads and shows with

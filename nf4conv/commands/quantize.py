@@ -26,8 +26,8 @@ from nf4conv.report.loading import advice, gpu_bytes, loading_of_pipeline, loadi
 from nf4conv.report.results import QuantizeReport
 from nf4conv.report.rows import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
+from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.earlier import found_or_written
-from nf4conv.run.shards import CastError, NonFiniteError
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers_folder import DiffusersFolder, is_packed_by_default, open_diffusers
 from nf4conv.sources.opening import open_stored
@@ -349,7 +349,7 @@ def _prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
 
 def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
     """Keeps every weight that holds NaN or infinity, after a pass over all weights to find them."""
-    from nf4conv.run.with_torch.scan import find_unpackable  # importing torch takes seconds
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
 
     jobs = [job for job in plan.output.jobs if isinstance(job, PackJob)]
     found = find_unpackable(jobs, plan.output.format, run, plan.source)
@@ -450,7 +450,7 @@ def _write_one_file(
 
 def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) -> SourceError:
     """Counts what cannot be packed in a weight, and says so."""
-    from nf4conv.run.with_torch.scan import find_unpackable  # importing torch takes seconds
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
 
     found = find_unpackable([job], plan.output.format, run, plan.source)
     if job.source.name not in found:

@@ -8,7 +8,7 @@ report     every check with its findings, and figures for every weight
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
-from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import check_tolerance
-from nf4conv.report.verified import Measured, join_reports, verification_report
+from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.engines import comparing_engine, prove
-from nf4conv.run.loop import Task, cores, make_pipeline
+from nf4conv.run.engines import verify_values
+from nf4conv.run.loop import cores
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.original_names import with_original_names
@@ -279,7 +278,7 @@ def _verify_checkpoint(
     plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]
 ) -> VerifyReport:
     started = time.perf_counter()
-    measured = _measure(plan, run, progress)
+    measured = verify_values(plan.structure.weights, plan.pairs, run, progress)
     with_checksums = check_checksums(plan.structure, run.workers or cores())
     return verification_report(
         str(plan.path),
@@ -290,52 +289,3 @@ def _verify_checkpoint(
         with_checksums=with_checksums,
         started=started,
     )
-
-
-def _measure(plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]) -> Measured:
-    """Compares values with the source, and looks at all scales.
-
-    A proof shows that bytes are those which quantizing the source gives. Torch measures only what
-    could not be proved.
-    """
-    device, proved, same = prove(plan.pairs, run, progress)
-    weights: dict[str, WeightResult] = {}
-    unproved: dict[str, WeightResult] = {}
-    for name, weight in plan.structure.weights.items():
-        if name in proved:
-            weights[name] = proved[name]
-        else:
-            weights[name] = unproved[name] = WeightResult(weight)
-    copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in plan.pairs.copies}
-    unlike = [pair for pair in plan.pairs.copies if pair.tensor.name not in same]
-    if not device or unproved or unlike:
-        unproved_pairs = [pair for pair in plan.pairs.weights if pair.weight.name in unproved]
-        pairs = Pairs(unproved_pairs, unlike)
-        device = _diagnose(pairs, unproved, copies, run, progress)
-    return Measured(device, weights, copies)
-
-
-def _diagnose(
-    pairs: Pairs,
-    weights: dict[str, WeightResult],
-    copies: dict[str, CopyResult],
-    run: RunOptions,
-    progress: Callable[[int], None],
-) -> str:
-    """Measures by torch how far tensors are from the source, and looks at the scales.
-
-    Returns:
-        The device.
-    """
-    from nf4conv.run.with_torch import check  # importing torch takes seconds
-
-    pipeline = make_pipeline(comparing_engine(run), run, progress)
-
-    def tasks() -> Iterator[Task[Any]]:
-        yield from check.scale_tasks(weights, pipeline.piece)
-        for weight, job in pairs.weights:
-            yield from check.tasks_of_weight(weights[weight.name], job, pipeline.piece)
-        yield from check.copy_tasks(pairs, copies, pipeline.piece)
-
-    pipeline.run(tasks())
-    return pipeline.engine.device

@@ -1,12 +1,15 @@
-"""read ▸ codec ▸ write: the bounded loop that all commands share, and the two engines in it.
+"""Runs a plan: read ▸ codec ▸ write, in a bounded loop that all commands share.
 
 checkpoint.py    carries out the plan of one checkpoint
 earlier.py       recognises a result that is there already
-loop.py          workers that each read, compute and write; tasks; an engine as the loop sees it
-shards.py        divides an output shard into tasks; what these tasks share
-engines.py       chooses the engine of a run
+engines.py       answers what commands ask of a run
 audit.py         checks what has just been written against its source
-same_bytes.py    compares bytes in host memory
-with_torch/      tasks and workers on any device
-without_torch/   their counterparts on an NVIDIA GPU, without torch, which takes longer to import than to use
+loop.py          runs tasks by a few workers that each read, compute and write
+worker.py        is one thread: its reader, its buffer, its devices
+shards.py        follows a shard that is being written
+pieces.py        cuts weights and tensors into pieces
+grouping.py      puts small items together, and items of several groups in turn
+memory.py        tells how much memory this process uses
+tasks/           holds what workers do, written once for all devices
+device/          computes: with torch, or on an NVIDIA GPU without torch
 """

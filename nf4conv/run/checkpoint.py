@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from nf4conv.errors import OutputError, VerificationError
 from nf4conv.options import RunOptions
@@ -27,8 +27,10 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport
 from nf4conv.report.rows import VerificationSummary
 from nf4conv.run.audit import AuditOfWritten
-from nf4conv.run.engines import writing_engine
-from nf4conv.run.loop import MemoryUse, Pipeline, Task, interleave, make_pipeline
+from nf4conv.run.device.choice import Devices
+from nf4conv.run.engines import writing_devices, writing_tasks
+from nf4conv.run.grouping import interleave
+from nf4conv.run.loop import MemoryUse, Pipeline, Task, make_pipeline
 from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import source_changes
@@ -83,19 +85,19 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
-    engine, shard_tasks = writing_engine(plan.output, run)
-    pipeline = make_pipeline(engine, run, progress)
+    devices = writing_devices(plan.output, run)
+    pipeline = make_pipeline(devices.backends, run, progress)
     before = pipeline.memory()
-    with _open_folder(plan, out, run, engine.device) as folder:
-        _prepare_folder(plan, folder, run, engine.device, card)
+    with _open_folder(plan, out, run, devices.name) as folder:
+        _prepare_folder(plan, folder, run, devices.name, card)
         resumed = len(folder.finished)
-        writing = _Writing(plan, folder, pipeline, shard_tasks, announce or _tell_nobody, run)
+        writing = _Writing(plan, folder, devices, pipeline, announce or _tell_nobody, run)
         writing.write_shards()
         verification = verification_of(folder) if run.verify else None
         if isinstance(folder, Workspace):
             writing.write_last_files(card, verification)
         size = sum(shard.size for shard in folder.finished.values())
-        report = _report(plan, out, pipeline, before, started, size, resumed)
+        report = _report(plan, out, devices, pipeline, before, started, size, resumed)
     return Written(report, verification)
 
 
@@ -153,7 +155,8 @@ def _prepare_folder(
 def _report(
     plan: WritingPlan,
     out: Path,
-    pipeline: Pipeline[Any],
+    devices: Devices,
+    pipeline: Pipeline,
     before: MemoryUse,
     started: float,
     bytes_after: int,
@@ -165,7 +168,7 @@ def _report(
         out=str(out),
         already_complete=False,
         part=None if plan.part is None else plan.part.name,
-        device=pipeline.engine.device,
+        device=devices.name,
         copied=totals.copied,
         bytes_before=totals.bytes_before,
         bytes_after=bytes_after,
@@ -178,7 +181,7 @@ def _report(
         host_peak_bytes=after.host,
         device_peak_bytes=after.device,
         shards_resumed=resumed,
-        notes=plan.notes,
+        notes=(*plan.notes, *devices.notes()),
     )
 
 
@@ -188,8 +191,8 @@ class _Writing:
 
     plan: WritingPlan
     folder: Workspace | SharedFolder
-    pipeline: Pipeline[Any]
-    shard_tasks: Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
+    devices: Devices
+    pipeline: Pipeline
     announce: Callable[[str, Path], None]
     run: RunOptions
 
@@ -221,7 +224,7 @@ class _Writing:
         )
         finish(folder, last)
 
-    def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task[Any]]:
+    def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:
         """Returns all tasks, of a few shards in turn.
 
         One file takes the writes of one thread at a time.
@@ -240,21 +243,21 @@ class _Writing:
                 self.pipeline.advance(sum(job.source_bytes for job in shard.jobs))
                 self.announce(shard.name, self.folder.out / shard.name)
 
-    def _shard_tasks(self, writers: ExitStack) -> Iterator[Sequence[ShardTask[Any]]]:
+    def _shard_tasks(self, writers: ExitStack) -> Iterator[Sequence[ShardTask]]:
         finished = set(self.folder.finished)
         for shard in self.plan.output.shards:
             if shard.name not in finished:
                 yield self._tasks_of(shard, writers)
 
-    def _tasks_of(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask[Any]]:
+    def _tasks_of(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask]:
         writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
         audit = None
         if self.run.verify:
-            audit = AuditOfWritten(self.pipeline.piece, self.run.tolerance)
+            audit = AuditOfWritten(self.devices, self.run.tolerance)
         finished = partial(self._finish_shard, shard, writer, audit)
         progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
-        return self.shard_tasks(progress, self.pipeline.piece)
+        return writing_tasks(progress, self.devices, self.pipeline.piece)
 
     def _finish_shard(
         self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int

@@ -1,107 +1,135 @@
-"""Which engine a run gets: the one without torch where it can do the work, because importing torch
-takes seconds.
-
-For that reason each engine is imported only when it is chosen.
-"""
+"""What commands ask of a run: its devices, the tasks of a shard, comparisons, verification."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from itertools import chain
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import RunOptions
 from nf4conv.plan.jobs import Plan
-from nf4conv.report.measured import TensorDifference, WeightResult
-from nf4conv.run.loop import Engine, Pipeline, make_pipeline
-from nf4conv.run.same_bytes import HostEngine
+from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
+from nf4conv.report.verified import Measured
+from nf4conv.run.device.choice import Devices, open_devices, open_devices_for_pairs
+from nf4conv.run.device.on_driver.backend import gpu_named
+from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.loop import make_pipeline
 from nf4conv.run.shards import ShardProgress, ShardTask
+from nf4conv.run.tasks.compare_bytes import byte_tasks
+from nf4conv.run.tasks.compare_values import value_tasks
+from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
+from nf4conv.run.tasks.shard import shard_tasks
 from nf4conv.sources.reader import Reader
-
-ShardTasks = Callable[[ShardProgress, int], Sequence[ShardTask[Any]]]
-"""How an engine divides a shard into tasks, given how many bytes a worker reads at a time."""
+from nf4conv.sources.stored_weights import StoredWeight
 
 
-def writing_engine(output: Plan, run: RunOptions) -> tuple[Engine[Any], ShardTasks]:
-    """The engine that quantizes, or dequantizes, and its tasks: that without torch, if there are
-    kernels and a GPU.
+def writing_devices(output: Plan, run: RunOptions) -> Devices:
+    """Opens the devices that make the shards of a plan.
+
+    Raises:
+        PlanError: there is no such device as the user named.
     """
-    from nf4conv.run.without_torch import pack
-    from nf4conv.run.without_torch.worker import bare_engine
-
-    returned = pack.returned_by(output)
-    engine = bare_engine(
-        run.device, partial(pack.purposes_of, output, is_compared=run.verify), returned
-    )
-    if engine is not None:
-        return engine, partial(pack.shard_tasks, returned=returned)
-    from nf4conv.run.with_torch.pack import shard_tasks
-
-    return comparing_engine(run), shard_tasks
+    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
+    _ = devices.name  # which finds the device, or says that there is none
+    return devices
 
 
-def host_engine(run: RunOptions) -> HostEngine:
-    """The engine that compares bytes, which takes no device; a PlanError if there is no such device
-    as is named.
+def writing_tasks(progress: ShardProgress, devices: Devices, piece: int) -> list[ShardTask]:
+    """Returns the tasks that make a shard, given how many bytes a worker reads at a time."""
+    tasks = shard_tasks(progress, progress.shard.jobs, devices, piece)
+    progress.expect(len(tasks))
+    return tasks
+
+
+def compare_bytes(
+    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
+) -> None:
+    """Compares tensors that are stored alike, byte by byte, in host memory.
+
+    Raises:
+        PlanError: there is no such device as the user named, although none is needed here.
     """
-    from nf4conv.run.without_torch.worker import gpu_named
-
     if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
-        comparing_engine(run)  # says why
-    return HostEngine()
-
-
-def comparing_engine(run: RunOptions) -> Engine[Any]:
-    """The engine that verifies, and that compares any values; its tasks are those of with_torch/."""
-    from nf4conv.run.with_torch.worker import TorchEngine
-
-    return TorchEngine(run.device)
+        _ = TorchBackend(run.device).name
+    pipeline = make_pipeline([], run, progress)
+    pipeline.run(byte_tasks(results, pipeline.piece))
 
 
 def compare_values(
     results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
 ) -> str:
-    """Compare tensors value by value, with torch only those that take it; the device."""
-    from nf4conv.run.without_torch import difference
-    from nf4conv.run.without_torch.worker import bare_engine
-
-    needed = [difference.purposes_of(result) for result in results]
-    engine = bare_engine(
-        run.device, lambda: frozenset[Any]().union(*filter(None, needed)) or None, returned=0
-    )
-    if engine is not None:
-        pipeline: Pipeline[Any] = make_pipeline(engine, run, progress)
-        able = [result for result, purposes in zip(results, needed, strict=True) if purposes]
-        pipeline.run(difference.value_tasks(able, pipeline.piece))
-        results = [result for result, purposes in zip(results, needed, strict=True) if not purposes]
-    if results:
-        from nf4conv.run.with_torch.difference import value_tasks
-
-        pipeline = make_pipeline(comparing_engine(run), run, progress)
-        pipeline.run(value_tasks(results, pipeline.piece))
-    return pipeline.engine.device
-
-
-def prove(
-    pairs: Pairs, run: RunOptions, progress: Callable[[int], None]
-) -> tuple[str, Mapping[str, WeightResult], frozenset[str]]:
-    """What the engine without torch can say of the comparison of a checkpoint with its source.
-
-    Returns:
-        The device, empty where there is no such engine; of the weights that are right what was
-        measured; the names of tensors that are right. Of all others nothing is known.
-    """
-    from nf4conv.run.without_torch import pack, proof
-    from nf4conv.run.without_torch.worker import bare_engine
-
-    plan = proof.plan_of_proof(pairs)
-    if plan is None:
-        return "", {}, frozenset()
-    engine = bare_engine(
-        run.device, partial(pack.purposes_of, plan, is_compared=True), pack.returned_by(plan)
-    )
-    if engine is None:
-        return "", {}, frozenset()
-    with Reader() as reader:
-        return engine.device, *proof.prove(
-            make_pipeline(engine, run, progress), plan, pairs, reader
+    """Compares tensors value by value; returns the device that most was done on."""
+    devices, with_kernels, others = open_devices_for_pairs(results, run)
+    pipeline = make_pipeline(devices.backends, run, progress)
+    pipeline.run(
+        chain(
+            value_tasks(with_kernels, devices.main, pipeline.piece),
+            value_tasks(others, devices.torch, pipeline.piece),
         )
+    )
+    return devices.name
+
+
+def verify_values(
+    weights: Mapping[str, StoredWeight],
+    pairs: Pairs,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> Measured:
+    """Looks at the values of a checkpoint.
+
+    What comes out the same when it is made once more is right. Of all other tensors torch says how
+    they differ.
+
+    Args:
+        weights: the packed weights by name.
+        pairs: what is to be compared with what; empty without a source.
+        run: how to use the machine.
+        progress: told how many more bytes have been read, from any thread.
+    """
+    plan = plan_proof(pairs)
+    devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
+    proved: Mapping[str, WeightResult] = {}
+    same: set[str] = set()
+    if plan.jobs or plan.kept:
+        pipeline = make_pipeline(devices.backends, run, progress)
+        with Reader() as reader:
+            proof = CheckpointProof(plan, reader, progress)
+            pipeline.run(proof.tasks(devices, pipeline.piece), reader)
+        proved = proof.proved()
+        same = proof.same_copies()
+        for result in proved.values():  # whose scales need not be looked at on their own
+            progress(result.weight.nbytes - result.weight.values.nbytes)
+    results = {}
+    for name, weight in weights.items():
+        results[name] = proved.get(name) or WeightResult(weight)
+    copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in pairs.copies}
+    unproved = {name: result for name, result in results.items() if name not in proved}
+    if not unproved and copies.keys() <= same:
+        return Measured(devices.name, results, copies)
+    unlike = {name: copy for name, copy in copies.items() if name not in same}
+    _diagnose(unproved, unlike, pairs, devices.torch, run, progress)
+    return Measured(devices.torch.name, results, copies)
+
+
+def _diagnose(
+    results: Mapping[str, WeightResult],
+    copies: Mapping[str, CopyResult],
+    pairs: Pairs,
+    torch: TorchBackend,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> None:
+    """Finds out how weights and other tensors differ from what their sources give."""
+    from nf4conv.run.tasks import diagnose  # importing torch takes seconds
+
+    pipeline = make_pipeline([torch], run, progress)
+    piece = pipeline.piece
+    tasks = [diagnose.scale_tasks(result, torch, piece) for result in results.values()]
+    for weight_pair in pairs.weights:
+        name = weight_pair.weight.name
+        if name in results:
+            tasks.append(diagnose.weight_tasks(results[name], weight_pair.job, torch, piece))
+    for copy_pair in pairs.copies:
+        name = copy_pair.tensor.name
+        if name in copies:
+            tasks.append(diagnose.copy_tasks(copies[name], copy_pair.original, torch, piece))
+    pipeline.run(chain.from_iterable(tasks))

@@ -1,4 +1,4 @@
-"""Two vectors of floats → how far they are apart, in float64, as run/with_torch/difference.py
+"""Two vectors of floats → how far they are apart, in float64, as run/device/on_torch/subtract.py
 defines it.
 
 A program walks over STEPS tiles and writes one partial result of each kind, always the same ones.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nf4conv.errors import PlanError
-from nf4conv.run.without_torch.driver import bus_id, device_count
+from nf4conv.run.device.on_driver.driver import bus_id, device_count
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from nf4conv import codec, format
 from nf4conv.errors import OutputError
 from nf4conv.output.writer import write_file
-from nf4conv.run.without_torch.driver import CudaError, Device, Function, Stream
+from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ def _launch(
     programs: int,
     arguments: Sequence[Any],
 ) -> None:
-    """Launch a kernel on tensors and numbers; Triton, which could do it, needs a C compiler for
+    """Launches a kernel on tensors and numbers; Triton, which could do it, needs a C compiler for
     that.
     """
     values = [value if isinstance(value, int) else value.data_ptr() for value in arguments]
@@ -249,7 +249,7 @@ def make_codec(device: Any, purpose: Purpose) -> Any:
     """The kernels for a purpose, not compiled yet: a codec.kernels.ahead.Codec."""
     from nf4conv.codec.kernels import ahead  # importing torch takes seconds
     from nf4conv.codec.quant_state import DTYPES  # which importing torch comes with
-    from nf4conv.run.with_torch.reading import (
+    from nf4conv.run.device.on_torch.reading import (
         TORCH_DTYPES,  # likewise: importing torch takes seconds
     )
 

@@ -49,7 +49,7 @@ Change: TypeAlias = Factors | AddedVector | NewRows
 def merge_deltas(
     base: torch.Tensor, changes: Sequence[Change], first: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Make changes to a tensor, in order.
+    """Makes changes to a tensor, in order.
 
     Args:
         base: a vector, some rows of a matrix, or a stack of matrices, of any float dtype.
@@ -110,7 +110,7 @@ def _prepared(change: Change) -> Change:
 def _merge_rows(
     base: torch.Tensor, changes: Sequence[Change], first: int, out: torch.Tensor
 ) -> None:
-    """Make prepared changes to some rows and write the result to `out`, [rows, columns].
+    """Makes prepared changes to some rows and write the result to `out`, [rows, columns].
 
     The arithmetic is that of PEFT: Linear.merge, DoraLinearVariant.merge_unsafe,
     TrainableTokensLayer.merge.

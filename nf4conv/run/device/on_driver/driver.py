@@ -118,7 +118,7 @@ class Device:
         self._context = ctypes.c_void_p()
 
     def use(self) -> None:
-        """Make this the calling thread's device; the first time it makes the context, in a third of
+        """Makes this the calling thread's device; the first time it makes the context, in a third of
         a second.
         """
         if not self._context:
@@ -177,7 +177,7 @@ class Function:
             _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, stream: "Stream", programs: int, arguments: Sequence[int]) -> None:
-        """Launch so many programs on a stream of the current device; arguments are addresses and
+        """Launches so many programs on a stream of the current device; arguments are addresses and
         64-bit integers.
         """
         # Triton's kernels take two more pointers, for scratch memory that ours do not use

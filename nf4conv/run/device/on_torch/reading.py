@@ -2,8 +2,7 @@
 are packed.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -12,11 +11,10 @@ from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.plan.jobs import CopyJob, PackJob
-from nf4conv.run.loop import Activity
-from nf4conv.run.shards import CastError
-from nf4conv.run.with_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
-from nf4conv.run.with_torch.worker import TorchWorker
+from nf4conv.plan.jobs import PackJob
+from nf4conv.run.device.on_torch.buffers import TorchBuffers
+from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
+from nf4conv.run.worker import Activity
 from nf4conv.sources.encodings.pieces import is_stack_of_matrices, matrix_of
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
@@ -44,19 +42,19 @@ TORCH_DTYPES: Final = {
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
 
 
-def read_values(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    """[elements] on the worker's device, decoded if they are encoded."""
+def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
+    """[elements] on the device, decoded if they are encoded."""
     if tensor.encoding is not None:
-        return read_decoded(worker, tensor).view(-1)
-    [raw] = worker.read([tensor.file_range])
+        return read_decoded(device, tensor).view(-1)
+    [raw] = device.read([tensor.file_range])
     return raw.view(TORCH_DTYPES[tensor.dtype])
 
 
-def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    """Read and decode an encoded tensor, or a piece of one (sources/encodings/pieces.py).
+def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
+    """Reads and decode an encoded tensor, or a piece of one (sources/encodings/pieces.py).
 
     Returns:
-        A contiguous tensor on the worker's device, in the tensor's dtype and shape.
+        A contiguous tensor on the device, in the tensor's dtype and shape.
 
     Raises:
         CodecError: its parts contradict each other.
@@ -64,13 +62,13 @@ def read_decoded(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
     encoding = tensor.encoding
     assert encoding is not None
     if isinstance(encoding, Merged):
-        return _read_merged(worker, tensor, encoding)
+        return _read_merged(device, tensor, encoding)
     if isinstance(encoding, Joined):
         # the parts are copied, since the next one is read into the same buffer
-        return torch.cat([_read_whole(worker, part).clone() for part in encoding.tensors])
+        return torch.cat([_read_whole(device, part).clone() for part in encoding.tensors])
     parts = encoding.parts
-    raws = worker.read([part.file_range for _, part in parts])
-    with worker.timed(Activity.COMPUTE):
+    raws = device.read([part.file_range for _, part in parts])
+    with device.timed(Activity.COMPUTE):
         views = {}
         for (role, part), raw in zip(parts, raws, strict=True):
             views[role] = _shaped(raw.view(TORCH_DTYPES[part.dtype]), part)
@@ -85,7 +83,7 @@ def _decode(
     encoding: Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided,
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Decode a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
+    """Decodes a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
     dtype = TORCH_DTYPES[tensor.dtype]
     values = parts["values"]
     match encoding:
@@ -115,31 +113,31 @@ def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
     return values if values.shape == tensor.shape else values.view(tensor.shape)
 
 
-def _read_merged(worker: TorchWorker, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:
-    changes = [_read_delta(worker, delta) for delta in encoding.deltas]
-    values = _read_whole(worker, encoding.base)
-    with worker.timed(Activity.COMPUTE):
+def _read_merged(device: TorchBuffers, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:
+    changes = [_read_delta(device, delta) for delta in encoding.deltas]
+    values = _read_whole(device, encoding.base)
+    with device.timed(Activity.COMPUTE):
         return merge_deltas(values, changes, encoding.first_row, TORCH_DTYPES[tensor.dtype])
 
 
-def _read_delta(worker: TorchWorker, delta: Delta) -> Change:
-    """Read the tensors of a delta; the worker keeps them for other pieces of the same tensor."""
+def _read_delta(device: TorchBuffers, delta: Delta) -> Change:
+    """Reads the tensors of a delta; the device keeps them for other pieces of the same tensor."""
     match delta:
         case LowRankDelta():
-            up = worker.kept(delta.up, _read_whole)
-            down = worker.kept(delta.down, _read_whole)
+            up = device.kept(delta.up, _read_whole)
+            down = device.kept(delta.down, _read_whole)
             magnitude = None
             if delta.magnitude is not None:
-                magnitude = worker.kept(delta.magnitude, _read_whole)
+                magnitude = device.kept(delta.magnitude, _read_whole)
             return Factors(delta, up, down, magnitude)
         case VectorDelta():
-            return AddedVector(worker.kept(delta.vector, _read_whole), delta.scale)
+            return AddedVector(device.kept(delta.vector, _read_whole), delta.scale)
         case RowsDelta():
-            return NewRows(worker.kept(delta.rows, _read_whole), delta.indices)
+            return NewRows(device.kept(delta.rows, _read_whole), delta.indices)
 
 
-def _read_whole(worker: TorchWorker, tensor: TensorInfo) -> torch.Tensor:
-    return _shaped(read_values(worker, tensor), tensor)
+def _read_whole(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
+    return _shaped(read_values(device, tensor), tensor)
 
 
 def packed_piece(
@@ -166,39 +164,25 @@ def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
     return tensor._replace(dtype="F32")
 
 
-def check_cast(cast: torch.Tensor, job: CopyJob, exact: Callable[[], torch.Tensor]) -> None:
-    """Refuse by a CastError a cast that made finite values infinite; what is infinite or NaN in the
-    source stays so.
-
-    `exact` gives the same values in a dtype that holds them, and is asked only if there is
-    something to look for.
-    """
-    # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
-    if math.isfinite(cast.sum(dtype=torch.float32).item()):
-        return
-    if bool((torch.isfinite(exact()) & ~torch.isfinite(cast)).any()):
-        raise CastError(job.source, job.dtype)
-
-
-def read_matrix(worker: TorchWorker, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
+def read_matrix(device: TorchBuffers, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
     """A whole weight that is stored transposed, encoded, or as a part of a larger tensor, as it is
     before it is packed.
 
     Returns:
-        [n] `dtype` on the worker's device, contiguous.
+        [n] `dtype` on the device, contiguous.
     """
     matrix, source = job.matrix, job.source
     if source.encoding is not None:
         is_alone = matrix.expert is not None and is_stack_of_matrices(source)
-        weight = read_decoded(worker, matrix_of(source, matrix.expert or 0) if is_alone else source)
+        weight = read_decoded(device, matrix_of(source, matrix.expert or 0) if is_alone else source)
         if matrix.expert is not None and not is_alone:
             weight = weight[matrix.expert]
         if matrix.rows is not None:
             weight = weight[slice(*matrix.rows)]
     else:
-        [raw] = worker.read([(source.file, *job.source_range)])
+        [raw] = device.read([(source.file, *job.source_range)])
         weight = raw.view(TORCH_DTYPES[source.dtype]).view(-1, source.shape[-1])
-    with worker.timed(Activity.COMPUTE):
+    with device.timed(Activity.COMPUTE):
         if matrix.columns is not None:
             weight = weight[:, slice(*matrix.columns)]
         if matrix.transpose:

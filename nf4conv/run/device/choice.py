@@ -1,0 +1,158 @@
+"""Chooses the device of each job: the driver where it can do the job, because importing torch takes
+seconds; else torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from nf4conv.format.layout import Format
+from nf4conv.options import RunOptions
+from nf4conv.plan.jobs import Job, PackJob
+from nf4conv.report.measured import TensorDifference
+from nf4conv.run.device.on_driver.backend import DriverBackend, gpu_named, open_gpu
+from nf4conv.run.device.on_driver.bundle import Purpose
+from nf4conv.run.device.on_driver.capability import (
+    kernels_for_job,
+    kernels_for_pair,
+    why_torch,
+)
+from nf4conv.run.device.on_driver.sizes import DECODED
+from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.worker import Backend
+
+_RETURNED: Final = 3 / 8
+"""Bytes of a packed weight for each that it had; of 2-byte weights in blocks of 32: 1/4 in codes,
+1/16 in absmax, 1/64 in its codes.
+"""
+
+
+class Devices:
+    """The devices of a run.
+
+    Args:
+        torch: torch, which is imported once it is needed.
+        driver: a GPU with kernels; None if torch does everything.
+        reasons: why a job takes torch although there is a driver, by the name of its tensor.
+        jobs: how many jobs the run has.
+    """
+
+    def __init__(
+        self,
+        torch: TorchBackend,
+        driver: DriverBackend | None = None,
+        reasons: Mapping[str, str] | None = None,
+        jobs: int = 0,
+    ) -> None:
+        self.torch = torch
+        self._driver = driver
+        self._reasons = reasons or {}
+        self._jobs = jobs
+
+    @property
+    def main(self) -> Backend:
+        """The device that most is done on."""
+        return self.torch if self._driver is None else self._driver
+
+    @property
+    def name(self) -> str:
+        """The device as reports name it, such as "cpu" or "cuda:0"."""
+        return self.main.name
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """All devices that tasks may ask for, the main one first."""
+        return (self.torch,) if self._driver is None else (self._driver, self.torch)
+
+    def backend_for(self, job: Job) -> Backend:
+        """Returns the device that a job is done on."""
+        if self._driver is None or job.name in self._reasons:
+            return self.torch
+        return self._driver
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns a line for the user if some tensors took torch beside the driver."""
+        if self._driver is None or not self._reasons:
+            return ()
+        counted = Counter(self._reasons.values())
+        why = ", ".join(reason for reason, _ in counted.most_common(3))
+        text = f"{len(self._reasons):,} of {self._jobs:,} tensors took torch ({why})"
+        cost = self.torch.import_cost
+        if cost is not None:
+            text += f": importing it took {cost.seconds:.1f} s and {cost.bytes / 1e6:.0f} MB"
+        return (text,)
+
+
+def open_devices(
+    jobs: Callable[[], Iterable[Job]], format: Format, run: RunOptions, *, is_measured: bool
+) -> Devices:
+    """Opens the devices of a run; torch is not imported.
+
+    Args:
+        jobs: returns what the run does; asked only if there is a GPU.
+        format: how weights are packed.
+        run: which device the user asked for.
+        is_measured: True if the errors of packed weights are to be measured.
+    """
+    torch = TorchBackend(run.device)
+    number = gpu_named(run.device)
+    if number is None:
+        return Devices(torch)
+    purposes: set[Purpose] = set()
+    reasons = {}
+    listed = list(jobs())
+    for job in listed:
+        found = kernels_for_job(job, format, is_measured=is_measured)
+        if found is None:
+            reasons[job.name] = why_torch(job)
+        else:
+            purposes |= found
+    if reasons and not purposes:  # the driver would only copy bytes
+        return Devices(torch)
+    driver = open_gpu(number, purposes, format, _returned(listed))
+    if driver is None:
+        return Devices(torch)
+    return Devices(torch, driver, reasons, len(listed))
+
+
+def _returned(jobs: Iterable[Job]) -> float:
+    """Returns how many bytes come back from the GPU for each that goes there, at most.
+
+    More come back of weights that are decoded there.
+    """
+    weights = [job for job in jobs if isinstance(job, PackJob)]
+    if not weights:
+        return 1.0
+    if any(job.source.encoding is not None for job in weights):
+        return _RETURNED * DECODED
+    return _RETURNED
+
+
+class DevicesForPairs(NamedTuple):
+    """The devices of a comparison, and what each of them compares."""
+
+    devices: Devices
+    with_kernels: Sequence[TensorDifference]  # what the main device compares
+    others: Sequence[TensorDifference]  # what takes torch
+
+
+def open_devices_for_pairs(results: Sequence[TensorDifference], run: RunOptions) -> DevicesForPairs:
+    """Opens the devices that compare tensors value by value; torch is not imported."""
+    torch = TorchBackend(run.device)
+    number = gpu_named(run.device)
+    if number is None:
+        return DevicesForPairs(Devices(torch), [], results)
+    purposes: set[Purpose] = set()
+    with_kernels = []
+    others = []
+    for result in results:
+        found = kernels_for_pair(result)
+        if found is None:
+            others.append(result)
+        else:
+            purposes |= found
+            with_kernels.append(result)
+    driver = open_gpu(number, purposes, None, returned=0.0) if purposes else None
+    if driver is None:
+        return DevicesForPairs(Devices(torch), [], results)
+    return DevicesForPairs(Devices(torch, driver), with_kernels, others)

@@ -1,0 +1,197 @@
+"""Encoded tensors decoded on the GPU: the kernels that it takes, and their launches."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.run.device.on_driver.batch_input import BatchInput
+from nf4conv.run.device.on_driver.buffers import Launch
+from nf4conv.run.device.on_driver.bundle import Action, Kernels, Purpose
+from nf4conv.sources.tensors import (
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Fp4,
+    Scaled,
+    TensorInfo,
+    packed_in_order,
+)
+
+_SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
+
+Places = Mapping[str, int]
+"""Where the parts of a tensor are in the input, by role: positions or, once read, addresses.
+
+An encoded tensor has a "number" beside its parts: room for a float32 that the host knows.
+"""
+
+
+def kernels_for_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Purpose] | None:
+    """Tells which kernels decode a tensor, or a piece of one, and cast it.
+
+    Args:
+        tensor: as it is stored.
+        steps: tags of the dtypes that it goes through, from what it is stored in, or decoded to.
+
+    Returns:
+        The kernels; None if there are none for it.
+    """
+    found = set()
+    if tensor.encoding is not None:
+        purpose = _decoding_purpose(tensor, steps[0])
+        if purpose is None:
+            return None
+        found.add(purpose)
+    for step in pairwise(steps):
+        if step[0] not in DTYPE_NAMES or step[1] not in DTYPE_NAMES:
+            return None
+        found.add(Purpose(Action.CAST, step))
+    return frozenset(found)
+
+
+def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
+    """Tells which kernels decode a tensor to the dtype of a tag; None if there are none."""
+    encoding = tensor.encoding
+    if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
+        return None
+    match encoding:
+        case Scaled() | Bitsandbytes8bit():
+            return _scaled_purpose(encoding, tag)
+        case Fp4() if len(encoding.values.shape) == 2:
+            return _fp4_purpose(encoding, tag)
+        case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
+            details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
+            return Purpose(Action.UNPACK, details)
+        case _:
+            return None
+
+
+def _scaled_purpose(encoding: Scaled | Bitsandbytes8bit, tag: str) -> Purpose | None:
+    values = encoding.values
+    scale_tag = "F32" if encoding.scale is None else encoding.scale.dtype
+    if len(values.shape) != 2 or scale_tag not in _SCALE_TAGS:
+        return None
+    block = (1, 1)
+    if isinstance(encoding, Scaled) and encoding.block is not None:
+        block = encoding.block
+    by_127 = isinstance(encoding, Bitsandbytes8bit)
+    is_aligned = values.shape[1] % 16 == 0
+    details = (tag, values.dtype, scale_tag, block, by_127, is_aligned)
+    return Purpose(Action.DECODE_SCALED, details)
+
+
+def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
+    pairs = encoding.values.shape[1]
+    group = pairs // encoding.scale.shape[1]
+    divisor = None if encoding.divisor is None else encoding.divisor.dtype
+    multiplier = None if encoding.multiplier is None else encoding.multiplier.dtype
+    layout = (pairs % 16 == 0, encoding.is_transposed)
+    details = (tag, encoding.scale.dtype, group, divisor, multiplier, *layout)
+    return Purpose(Action.DECODE_FP4, details)
+
+
+def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
+    """Adds all that is needed of a tensor, or a piece of it; returns the positions of its parts."""
+    if tensor.encoding is None:
+        return {"values": batch.add(tensor.file_range)}
+    # the kernels have bitsandbytes' code map, and what its quant state says is known
+    unread: tuple[str, ...] = ()
+    packed = packed_in_order(tensor)
+    if packed is not None:
+        unread = ("quant_map", packed.quant_state_role)
+    places = {}
+    for role, part in tensor.encoding.parts:
+        if role not in unread:
+            places[role] = batch.add(part.file_range)
+    # a number that the host knows: nested_offset, or the scale where there is none
+    places["number"] = batch.take(4)
+    return places
+
+
+def decode_launch(
+    batch: BatchInput, tensor: TensorInfo, positions: Places, tag: str, target: int
+) -> Launch:
+    """Returns the launch that decodes a tensor.
+
+    Args:
+        batch: the input, which has been read.
+        tensor: an encoded tensor for which `kernels_for_tensor` has found kernels.
+        positions: of its parts, from `add_tensor`.
+        tag: the dtype that it is decoded to.
+        target: the address of the result. Of a packed weight it may be any that suits its dtype,
+            of others it is a multiple of 16.
+    """
+    purpose = _decoding_purpose(tensor, tag)
+    assert purpose is not None
+    kernels = batch.buffers.gpu.kernels[purpose]
+    places = {role: batch.address(position) for role, position in positions.items()}
+    match tensor.encoding:
+        case Bitsandbytes4bit() as encoding:
+            batch.put(positions["number"], encoding.nested_offset)
+            return _unpack(tensor, places, kernels, target)
+        case Scaled() | Bitsandbytes8bit() as encoding:
+            batch.put(positions["number"], 1.0)
+            scale = places.get("scale", places["number"])
+            return _decode(
+                kernels,
+                encoding.values,
+                (places["values"], scale, target),
+                _steps_of_scales(encoding.scale),
+            )
+        case Fp4() as encoding:
+            factors = (
+                places.get("divisor", places["scale"]),
+                places.get("multiplier", places["scale"]),
+            )
+            return _decode(
+                kernels,
+                encoding.values,
+                (places["values"], places["scale"], *factors, target),
+                (encoding.scale.shape[1],),
+            )
+        case _:
+            raise AssertionError(f"{tensor.name}: no kernels decode it")
+
+
+def _decode(
+    kernels: Kernels[int], values: TensorInfo, addresses: Sequence[int], steps: Sequence[int]
+) -> Launch:
+    """Returns the launch that decodes a matrix of 8-bit values, or of pairs of 4-bit values."""
+    rows, columns = values.shape
+    tiles_of_row = -(-columns // kernels.numbers["columns"])
+    programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
+    arguments = (*addresses, rows, columns, tiles_of_row, *steps)
+    return Launch(kernels.functions["decode"], programs, arguments)
+
+
+def _unpack(tensor: TensorInfo, places: Places, kernels: Kernels[int], target: int) -> Launch:
+    """Returns the launch that decodes a weight that bitsandbytes packed to 4 bits."""
+    scales = "nested" if "nested_absmax" in places else "plain"
+    is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0
+    alignment = "aligned" if is_aligned else "any"
+    absmax = places["absmax"]
+    arguments = (
+        places["values"],
+        absmax,
+        places.get("nested_quant_map", absmax),
+        places.get("nested_absmax", absmax),
+        places["number"],
+        kernels.tables["values"],
+        target,
+        tensor.elements,
+    )
+    programs = -(-tensor.elements // kernels.numbers["tile"])
+    return Launch(kernels.functions[f"{scales}_{alignment}"], programs, arguments)
+
+
+def _steps_of_scales(scale: TensorInfo | None) -> tuple[int, int]:
+    """Returns how far it is from the scale of one row, and one column, to the next.
+
+    A step is 0 where one scale serves all. A single dimension of scales is that of rows.
+    """
+    if scale is None or scale.elements == 1:
+        return 0, 0
+    height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
+    row_step = 0 if height == 1 else width
+    column_step = 0 if width == 1 else 1
+    return row_step, column_step

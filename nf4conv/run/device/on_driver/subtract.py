@@ -1,0 +1,92 @@
+"""How far the values of tensors are apart, found on the GPU.
+
+Some pieces of tensors go up in one copy. A launch decodes each that is encoded, another subtracts
+each pair. Their sums come down in one copy.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import fsum
+from typing import Final
+
+from nf4conv.report.measured import PieceDifference
+from nf4conv.run.device.on_driver.batch_input import BatchInput
+from nf4conv.run.device.on_driver.buffers import HEAD, DriverBuffers, Launch
+from nf4conv.run.device.on_driver.bundle import Action, Purpose
+from nf4conv.run.device.on_driver.decoding import Places, add_tensor, decode_launch
+from nf4conv.run.device.on_driver.sizes import bytes_of, starts
+from nf4conv.run.device.protocol import PairOfPieces
+from nf4conv.run.grouping import aligned
+from nf4conv.run.worker import Activity
+from nf4conv.sources.tensors import TensorInfo
+
+_SUMS: Final = 32
+"""Bytes of a program's sums, see kernels/difference.py: four float64."""
+
+
+def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+    """Returns how far the values of each pair are apart.
+
+    Args:
+        buffers: the thread's.
+        pairs: pieces that fit into the buffer together. All first ones are of one dtype, and so are
+            all second ones.
+    """
+    batch = BatchInput(buffers)
+    tensors = [tensor for pair in pairs for tensor in pair]
+    positions = [add_tensor(batch, tensor) for tensor in tensors]
+    batch.read()
+    with buffers.timed(Activity.COMPUTE):
+        launches, addresses = _decode(batch, tensors, positions)
+        dtypes = (pairs[0].a.dtype, pairs[0].b.dtype)
+        kernels = buffers.gpu.kernels[Purpose(Action.SUBTRACT, dtypes)]
+        programs = [-(-pair.a.elements // kernels.numbers["tile"]) for pair in pairs]
+        places = [HEAD + _SUMS * place for place in starts(programs)]
+        buffers.reserve(result=places[-1])
+        for number, pair in enumerate(pairs):
+            arguments = (
+                addresses[2 * number],
+                addresses[2 * number + 1],
+                buffers.output.address + places[number],
+                pair.a.elements,
+                programs[number],
+            )
+            launches.append(Launch(kernels.functions["subtract"], programs[number], arguments))
+        buffers.execute(batch.stop, launches, places[-1])
+    return [_added_up(buffers.result.view[start:stop]) for start, stop in pairwise(places)]
+
+
+def _decode(
+    batch: BatchInput, tensors: Sequence[TensorInfo], positions: Sequence[Places]
+) -> tuple[list[Launch], list[int]]:
+    """Decodes the tensors that are encoded.
+
+    Returns:
+        The launches, and the address of each tensor's values.
+    """
+    sizes = []
+    for tensor in tensors:
+        is_encoded = tensor.encoding is not None
+        sizes.append(aligned(bytes_of(tensor.dtype, tensor.elements)) if is_encoded else 0)
+    offsets = starts(sizes)
+    base = batch.buffers.scratch(offsets[-1])
+    launches = []
+    addresses = []
+    for tensor, places, offset in zip(tensors, positions, offsets, strict=False):
+        if tensor.encoding is None:
+            addresses.append(batch.address(places["values"]))
+        else:
+            launches.append(decode_launch(batch, tensor, places, tensor.dtype, base + offset))
+            addresses.append(base + offset)
+    return launches, addresses
+
+
+def _added_up(view: memoryview) -> PieceDifference:
+    """Adds up the sums of all programs: four rows, with a column for each program."""
+    sums = view.cast("d").tolist()
+    programs = len(sums) // 4
+    squares = sums[:programs]
+    values = sums[programs : 2 * programs]
+    largest = sums[2 * programs : 3 * programs]
+    differing = sums[3 * programs :]
+    return PieceDifference(fsum(squares), fsum(values), max(largest), round(sum(differing)))

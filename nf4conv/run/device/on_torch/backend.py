@@ -1,0 +1,109 @@
+"""torch on one device, as all threads of a run share it. Imports torch once it is needed."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.run.grouping import aligned
+from nf4conv.run.memory import resident
+from nf4conv.run.worker import Worker
+from nf4conv.sources.tensors import DTYPE_BITS, packed_in_order
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    import torch
+
+    from nf4conv.run.device.on_torch.device import TorchDevice
+    from nf4conv.run.device.on_torch.shared import SharedTensors
+
+
+class ImportCost(NamedTuple):
+    """What it took to import torch."""
+
+    seconds: float
+    bytes: int  # of host memory
+
+
+class TorchBackend:
+    """torch on one device.
+
+    Args:
+        device: "auto", "cpu", "cuda" or "cuda:N".
+
+    Attributes:
+        import_cost: what importing torch took; None if this backend did not import it.
+    """
+
+    pairs_at_a_time = 1
+
+    def __init__(self, device: str) -> None:
+        self._wanted = device
+        self._found: torch.device | None = None
+        self._finding = threading.Lock()
+        self._shared: SharedTensors | None = None
+        self.import_cost: ImportCost | None = None
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """The device; a PlanError if there is none of that name."""
+        with self._finding:
+            if self._found is None:
+                self._found = self._import_and_find()
+            return self._found
+
+    def _import_and_find(self) -> "torch.device":
+        is_new = "torch" not in sys.modules
+        started = time.perf_counter()
+        before = resident()
+        from nf4conv.run.device.on_torch.device import find_device  # importing torch takes seconds
+
+        if is_new:
+            seconds = time.perf_counter() - started
+            self.import_cost = ImportCost(seconds, max(resident() - before, 0))
+        return find_device(self._wanted)
+
+    @property
+    def name(self) -> str:
+        return str(self.torch_device)
+
+    @contextmanager
+    def open(self, worker: Worker) -> "Iterator[TorchDevice]":
+        device = self.torch_device
+        from nf4conv.run.device.on_torch.device import opened  # importing torch takes seconds
+        from nf4conv.run.device.on_torch.shared import (
+            SharedTensors,
+        )  # importing torch takes seconds
+
+        with self._finding:
+            if self._shared is None:
+                self._shared = SharedTensors()
+        with opened(device, self._shared, worker) as found:
+            yield found
+
+    def device_memory(self) -> int:
+        if self._found is None or self._found.type != "cuda":
+            return 0
+        import torch  # which has been imported
+
+        return torch.cuda.max_memory_reserved(self._found)
+
+    def weight_room(self, job: PackJob) -> int:
+        if job.is_cut_out:
+            return 2 * job.elements  # a piece holds as many in 16 bits
+        return aligned(job.source_bytes)
+
+    def weight_kind(self, job: PackJob) -> object:
+        return job.name if job.is_cut_out else None  # what is cut out is read alone
+
+    def copy_elements(self, job: CopyJob, piece: int) -> int:
+        source = job.source
+        is_unpacked = packed_in_order(source) is not None and job.dtype == source.dtype
+        if source.encoding is None or is_unpacked:
+            return piece * 8 // DTYPE_BITS[source.dtype]
+        return piece // 2
+
+    def pair_bytes(self, piece: int) -> int:
+        return piece // 4  # both decoded take a few times as much

@@ -1,0 +1,112 @@
+"""A thread's host buffers and, on a GPU, its stream: what comes to torch and what goes back."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from nf4conv.run.device.on_torch.shared import SharedTensors
+from nf4conv.run.grouping import aligned
+from nf4conv.run.worker import Worker
+from nf4conv.sources.tensors import FileRange, TensorInfo
+
+
+class TorchBuffers:
+    """Brings bytes of files to the device, and tensors back.
+
+    Args:
+        device: torch's name of it.
+        shared: tensors that all threads share.
+        stream: what this thread computes on; None on the CPU.
+        worker: the thread's. Its buffer is used if it has one already, as beside another device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        shared: SharedTensors,
+        stream: torch.cuda.Stream | None,
+        worker: Worker,
+    ) -> None:
+        self.torch_device = device
+        self.worker = worker
+        self.timed = worker.timed
+        self._shared = shared
+        self._stream = stream
+        self._uploaded: torch.cuda.Event | None = None
+        is_pinned = stream is not None
+        if not worker.buffer:
+            buffer = torch.empty(worker.piece, dtype=torch.uint8, pin_memory=is_pinned)
+            worker.buffer = buffer.numpy().data
+        self._output = torch.empty(
+            worker.piece if is_pinned else 0, dtype=torch.uint8, pin_memory=is_pinned
+        )
+
+    def read(self, ranges: Sequence[FileRange]) -> list[torch.Tensor]:
+        """Reads file ranges to the device.
+
+        Returns:
+            A uint8 tensor for each, aligned to 64 bytes. On the CPU they are the worker's own
+            buffer and live until the next call. Ranges that are larger than the buffer get memory
+            of their own.
+        """
+        positions = list(
+            accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
+        )
+        size = positions[-1]
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # the copy that still reads the buffer, if there is one
+        if size <= len(self.worker.buffer):
+            host = self._view(size)
+        else:
+            host = torch.empty(size, dtype=torch.uint8)
+        self.worker.fill(host.numpy().data, ranges, positions)
+        buffer = host.to(self.torch_device, non_blocking=True)
+        if self._stream is not None:
+            self._uploaded = self._stream.record_event(self._uploaded)
+        tensors = []
+        for (_, start, stop), position in zip(ranges, positions, strict=False):
+            tensors.append(buffer[position : position + stop - start])
+        return tensors
+
+    def _view(self, size: int) -> torch.Tensor:
+        """Returns the first bytes of the worker's buffer, which another device may have replaced."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.worker.buffer, dtype=torch.uint8, count=size)
+
+    def kept(
+        self,
+        tensor: TensorInfo,
+        read: "Callable[[TorchBuffers, TensorInfo], torch.Tensor]",
+    ) -> torch.Tensor:
+        """Returns a small tensor, such as a factor of an adapter; it is read once for all threads."""
+
+        def read_now(wanted: TensorInfo) -> torch.Tensor:
+            values = read(self, wanted).clone()
+            if self._stream is not None:
+                self._stream.synchronize()  # the other threads have streams of their own
+            return values
+
+        return self._shared.get(tensor, read_now)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Returns the bytes of contiguous tensors on the host; waits for the device.
+
+        On the CPU they are the tensors' own memory. On a GPU they live until the next call.
+        """
+        fetched = []
+        position = 0
+        for tensor in tensors:
+            raw = tensor.reshape(-1).view(torch.uint8)
+            if raw.device.type == "cuda":
+                if position + raw.numel() <= self._output.numel():
+                    room = self._output[position : position + raw.numel()]
+                    position += raw.numel()
+                else:
+                    room = torch.empty_like(raw, device="cpu")
+                raw = room.copy_(raw, non_blocking=True)
+            fetched.append(raw)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return [raw.numpy().data for raw in fetched]

@@ -1,0 +1,50 @@
+"""Kept tensors decoded and cast with torch."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nf4conv.plan.jobs import CopyJob
+from nf4conv.run.device.on_torch.buffers import TorchBuffers
+from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
+from nf4conv.run.device.protocol import CastError, Converted, CopyPart
+from nf4conv.run.worker import Activity
+from nf4conv.sources.tensors import TensorInfo
+
+
+def convert(device: TorchBuffers, parts: Sequence[CopyPart]) -> Iterator[Converted]:
+    """Yields kept tensors, or parts of them, in the dtypes that they are stored in.
+
+    Raises:
+        CastError: finite values become infinite; raised once all values have been given.
+    """
+    lost: CopyJob | None = None
+    for job, piece in parts:
+        values = read_values(device, piece.tensor)
+        with device.timed(Activity.COMPUTE):
+            cast = values.to(TORCH_DTYPES[job.dtype])
+            is_lost = len(job.steps) > 1 and _loses_values(device, piece.tensor, values, cast)
+            [fetched] = device.fetch([cast])
+        if is_lost and lost is None:
+            lost = job
+        yield Converted(job, piece.start * cast.element_size(), fetched)
+    if lost is not None:
+        raise CastError(lost.source, lost.dtype)
+
+
+def _loses_values(
+    device: TorchBuffers, tensor: TensorInfo, values: torch.Tensor, cast: torch.Tensor
+) -> bool:
+    """Returns True if a cast made finite values infinite.
+
+    What is infinite or NaN in the source may stay so. Only if the result has such values, they are
+    held against those of the source, in a dtype that holds them all.
+    """
+    # a sum is NaN or infinite if any term is; finite terms whose sum overflows are looked at too
+    if math.isfinite(cast.sum(dtype=torch.float32).item()):
+        return False
+    exact = values
+    if tensor.encoding is not None:
+        exact = read_values(device, exactly_decoded(tensor))
+    return bool((torch.isfinite(exact) & ~torch.isfinite(cast)).any())

@@ -1,0 +1,219 @@
+"""Weights packed to 4 bits with torch, and what is measured of them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from nf4conv.codec.backends import backend, encoder
+from nf4conv.codec.error_sums import ErrorSums
+from nf4conv.codec.ops import compress_absmax
+from nf4conv.codec.quant_state import DTYPES, Decoding, NestedState, code_table
+from nf4conv.format.layout import Format, block_count
+from nf4conv.report.measured import PieceErrors
+from nf4conv.run.device.on_torch.buffers import TorchBuffers
+from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_matrix, read_values
+from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
+from nf4conv.run.pieces import WeightPiece
+from nf4conv.run.worker import Activity
+from nf4conv.sources.encodings.pieces import cut_parts
+from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import FileRange
+
+
+def pack(
+    device: TorchBuffers,
+    pieces: Sequence[WeightPiece],
+    format: Format,
+    gathered: Gathered | None,
+    stored: Sequence[StoredWeight],
+) -> Packed:
+    """Packs weights, or a piece of a large one; arguments and errors as of `Device.pack`."""
+    scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
+    weights, scales = _read(device, pieces, format, scale_ranges)
+    with device.timed(Activity.COMPUTE):
+        _check_finite(pieces, weights)
+        codes = []
+        all_absmax = []
+        for piece, weight in zip(pieces, weights, strict=True):
+            absmax = _room_for_absmax(device, piece, format, gathered)
+            packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
+            encode = encoder(weight.device, format.scales)
+            encode(weight, packed, absmax, format.quant_type, format.blocksize)
+            codes.append(packed)
+            all_absmax.append(absmax)
+        errors = []
+        for weight, packed, of_weight, kept in zip(weights, codes, stored, scales, strict=False):
+            errors.append(_measure(weight, packed, format, of_weight, kept))
+        together = _joined(codes)
+        if gathered is not None:
+            [fetched] = device.fetch([together])
+            return Packed(fetched, None, errors)
+        components, offsets = _components(all_absmax, format)
+        fetched, *parts = device.fetch([together, *components])
+        return Packed(fetched, _scales(parts, offsets), errors)
+
+
+def compress(device: TorchBuffers, all_absmax: Sequence[torch.Tensor], format: Format) -> Scales:
+    """Returns the scales of weights, given the absmax of each, [blocks] float32."""
+    components, offsets = _components(all_absmax, format)
+    return _scales(device.fetch(components), offsets)
+
+
+def _components(
+    all_absmax: Sequence[torch.Tensor], format: Format
+) -> tuple[list[torch.Tensor], list[float] | None]:
+    """Returns what is stored of the absmax of weights, and the nested_offset of each.
+
+    Returns:
+        The absmax, or its codes and the nested_absmax, each of all weights together.
+        The offsets; None without double quantization.
+    """
+    if not format.double_quant:
+        return [_joined(all_absmax)], None
+    codes = []
+    offsets = []
+    nested_absmax = []
+    for absmax in all_absmax:
+        of_weight, offset, state2 = compress_absmax(absmax)
+        codes.append(of_weight)
+        offsets.append(offset)
+        nested_absmax.append(state2.absmax)
+    return [_joined(codes), _joined(nested_absmax)], torch.stack(offsets).tolist()
+
+
+def _scales(parts: Sequence[memoryview], offsets: list[float] | None) -> Scales:
+    if offsets is None:
+        [absmax] = parts
+        return Scales(absmax, None, None)
+    codes, nested_absmax = parts
+    return Scales(codes, nested_absmax, offsets)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(list(tensors))
+
+
+def _room_for_absmax(
+    device: TorchBuffers, piece: WeightPiece, format: Format, gathered: Gathered | None
+) -> torch.Tensor:
+    """Returns where the absmax of a piece is written: [blocks] float32."""
+    if gathered is None:
+        return new_absmax(block_count(piece.elements, format.blocksize), device.torch_device)
+    first = piece.start // format.blocksize
+    last = block_count(piece.start + piece.elements, format.blocksize)
+    return part_of(gathered, first, last, device.torch_device)
+
+
+def new_absmax(blocks: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(blocks, dtype=torch.float32, device=device)
+
+
+def part_of(gathered: Gathered, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Returns where a piece of a weight writes its share of the absmax: [stop - start] float32."""
+    whole: torch.Tensor = gathered.memory(lambda blocks: new_absmax(blocks, device))
+    return whole[start:stop]
+
+
+def _check_finite(pieces: Sequence[WeightPiece], weights: Sequence[torch.Tensor]) -> None:
+    """Raises a NonFiniteError if a weight holds NaN or infinity."""
+    # A sum is NaN or infinite if any term is; a finite weight whose sum overflows is looked at
+    # again.
+    sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])
+    if bool(torch.isfinite(sums).all()):
+        return
+    for piece, weight in zip(pieces, weights, strict=True):
+        if not bool(torch.isfinite(weight).all()):
+            raise NonFiniteError(piece.job)
+
+
+StoredScales = Mapping[str, torch.Tensor]
+"""The components "absmax" and, with double quantization, "nested_absmax" as bytes on the device."""
+
+
+def _read(
+    device: TorchBuffers,
+    pieces: Sequence[WeightPiece],
+    format: Format,
+    scale_ranges: Sequence[Mapping[str, FileRange]],
+) -> tuple[list[torch.Tensor], list[StoredScales]]:
+    """Reads weights, flat and in the format's dtype, and for each the scales that it is stored with."""
+    dtype = DTYPES[format.dtype]
+    ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
+    first = pieces[0]
+    if first.tensor is None or first.tensor.encoding is not None:
+        weights = [_read_decoded(device, piece, dtype) for piece in pieces]
+        if ranges:
+            weights = [weight.clone() for weight in weights]  # the next read reuses the buffer
+            raws = device.read(ranges)
+        else:
+            raws = []
+    else:
+        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        raws = device.read([*(tensor.file_range for tensor in tensors), *ranges])
+        with device.timed(Activity.COMPUTE):
+            weights = []
+            for tensor, raw in zip(tensors, raws, strict=False):
+                weights.append(raw.view(TORCH_DTYPES[tensor.dtype]).to(dtype))
+        raws = raws[len(tensors) :]
+    found = iter(raws)
+    scales: list[StoredScales] = [
+        {role: next(found) for role in of_weight} for of_weight in scale_ranges
+    ]
+    return weights, scales
+
+
+def _read_decoded(device: TorchBuffers, piece: WeightPiece, dtype: torch.dtype) -> torch.Tensor:
+    if piece.tensor is None:
+        return read_matrix(device, piece.job, dtype)
+    return read_values(device, piece.tensor).to(dtype)
+
+
+def _scale_ranges(stored: StoredWeight, piece: WeightPiece) -> dict[str, FileRange]:
+    """Returns where the scales of a piece are stored, by role."""
+    stop = piece.start + piece.elements
+    parts = cut_parts(stored.parts(), stored.format.blocksize, piece.start, stop)
+    ranges: dict[str, FileRange] = {}
+    for role in ("absmax", "nested_absmax"):
+        if role in parts:
+            ranges[role] = parts[role].file_range
+    return ranges
+
+
+def _measure(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    format: Format,
+    stored: StoredWeight,
+    scales: StoredScales,
+) -> PieceErrors:
+    """Measures the errors of codes that are decoded with stored scales; the codes count as right."""
+    absmax = scales["absmax"]
+    nested = None
+    offset = None
+    if stored.nested_offset is None:
+        absmax = absmax.view(torch.float32)
+    else:
+        table = code_table("dynamic", weight.device)
+        nested = NestedState(scales["nested_absmax"].view(torch.float32), table)
+        offset = torch.tensor(stored.nested_offset, dtype=torch.float32, device=weight.device)
+    decoding = Decoding(absmax, nested, offset, format.quant_type, format.blocksize)
+    decoding = decoding._replace(scales=stored.format.scales)
+    sums = backend(weight.device).error_sums(weight, codes, decoding)
+    return piece_errors(sums)
+
+
+def piece_errors(sums: ErrorSums, differing: int = 0, not_nearest: int = 0) -> PieceErrors:
+    """Brings the sums of a piece to the host; waits for the device once."""
+    figures = [
+        sums.squared_error.double(),
+        sums.squared_weight.double(),
+        sums.max_error.double(),
+        sums.max_relative_error.double(),
+        sums.outside.double(),
+    ]
+    squared_error, squared_weight, largest, relative, outside = torch.stack(figures).tolist()
+    return PieceErrors(
+        squared_error, squared_weight, largest, relative, int(outside), differing, not_nearest
+    )

@@ -1,0 +1,156 @@
+"""What a device does for a task: the protocol, and what goes to a device and comes back.
+
+on_torch/ and on_driver/ implement it. One call does the work of a batch, so that a device can bring
+all its bytes at once. The memory views that a device returns are valid until its next call.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from nf4conv.errors import SourceError
+from nf4conv.format.layout import DTYPE_NAMES, Format
+from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.report.measured import PieceDifference, PieceErrors
+from nf4conv.run.pieces import WeightPiece
+from nf4conv.sources.encodings.pieces import Piece
+from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
+
+
+class NonFiniteError(SourceError):
+    """A weight that was to be packed holds NaN or infinity, or values so large that its scales
+    become infinite.
+    """
+
+    def __init__(self, job: PackJob) -> None:
+        super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
+        self.job = job
+
+
+class CastError(SourceError):
+    """A tensor holds values that are infinite in the dtype that it would be cast to."""
+
+    def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        super().__init__(
+            f"{tensor.file}: {tensor.name}: has values too large for {DTYPE_NAMES.get(tag, tag)}, "
+            f"to which it would be cast; give another --dtype"
+        )
+
+
+class Gathered:
+    """The absmax of a large weight, which several workers pack piece by piece.
+
+    They write it to memory of one device; whoever packs the last piece takes it over.
+
+    Args:
+        blocks: float32 values.
+        pieces: pieces of the weight.
+    """
+
+    def __init__(self, blocks: int, pieces: int) -> None:
+        self.blocks = blocks
+        self._left = pieces
+        self._memory: Any = None  # a tensor, or memory of the driver
+        self._lock = threading.Lock()
+
+    def memory(self, allocate: Callable[[int], Any]) -> Any:
+        """Returns where all pieces write their share; `allocate` is asked once, for all blocks."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = allocate(self.blocks)
+            return self._memory
+
+    def count_piece(self) -> bool:
+        """Counts a piece as packed; returns True for the last one."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def take(self) -> Any:
+        """Returns the memory with all absmax, and keep it no longer.
+
+        Tasks live as long as their shard does: kept here, memory would grow with what has been
+        packed.
+        """
+        memory = self._memory
+        self._memory = None
+        return memory
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of neighbouring weights, one weight after the other."""
+
+    absmax: memoryview  # float32; with double quantization their 8-bit codes
+    nested_absmax: memoryview | None  # float32; None without double quantization
+    nested_offsets: Sequence[float] | None  # of each weight; None without double quantization
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Neighbouring weights, or a piece of one, in 4 bits."""
+
+    codes: memoryview  # the bytes of one weight after those of the other
+    scales: Scales | None  # None for a piece whose absmax is gathered
+    errors: Sequence[PieceErrors]  # of each weight; empty if none were to be measured
+
+
+class Converted(NamedTuple):
+    """Values of a kept tensor in the dtype that it is stored in."""
+
+    job: CopyJob
+    start: int  # bytes of the converted tensor before them
+    values: memoryview
+
+
+class CopyPart(NamedTuple):
+    """A kept tensor, or a part of it."""
+
+    job: CopyJob
+    piece: Piece
+
+
+class PairOfPieces(NamedTuple):
+    """The same elements of two tensors."""
+
+    a: TensorInfo
+    b: TensorInfo
+
+
+class Device(Protocol):
+    """A device as one thread uses it."""
+
+    def pack(
+        self,
+        pieces: Sequence[WeightPiece],
+        format: Format,
+        gathered: Gathered | None,
+        stored: Sequence[StoredWeight],
+    ) -> Packed:
+        """Packs weights that are of one kind and fit into a worker's buffer.
+
+        Args:
+            pieces: whole weights, or a single piece of a large one.
+            format: how they are packed.
+            gathered: where a piece of a large weight leaves its absmax; None for whole weights.
+            stored: for each weight, where its scales are stored that errors are measured with;
+                empty if no errors are to be measured.
+
+        Raises:
+            NonFiniteError: a weight holds NaN or infinity.
+        """
+
+    def compress(self, gathered: Gathered, elements: int, format: Format) -> Scales:
+        """Returns the scales of a large weight of so many elements, all pieces of which are packed."""
+
+    def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
+        """Decodes and cast kept tensors that go through the same dtypes, and are all encoded or none.
+
+        Raises:
+            CastError: finite values become infinite; raised once all values have been given.
+        """
+
+    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+        """Returns how far the values of each pair are apart; all pairs are of the same two dtypes."""

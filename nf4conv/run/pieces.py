@@ -1,0 +1,85 @@
+"""Cuts weights and tensors into the pieces that a worker takes at a time."""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from nf4conv.plan.jobs import PackJob
+from nf4conv.sources.encodings.pieces import (
+    Piece,
+    can_cut_rows,
+    encoded_pieces,
+    is_stack_of_matrices,
+    matrix_of,
+    packed_pieces,
+    plain_pieces,
+    rows_of,
+)
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo, packed_in_order
+
+ENOUGH: Final = 2**62  # more elements, or bytes, than there are
+
+
+class WeightPiece(NamedTuple):
+    """A run of the elements of a weight that is to be packed."""
+
+    job: PackJob
+    start: int  # elements of the weight before it
+    elements: int
+    # the run as it is stored; None for a weight that has to be read as a whole matrix, because it
+    # is transposed or cut out of other columns, or because its encoding cannot be cut
+    tensor: TensorInfo | None
+
+
+def whole_weight(job: PackJob) -> WeightPiece:
+    """Returns a weight in one piece."""
+    pieces = weight_pieces(job, ENOUGH, ENOUGH, 1)
+    return WeightPiece(job, 0, job.elements, pieces[0].tensor if pieces else None)
+
+
+def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Piece]:
+    """Cuts a weight into pieces.
+
+    Args:
+        job: the weight.
+        piece: bytes of a piece at most, if the weight is stored as it is.
+        most: elements of a piece at most, if the weight has to be decoded.
+        unit: every piece begins at a multiple of so many elements.
+
+    Returns:
+        The pieces. A weight that has to be read as a whole matrix has none, or a single one.
+    """
+    if job.is_cut_out:
+        return _matrix_pieces(job, most, unit)
+    begin, end = job.source_range
+    run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
+    elements = piece * 8 // DTYPE_BITS[run.dtype]
+    return plain_pieces(run, max(elements - elements % unit, unit))
+
+
+def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
+    """Cuts a weight that is encoded, transposed or cut out of other columns."""
+    matrix = job.matrix
+    source = job.source
+    if source.encoding is None or matrix.transpose or matrix.columns is not None:
+        return []
+    is_whole = matrix.expert is None and matrix.rows is None
+    if is_whole and packed_in_order(source) is not None:
+        return packed_pieces(source, most, unit)
+    if matrix.expert is not None:
+        if not is_stack_of_matrices(source):
+            return []
+        source = matrix_of(source, matrix.expert)
+    if matrix.rows is not None:
+        if not can_cut_rows(source, matrix.rows[0]):
+            return []
+        source = rows_of(source, *matrix.rows)
+    return list(encoded_pieces(source, most, unit))
+
+
+def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:
+    """Cuts a tensor into pieces of at most `most` elements, if it can be cut so."""
+    if source.encoding is None:
+        return plain_pieces(source, most // 64 * 64)
+    if packed_in_order(source) is not None:
+        return packed_pieces(source, most)
+    return encoded_pieces(source, most)

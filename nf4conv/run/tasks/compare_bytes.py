@@ -1,0 +1,136 @@
+"""Compares bytes in host memory: what is stored with what is at hand, or stored elsewhere.
+
+That takes neither torch nor a GPU, and goes as fast as both can be read.
+"""
+
+import ctypes
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from nf4conv.report.measured import TensorDifference
+from nf4conv.run.loop import Task
+from nf4conv.run.worker import Worker
+from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import FileRange, TensorInfo
+
+_CHUNK: Final = 2**22  # bytes that are read and compared at a time
+_compare_memory: Final = ctypes.CDLL(None).memcmp  # which lets go of the interpreter lock
+_compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_room: Final = threading.local()  # of each thread, what it reads a chunk into
+
+
+class StoredBytes:
+    """Takes bytes for places, as a shard's file does, and compares them with what is stored there.
+
+    Args:
+        reader: reads what is stored.
+        stored: what is stored, by the offset at which its first byte is to be written. The name of
+            each is that under which it is found unlike; several may share one.
+        advance: told how many stored bytes have been read.
+
+    Attributes:
+        unlike: the names of what was given other bytes than are stored.
+    """
+
+    def __init__(
+        self, reader: Reader, stored: Mapping[int, TensorInfo], advance: Callable[[int], None]
+    ) -> None:
+        self.unlike: set[str] = set()
+        self._reader = reader
+        self._starts = sorted(stored)
+        self._stored = [stored[start] for start in self._starts]
+        self._advance = advance
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Compares bytes, in memory that could be written to, with those stored at an offset."""
+        index = bisect_right(self._starts, offset) - 1
+        while data:
+            place = self._stored[index]
+            place = place._replace(start=place.start + offset - self._starts[index])
+            last = self._last_neighbour(index, place, len(data))
+            stop = self._stored[last].stop
+            count = min(stop - place.start, len(data))
+            if not self.is_stored(place, data[:count]):
+                self.unlike.update(part.name for part in self._stored[index : last + 1])
+            index = last + 1
+            offset += count
+            data = data[count:]
+
+    def _last_neighbour(self, index: int, place: TensorInfo, size: int) -> int:
+        """Returns the last of the tensors that lie one after the other in the file, from one on.
+
+        Together they are read at once; those that begin behind `size` bytes do not count.
+        """
+        stop = place.stop
+        while stop - place.start < size:
+            following = self._stored[index + 1]
+            if following.file != place.file or following.start != stop:
+                break
+            index += 1
+            stop = following.stop
+        return index
+
+    def is_stored(self, place: TensorInfo, data: memoryview) -> bool:
+        """Returns True if bytes, in memory that could be written to, begin what is stored at a place."""
+        if not hasattr(_room, "bytes"):
+            _room.bytes = memoryview(bytearray(_CHUNK))
+        for at in range(0, len(data), _CHUNK):
+            part = data[at : at + _CHUNK]
+            found = _room.bytes[: len(part)]
+            self._reader.read_into(place.file, place.start + at, found)
+            self._advance(len(part))
+            if _compare_memory(_address(found), _address(part), len(part)):
+                return False
+        return True
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def stored_from(worker: Worker, file: Path, start: int) -> StoredBytes:
+    """Returns what compares with a file from some byte on; what is unlike has no name."""
+    everything = TensorInfo("", "U8", (), file, start, 2**62)
+    return StoredBytes(worker.reader, {0: everything}, worker.advance)
+
+
+def is_same(worker: Worker, file_range: FileRange, file: Path, start: int) -> bool:
+    """Returns True if a range of one file, at most a piece, is in another one from some byte on."""
+    stored = stored_from(worker, file, start)
+    worker.copy(*file_range, stored, 0)
+    return not stored.unlike
+
+
+def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task]:
+    """Yields the tasks that compare tensors which are stored alike, byte by byte."""
+    for result in results:
+        for a, b in zip(_parts(result.a), _parts(result.b), strict=True):
+            yield from _tasks_of_part(result, a, b, piece // 2)
+
+
+def _tasks_of_part(
+    result: TensorDifference, a: TensorInfo, b: TensorInfo, piece: int
+) -> Iterator[Task]:
+    for at in range(0, a.nbytes, piece):
+        start = a.start + at
+        file_range = (a.file, start, min(start + piece, a.stop))
+        yield partial(_compare, result, file_range, b.file, b.start + at)
+
+
+def _parts(tensor: TensorInfo) -> list[TensorInfo]:
+    if tensor.encoding is None:
+        return [tensor]
+    return [part for _, part in tensor.encoding.parts]
+
+
+def _compare(
+    result: TensorDifference, of_a: FileRange, file_of_b: Path, start: int, worker: Worker
+) -> None:
+    if result.is_identical is False:
+        return
+    if not is_same(worker, of_a, file_of_b, start):
+        result.is_identical = False

@@ -1,0 +1,57 @@
+"""Tasks that compare tensors value by value."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from nf4conv.report.measured import TensorDifference
+from nf4conv.run.device.protocol import PairOfPieces
+from nf4conv.run.grouping import batches
+from nf4conv.run.loop import Task
+from nf4conv.run.worker import Backend, Worker
+from nf4conv.sources.encodings.pieces import pieces_alike
+
+_SLACK = 2**12  # bytes that two pieces take beside those that grow with them
+
+
+class _Pair(NamedTuple):
+    """A piece of two tensors that are compared."""
+
+    result: TensorDifference  # where what is found goes
+    start: int  # elements of the tensors before it
+    pieces: PairOfPieces
+
+
+def value_tasks(
+    results: Iterable[TensorDifference], backend: Backend, piece: int
+) -> Iterator[Task]:
+    """Yields the tasks that compare tensors on a device, given how many bytes a worker reads."""
+    found = batches(
+        _pairs(results, backend.pair_bytes(piece)),
+        _room,
+        piece,
+        _dtypes,
+        backend.pairs_at_a_time,
+    )
+    for pairs in found:
+        yield partial(_compare, backend, pairs)
+
+
+def _pairs(results: Iterable[TensorDifference], nbytes: int) -> Iterator[_Pair]:
+    for result in results:
+        for start, a, b in pieces_alike(result.a, result.b, nbytes):
+            yield _Pair(result, start, PairOfPieces(a, b))
+
+
+def _room(pair: _Pair) -> int:
+    return pair.pieces.a.nbytes + pair.pieces.b.nbytes + _SLACK
+
+
+def _dtypes(pair: _Pair) -> tuple[str, str]:
+    return pair.pieces.a.dtype, pair.pieces.b.dtype
+
+
+def _compare(backend: Backend, pairs: Sequence[_Pair], worker: Worker) -> None:
+    differences = worker.device(backend).subtract([pair.pieces for pair in pairs])
+    for pair, difference in zip(pairs, differences, strict=True):
+        pair.result.add_piece(pair.start, difference)

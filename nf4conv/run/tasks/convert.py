@@ -1,0 +1,30 @@
+"""The task of kept tensors that are decoded or cast."""
+
+from collections.abc import Sequence
+
+from nf4conv.run.device.protocol import CopyPart
+from nf4conv.run.shards import Destination
+from nf4conv.run.worker import Activity, Backend, Worker, Writable
+
+
+def convert(
+    destination: Destination, backend: Backend, parts: Sequence[CopyPart], worker: Worker
+) -> None:
+    """Converts tensors, or parts of them, that go through the same dtypes.
+
+    Raises:
+        CastError: finite values become infinite.
+    """
+    write_converted(destination, backend, parts, worker)
+    for job, piece in parts:
+        destination.finish_copy(worker, job, piece)
+    destination.count_task()
+
+
+def write_converted(
+    destination: Writable, backend: Backend, parts: Sequence[CopyPart], worker: Worker
+) -> None:
+    """Writes converted tensors, or parts of them, to their places; arguments as of `convert`."""
+    for job, start, values in worker.device(backend).convert(parts):
+        with worker.timed(Activity.WRITE):
+            destination.write(job.offset + start, values)

@@ -1,0 +1,33 @@
+"""Tasks that copy bytes from the source to a shard, without a detour over a device."""
+
+from collections.abc import Sequence
+
+from nf4conv.plan.jobs import PackJob
+from nf4conv.run.device.protocol import CopyPart
+from nf4conv.run.shards import Destination
+from nf4conv.run.worker import Worker
+
+
+def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: Worker) -> None:
+    """Copies tensors, or parts of them, that are kept as they are."""
+    for job, piece in parts:
+        file, start, stop = piece.tensor.file_range
+        offset = job.offset + start - job.source.start
+        worker.copy(file, start, stop, destination, offset)
+        destination.finish_copy(worker, job, piece)
+    destination.count_task()
+
+
+def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worker: Worker) -> None:
+    """Copies a weight that the source has in 4 bits as it is to be, in pieces of so many bytes."""
+    stored = job.stored
+    assert stored is not None
+    for offset, part in zip(job.offsets, stored.parts, strict=True):
+        if isinstance(part, bytes):
+            destination.write(offset, memoryview(part))
+            continue
+        for start in range(part.start, part.stop, piece):
+            stop = min(start + piece, part.stop)
+            worker.copy(part.file, start, stop, destination, offset + start - part.start)
+    destination.finish_weights(worker, [job], {job.name: stored.blob})
+    destination.count_task()

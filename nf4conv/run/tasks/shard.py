@@ -1,0 +1,170 @@
+"""Divides the work of a shard into tasks: what is taken together, and what piece by piece."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.layout import block_count
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.run.device.choice import Devices
+from nf4conv.run.device.protocol import CopyPart, Gathered
+from nf4conv.run.grouping import LARGEST_BATCH, batches, interleave
+from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
+from nf4conv.run.shards import Destination, ShardTask
+from nf4conv.run.tasks.convert import convert
+from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight
+from nf4conv.run.tasks.pack import pack_batch, pack_piece
+from nf4conv.run.worker import Backend
+from nf4conv.sources.tensors import DTYPE_BITS
+
+
+def shard_tasks(
+    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+) -> list[ShardTask]:
+    """Divides the work of a shard into tasks.
+
+    Weights that are packed come in turn with tensors that are kept.
+
+    Args:
+        destination: takes what the tasks make.
+        jobs: what is in the shard, in the order in which it is placed there.
+        devices: of the run.
+        piece: bytes that a worker reads at a time.
+    """
+    groups = [
+        _packing_tasks(destination, jobs, devices, piece),
+        _copying_tasks(destination, jobs, piece),
+        _converting_tasks(destination, jobs, devices, piece),
+        _stored_tasks(destination, jobs, piece),
+    ]
+    return list(interleave(groups, len(groups)))
+
+
+def _packing_tasks(
+    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+) -> list[ShardTask]:
+    """Returns a task for neighbours of a kind that fit a piece, and for each piece of a large weight.
+
+    A batch is of one source file and one device, too.
+    """
+    tasks: list[ShardTask] = []
+    for neighbours in _runs_to_pack(jobs):
+        of_run = batches(
+            neighbours,
+            lambda job: devices.backend_for(job).weight_room(job),
+            piece,
+            partial(_kind_of_weight, devices),
+            LARGEST_BATCH,
+        )
+        for batch in of_run:
+            tasks += _tasks_of_batch(destination, batch, devices.backend_for(batch[0]), piece)
+    return tasks
+
+
+def _runs_to_pack(jobs: Sequence[Job]) -> Iterator[list[PackJob]]:
+    """Yields runs of weights that are packed, and are neighbours in the shard.
+
+    The components of weights stand there in the order of the jobs, so a weight that is copied from
+    a 4-bit source divides the weights around it; a tensor that is not packed does not.
+    """
+    weights = (job for job in jobs if isinstance(job, PackJob))
+    for is_packed, run in groupby(weights, key=lambda job: job.stored is None):
+        if is_packed:
+            yield list(run)
+
+
+def _kind_of_weight(devices: Devices, job: PackJob) -> object:
+    backend = devices.backend_for(job)
+    return job.source.file, backend, backend.weight_kind(job)
+
+
+def _tasks_of_batch(
+    destination: Destination, jobs: tuple[PackJob, ...], backend: Backend, piece: int
+) -> list[ShardTask]:
+    """Returns the task of some weights, or those of the pieces of a single large one."""
+    job = jobs[0]
+    blocksize = destination.format.blocksize
+    unit = blocksize
+    if destination.measured is not None:  # errors are those of stored scales, which come in groups
+        unit = blocksize * NESTED_BLOCKSIZE
+    most = job.elements * piece // max(backend.weight_room(job), 1)
+    pieces = weight_pieces(job, piece, most, unit)
+    if len(pieces) <= 1:
+        run = partial(pack_batch, destination, backend, jobs)
+        return [ShardTask(job.source.file, run)]
+    gathered = Gathered(block_count(job.elements, blocksize), len(pieces))
+    tasks = []
+    for tensor, start in pieces:
+        of_weight = WeightPiece(job, start, tensor.elements, tensor)
+        run = partial(pack_piece, destination, backend, of_weight, gathered)
+        tasks.append(ShardTask(job.source.file, run))
+    return tasks
+
+
+def _copying_tasks(destination: Destination, jobs: Sequence[Job], piece: int) -> list[ShardTask]:
+    """Returns the tasks of tensors that are kept as they are."""
+
+    def parts() -> Iterator[CopyPart]:
+        for job in jobs:
+            if isinstance(job, CopyJob) and not job.is_changed:
+                most = piece * 8 // DTYPE_BITS[job.dtype]
+                for of_job in pieces_of(job.source, most):
+                    yield CopyPart(job, of_job)
+
+    def room(part: CopyPart) -> int:
+        most = piece * 8 // DTYPE_BITS[part.job.dtype]
+        return part.piece.tensor.elements * piece // most
+
+    tasks = []
+    for batch in batches(parts(), room, piece, _file_of, LARGEST_BATCH):
+        run = partial(copy_as_it_is, destination, batch)
+        tasks.append(ShardTask(_file_of(batch[0]), run))
+    return tasks
+
+
+def _converting_tasks(
+    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+) -> list[ShardTask]:
+    """Returns the tasks of kept tensors that are decoded or cast.
+
+    All parts of a task go through the same dtypes on the same device, and all are encoded or none.
+    """
+
+    def most(job: CopyJob) -> int:
+        return devices.backend_for(job).copy_elements(job, piece)
+
+    def parts() -> Iterator[CopyPart]:
+        for job in jobs:
+            if isinstance(job, CopyJob) and job.is_changed:
+                for of_job in pieces_of(job.source, most(job)):
+                    yield CopyPart(job, of_job)
+
+    def room(part: CopyPart) -> int:
+        return part.piece.tensor.elements * piece // most(part.job)
+
+    def kind(part: CopyPart) -> object:
+        source = part.job.source
+        backend = devices.backend_for(part.job)
+        return source.file, part.job.steps, source.encoding is None, backend
+
+    tasks = []
+    for batch in batches(parts(), room, piece, kind, LARGEST_BATCH):
+        run = partial(convert, destination, devices.backend_for(batch[0].job), batch)
+        tasks.append(ShardTask(_file_of(batch[0]), run))
+    return tasks
+
+
+def _file_of(part: CopyPart) -> Path:
+    return part.job.source.file
+
+
+def _stored_tasks(destination: Destination, jobs: Sequence[Job], piece: int) -> list[ShardTask]:
+    """Returns the tasks of weights that the source has in 4 bits as they are to be."""
+    tasks = []
+    for job in jobs:
+        if isinstance(job, PackJob) and job.stored is not None:
+            run = partial(copy_stored_weight, destination, job, piece)
+            tasks.append(ShardTask(job.source.file, run))
+    return tasks

@@ -1,0 +1,124 @@
+"""One thread of a run: what it reads with, where its time goes, and the devices that it computes on.
+
+A `Backend` is a device as all threads share it. Each thread opens it once, when its first task for
+it comes, and from then on has a `Device` of its own: a stream, buffers, memory.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.run.device.protocol import Device
+from nf4conv.sources.reader import Reader
+from nf4conv.sources.tensors import FileRange
+
+
+class Activity(Enum):
+    """What a worker spends its time on; the value is its name in reports."""
+
+    READ = "read"
+    COMPUTE = "compute"
+    WRITE = "write"
+
+
+class Writable(Protocol):
+    """Takes the bytes that a worker has made: a shard's file, or what compares them."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Takes bytes for a place, which is counted from the first byte of the shard's data."""
+
+
+class Backend(Protocol):
+    """A device that all workers of a run share."""
+
+    @property
+    def name(self) -> str:
+        """The device as reports name it, such as "cpu" or "cuda:0"."""
+
+    def open(self, worker: "Worker") -> AbstractContextManager[Device]:
+        """Opens the device for the calling thread, whose worker is given.
+
+        If the worker has no buffer yet, it gets that of the device.
+        """
+
+    def device_memory(self) -> int:
+        """Returns the most bytes that were held on the device so far."""
+
+    def weight_room(self, job: PackJob) -> int:
+        """Returns how many bytes of a piece a weight takes while it is packed."""
+
+    def weight_kind(self, job: PackJob) -> object:
+        """Returns what weights have in common that can be packed in one call."""
+
+    def copy_elements(self, job: CopyJob, piece: int) -> int:
+        """Returns how many elements of a decoded or cast tensor fit into `piece` bytes."""
+
+    @property
+    def pairs_at_a_time(self) -> int:
+        """How many pairs of tensors can be subtracted in one call."""
+
+    def pair_bytes(self, piece: int) -> int:
+        """Returns how many bytes two pieces that are subtracted have together."""
+
+
+class Worker:
+    """What one thread works with.
+
+    Args:
+        reader: reads the source.
+        piece: bytes that the worker reads at a time.
+        advance: told how many source bytes have been read.
+
+    Attributes:
+        buffer: host memory to read into, a piece long or longer.
+        seconds: where the time went.
+    """
+
+    def __init__(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> None:
+        self.reader = reader
+        self.piece = piece
+        self.advance = advance
+        self.buffer = memoryview(b"")
+        self.seconds: defaultdict[Activity, float] = defaultdict(float)
+        self._devices: dict[Backend, Device] = {}
+        self._opened = ExitStack()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> bool | None:
+        self._devices.clear()
+        return self._opened.__exit__(*error)  # type: ignore[arg-type]
+
+    def device(self, backend: Backend) -> Device:
+        """Returns this thread's device of a backend; opens it the first time."""
+        device = self._devices.get(backend)
+        if device is None:
+            device = self._opened.enter_context(backend.open(self))
+            self._devices[backend] = device
+        return device
+
+    @contextmanager
+    def timed(self, activity: Activity) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[activity] += time.perf_counter() - start
+
+    def copy(self, file: Path, start: int, stop: int, destination: Writable, offset: int) -> None:
+        """Copies at most a piece from a file to a destination, without a detour over the device."""
+        host = self.buffer[: stop - start]
+        self.fill(host, [(file, start, stop)], [0])
+        with self.timed(Activity.WRITE):
+            destination.write(offset, host)
+
+    def fill(self, host: memoryview, ranges: Sequence[FileRange], positions: Sequence[int]) -> None:
+        """Reads file ranges to their positions in host memory."""
+        with self.timed(Activity.READ):
+            for (file, start, stop), position in zip(ranges, positions, strict=False):
+                self.reader.read_into(file, start, host[position : position + stop - start])
+        self.advance(sum(stop - start for _, start, stop in ranges))
