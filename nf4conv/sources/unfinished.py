@@ -1,5 +1,7 @@
-"""Recognises a folder in which a run of nf4conv has begun and not ended, by what the run leaves in
-OUT/.nf4conv.
+"""Recognises a folder in which a run of nf4conv has begun and not ended.
+
+A run keeps its state in OUT/.nf4conv until the result is complete: run.json says what is made, and
+shards/ holds a record of each file that is finished.
 """
 
 import json
@@ -11,14 +13,21 @@ from typing import Any, Final, NamedTuple
 from nf4conv.errors import SourceError
 
 WORK_FOLDER: Final = ".nf4conv"
+"""The folder in OUT with the state of a run."""
 
 RECORD: Final = "run.json"
-
-PARTS: Final = "number of parts"  # in the fingerprint of a folder that is filled in parts
+"""The file in it that says what is made: the fingerprint of the plan."""
 
 SHARDS: Final = "shards"
+"""The folder in it with the records of finished files."""
+
+PARTS: Final = "number of parts"
+"""The key in the fingerprint of a folder that is filled in parts."""
 
 HOW_TO_FINISH: Final = "run the parts that are missing, and then `nf4conv finish`"
+
+_MADE_LAST: Final = ("config.json", "model_index.json")
+"""Files by which loaders recognise a model; a run writes them when everything else is there."""
 
 
 class FinishedFile(NamedTuple):
@@ -26,25 +35,29 @@ class FinishedFile(NamedTuple):
 
     size: int  # bytes
     crc32: int  # of its content
-    sha256: str | None  # hexadecimal; None when no checksums were asked for
-    source_bytes: int = 0  # of the source that it stands for
-    verified: Mapping[str, Any] | None = (
-        None  # a VerificationSummary, see report/rows/weights.py; None without --verify
-    )
+    sha256: str | None  # hexadecimal; None if no checksums were asked for
+    source_bytes: int = 0  # bytes of the source that it stands for
+    # a VerificationSummary, see report/rows/weights.py; None without --verify
+    verified: Mapping[str, Any] | None = None
     plan: str = ""  # SHA-256 of the run.json by which it was made
 
 
 def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
-    """The shards that have been finished so far in a folder, of those with these names or of all,
-    by name.
+    """Returns the shards that have been finished so far, by name.
+
+    Args:
+        out: the folder of the result.
+        names: the shards to look for; None for all.
     """
-    found, folder = {}, out / WORK_FOLDER / SHARDS
-    for path in (
-        folder.glob("*.json") if names is None else [folder / record_name(name) for name in names]
-    ):
-        with suppress(
-            OSError, ValueError, TypeError, KeyError, RecursionError
-        ):  # then it is not finished
+    folder = out / WORK_FOLDER / SHARDS
+    if names is None:
+        records = folder.glob("*.json")
+    else:
+        records = (folder / record_name(name) for name in names)
+    found = {}
+    for path in records:
+        # a shard whose record is missing or damaged is not finished
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             fields = dict(json.loads(path.read_bytes()))
             name = str(fields.pop("name"))
             found[name] = FinishedFile(**fields)
@@ -52,29 +65,30 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def record_name(shard: str) -> str:
+    """Returns the name of the record of a finished shard."""
     return f"{shard.replace('/', ' ')}.json"
 
 
 def is_unfinished(out: Path) -> bool:
-    """Whether a run into a folder has begun and not ended."""
+    """Returns True if a run into a folder has begun and not ended."""
     return (out / WORK_FOLDER / RECORD).is_file()
 
 
+def is_model(folder: Path) -> bool:
+    """Returns True if loaders recognise a model in a folder."""
+    return any((folder / name).is_file() for name in _MADE_LAST)
+
+
 def check_finished(folder: Path) -> None:
-    """Refuse by a SourceError to read a folder in which a run has not ended, and say how to go on."""
+    """Raises a SourceError for a folder in which a run has not ended, and says how to go on."""
     if not is_unfinished(folder) or is_model(folder):
         return
-    in_parts = f'"{PARTS}": '.encode() in (folder / WORK_FOLDER / RECORD).read_bytes()
-    how = (
-        HOW_TO_FINISH
-        if in_parts
-        else "the same command as before goes on with it, and --overwrite starts anew"
-    )
+    fingerprint = (folder / WORK_FOLDER / RECORD).read_bytes()
+    if f'"{PARTS}": '.encode() in fingerprint:
+        how = HOW_TO_FINISH
+    else:
+        how = "the same command as before goes on with it, and --overwrite starts anew"
     finished = len(finished_shards(folder))
     raise SourceError(
         f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; {how}"
     )
-
-
-def is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "model_index.json"))

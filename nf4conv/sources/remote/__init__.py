@@ -1,5 +1,5 @@
-"""The Hugging Face Hub. Imports huggingface_hub, which takes a while.
+"""Reads from the Hugging Face Hub. Imports huggingface_hub, which takes a while.
 
-hub.py      resolves a repository, downloads files, reads ranges
-stream.py   fetches weight files while they are needed, and drops them again
+hub.py      fetches what is needed of a repository, whole files or ranges of bytes
+stream.py   fetches weight files one ahead of their use, and drops them after it
 """

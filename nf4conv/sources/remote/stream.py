@@ -1,14 +1,13 @@
-"""Weight files of a repository that are fetched one ahead of their use, checked, and dropped after
-it.
+"""Fetches weight files of a repository one ahead of their use, and drops them after it.
 
-Whoever reads announces in order which file each piece of work needs, waits for it, and says when it
+A reader announces in order which file each piece of work needs, waits for it, and says when it
 is done:
 
     expect(file) ▸ wait_for(file) ▸ read_into(file, …) ▸ done(file)
 
-A file is dropped when the next one has been expected and all its own work is done. At most two are
-on disk, the one being fetched included. What is not there when it is read, such as a scale in
-another file than its weight, is asked for by range.
+A file is dropped when the next one has been expected and all its own work is done. At most two
+files are on disk, the one being fetched included. Bytes of a file that is not there when they are
+read, such as a scale in another file than its weight, are asked for by range.
 """
 
 import errno
@@ -34,16 +33,17 @@ from nf4conv.sources.remote.hub import (
 )
 from nf4conv.system.background import Background, outlast
 
-FILES_ON_DISK: Final = 2
+FILES_ON_DISK: Final = 2  # the one being read and the one being fetched
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without room
 
 
 class RemoteReader(Reader):
-    """Reads files that are local from where they are, and files that are absent by ranges from the
-    hub.
+    """Reads local files from disk, and absent files by ranges from the Hub.
 
-    It is told the names of those in the repository by the path they would have.
+    Args:
+        repository: the repository that holds the absent files.
+        absent: the files in the repository, by the path that they would have.
     """
 
     def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:
@@ -62,12 +62,12 @@ class ShardStream(RemoteReader):
     """Fetches absent files in the order of their use; use it as a context manager.
 
     Args:
-        repository: that holds them.
-        absent: their names there, by the path they would have.
-        order: of all files, absent or not; they are expected in this order.
-        needed: those of the absent ones that are to be fetched; others are read by ranges.
-        folder: where to put them; what an earlier run left there is used. It is removed when all
-            went well.
+        repository: the repository that holds the absent files.
+        absent: the files in the repository, by the path that they would have.
+        order: the place of every file, absent or not, in the order in which they are expected.
+        needed: the absent files that are fetched; the others are read by ranges.
+        folder: where to put them; what an earlier run left there is used. The folder is removed
+            when all went well.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class ShardStream(RemoteReader):
         self._needed = sorted(needed, key=order.__getitem__)
         self._fetched = frozenset(needed)
         self._folder = folder
-        self._changed = threading.Condition()
-        self._on_disk: set[Path] = set()
-        self._ready: dict[Path, Path] = {}
-        self._in_work: Counter[Path] = Counter()
-        self._past: set[Path] = set()
-        self._error: Exception | None = None
+        self._changed = threading.Condition()  # guards everything below
+        self._on_disk: set[Path] = set()  # files that are there, or on their way
+        self._ready: dict[Path, Path] = {}  # where the files are that can be read
+        self._in_work: Counter[Path] = Counter()  # work that is expected and not done
+        self._past: set[Path] = set()  # files that no more work will need
+        self._error: Exception | None = None  # why fetching has ended early
         self._stopped = threading.Event()
         self._fetching = Background(self._fetch_all, "nf4conv-fetch")
 
@@ -110,8 +110,11 @@ class ShardStream(RemoteReader):
             abort_transfers()
 
     def expect(self, path: Path | None) -> None:
-        """Announce work that needs a file; files before it in the order get no more. None: neither
-        does any other.
+        """Announces a piece of work.
+
+        Args:
+            path: the file that the work needs; files before it in the order get no more work. None
+                if there is no more work at all.
         """
         with self._changed:
             if path is not None:
@@ -122,7 +125,12 @@ class ShardStream(RemoteReader):
                     self._drop_if_done(earlier)
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file can be read; a SourceError or OutputError if it could not be fetched."""
+        """Waits until a file can be read.
+
+        Raises:
+            SourceError: the file could not be fetched, or is no longer wanted.
+            OutputError: there is no room for it.
+        """
         with self._changed:
             while path in self._fetched and path not in self._ready:
                 if self._error is not None:
@@ -131,7 +139,7 @@ class ShardStream(RemoteReader):
                 self._changed.wait()
 
     def done(self, path: Path) -> None:
-        """Say that a piece of work that was expected is finished."""
+        """Notes that a piece of work that was expected is finished."""
         with self._changed:
             self._in_work[path] -= 1
             self._drop_if_done(path)
@@ -145,12 +153,13 @@ class ShardStream(RemoteReader):
             Reader.read_into(self, local, start, buffer)
 
     def interrupt(self) -> None:
-        """Let whoever waits give up."""
+        """Lets every thread that waits give up."""
         with self._changed:
             self._stopped.set()
             self._changed.notify_all()
 
     def _drop_if_done(self, path: Path) -> None:
+        """Deletes a file if all work that needs it is done."""
         if path in self._past and self._in_work[path] == 0 and path in self._ready:
             local = self._ready.pop(path)
             self.forget(local)
@@ -159,14 +168,11 @@ class ShardStream(RemoteReader):
             self._changed.notify_all()
 
     def _fetch_all(self) -> None:
+        """Fetches file after file as there is room; runs in a thread of its own."""
         try:
             for path in self._needed:
-                with self._changed:
-                    while len(self._on_disk) >= FILES_ON_DISK and not self._stopped.is_set():
-                        self._changed.wait()
-                    if self._stopped.is_set():
-                        return
-                    self._on_disk.add(path)
+                if not self._wait_for_room(path):
+                    return
                 local = self._fetch(self._absent[path])
                 with self._changed:
                     self._ready[path] = local
@@ -177,8 +183,18 @@ class ShardStream(RemoteReader):
                 self._error = error
                 self._changed.notify_all()
 
+    def _wait_for_room(self, path: Path) -> bool:
+        """Waits until a file may be fetched; returns False if it is no longer wanted."""
+        with self._changed:
+            while len(self._on_disk) >= FILES_ON_DISK and not self._stopped.is_set():
+                self._changed.wait()
+            if self._stopped.is_set():
+                return False
+            self._on_disk.add(path)
+            return True
+
     def _fetch(self, file: RemoteFile) -> Path:
-        """Get a file that is what the hub says it is; one that is not is fetched again, once."""
+        """Fetches a file and checks its content; a damaged file is fetched again, once."""
         for again in (False, True):
             local = self._download(file, again=again)
             problem = check_content(local, file)
@@ -190,6 +206,7 @@ class ShardStream(RemoteReader):
         )
 
     def _go_on(self) -> None:
+        """Raises a SourceError if nobody waits any more."""
         if self._stopped.is_set():
             raise SourceError("no longer wanted")
 
@@ -210,33 +227,43 @@ class ShardStream(RemoteReader):
 
 
 def check_content(path: Path, file: RemoteFile) -> str | None:
-    """What is wrong with a downloaded file; None when it is what the hub describes."""
+    """Returns what is wrong with a downloaded file; None if it is what the Hub describes."""
     size = path.stat().st_size
     if size != file.size:
         return f"has {size:,} bytes, not the {file.size:,} that the hub says"
     if file.sha256 is not None:
-        digest, expected = hashlib.sha256(), file.sha256
+        digest = hashlib.sha256()
+        expected = file.sha256
     elif file.blob is not None:
-        digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # as git computes it
+        expected = file.blob
     else:
         return None
-    return (
-        None
-        if digest_of(path, digest) == expected
-        else f"its hash is not {expected}, which the hub says"
-    )
+    if digest_of(path, digest) != expected:
+        return f"its hash is not {expected}, which the hub says"
+    return None
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
-    """Delete what an earlier run left that will not be needed first, whole or in parts."""
-    wanted = {folder / file.name for file in files}
-    hashes = {digest for file in files for digest in (file.sha256, file.blob) if digest is not None}
+    """Deletes the files that an earlier run left and that will not be needed first.
+
+    Args:
+        folder: where they are.
+        files: the files that will be needed first; they stay, whole or in parts.
+    """
     for path in folder.rglob("*"):
-        is_part = path.suffix == ".incomplete" and any(digest in path.name for digest in hashes)
-        if (
-            path.is_file()
-            and path not in wanted
-            and not is_part
-            and path.suffix not in (".metadata", ".lock")
-        ):
+        if not path.is_file() or path.suffix in (".metadata", ".lock"):
+            continue
+        if not any(_belongs_to(path, folder, file) for file in files):
             path.unlink()
+
+
+def _belongs_to(path: Path, folder: Path, file: RemoteFile) -> bool:
+    """Returns True if a path is that of a file, or of a part of it."""
+    if path == folder / file.name:
+        return True
+    if path.suffix != ".incomplete":
+        return False
+    # the name of a part has the hash of the whole in it
+    digests = [digest for digest in (file.sha256, file.blob) if digest is not None]
+    return any(digest in path.name for digest in digests)
