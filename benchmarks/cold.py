@@ -17,7 +17,6 @@ import mmap
 import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end import keep, program_of, run
+from benchmarks.end_to_end import keep, median, program_of, run
 from benchmarks.synthetic import SHAPES, Llama, write_checkpoint
 
 MIB = 2**20
@@ -148,25 +147,22 @@ def main() -> None:
     ):
         size = write_checkpoint(replace(shape, layers=chosen.layers), Path(folder) / "source")
         results = measure(Path(folder) / "source", Path(memory), chosen.runs, chosen.before)
-    walls = {
-        name: statistics.median(found["wall_seconds"] for found in runs)
-        for name, runs in results.items()
-    }
+    walls = {name: median(runs, "wall_seconds") for name, runs in results.items()}
     floors = {name: seconds for name, seconds in walls.items() if "threads" in name}
     best = min(floors, key=floors.__getitem__)
+    over_best_floor = {}
+    pipeline_over_best_floor = {}
+    for name, runs in results.items():
+        if name not in floors:
+            over_best_floor[name] = walls[name] / walls[best]
+            pipeline_over_best_floor[name] = median(runs, "pipeline_seconds") / walls[best]
     summary = {
         "source_bytes": size,
         "wall_seconds": walls,
         "gb_per_second": {name: size / seconds / 1e9 for name, seconds in walls.items()},
         "best_floor": best,
-        "over_best_floor": {
-            name: seconds / walls[best] for name, seconds in walls.items() if name not in floors
-        },
-        "pipeline_over_best_floor": {
-            name: statistics.median(found["pipeline_seconds"] for found in runs) / walls[best]
-            for name, runs in results.items()
-            if name not in floors
-        },
+        "over_best_floor": over_best_floor,
+        "pipeline_over_best_floor": pipeline_over_best_floor,
     }
     print(json.dumps(summary, indent=2))
     keep(chosen.out, {"summary": summary, "runs": results}, "torch", "triton")

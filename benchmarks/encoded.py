@@ -13,7 +13,6 @@ Usage: python -m benchmarks.encoded [--shape 8b] [--folder DIR] [--runs 3] [--ou
 import argparse
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.end_to_end import keep, run
+from benchmarks.end_to_end import keep, median, run
 from benchmarks.synthetic import SHAPES, Llama
 from nf4conv import quantize_4bit
 
@@ -104,10 +103,10 @@ def bitsandbytes_8bit(name: str, rows: int, columns: int) -> Tensors:
 
 def bitsandbytes_4bit(name: str, rows: int, columns: int) -> Tensors:
     packed, state = quantize_4bit(torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE))
-    return {
-        name: packed,
-        **{f"{name}.{suffix}": part for suffix, part in state.components().items()},
-    }
+    tensors = {name: packed}
+    for suffix, component in state.components().items():
+        tensors[f"{name}.{suffix}"] = component
+    return tensors
 
 
 ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | None]] = {
@@ -135,16 +134,16 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
 }
 
 
-Run = tuple[str, list[str]]
-"""The encoding of a source, and a command with its options."""
+Run = tuple[str, list[str]]  # the encoding of a source, and a command with its options
 
 PLAIN: Run = ("bfloat16", ["quantize"])
-ROWS: dict[str, tuple[Run, Run]] = {
-    **{
-        encoding: ((encoding, ["quantize"]), PLAIN)
-        for encoding in ENCODINGS
-        if "bfloat16" not in encoding
-    },
+
+# what is measured, by name, and what it is compared with
+ROWS: dict[str, tuple[Run, Run]] = {}
+for _encoding in ENCODINGS:
+    if "bfloat16" not in _encoding:
+        ROWS[_encoding] = ((_encoding, ["quantize"]), PLAIN)
+ROWS |= {
     "gpt-oss mxfp4": (("gpt-oss mxfp4", ["quantize"]), ("bfloat16 experts", ["quantize"])),
     "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),
     "quantize --dtype float16": (("bfloat16", ["quantize", "--dtype", "float16"]), PLAIN),
@@ -153,58 +152,56 @@ ROWS: dict[str, tuple[Run, Run]] = {
         ("bitsandbytes 4-bit", ["dequantize"]),
     ),
 }
-"""What is measured, by name, and what it is compared with."""
 
 
 def write_checkpoint(shape: Llama, encoding: str, folder: Path) -> None:
-    """A file for each layer, which are copies of the first but for the names."""
+    """Writes a file for each layer. All are copies of the first, with other names."""
     encode, description = ENCODINGS[encoding]
     folder.mkdir(parents=True)
-    files: dict[str, Tensors] = {}
+    layer_0: Tensors = {}
+    rest: Tensors = {}
     for name, dimensions in shape.tensors():
-        layer = name.split(".")[2] if ".layers." in name else "rest"
-        if layer in ("rest", "0"):
-            is_linear = len(dimensions) == 2 and layer != "rest"
-            tensors = (
-                encode(name, *dimensions)
-                if is_linear
-                else {name: torch.ones(dimensions, dtype=torch.bfloat16)}
-            )
-            files.setdefault(f"model-{layer}.safetensors", {}).update(tensors)
-    for file, tensors in files.items():
-        save_file(
-            {name: tensor.cpu().clone() for name, tensor in tensors.items()},
-            folder / file,
-            metadata={"format": "pt"},
-        )
+        if ".layers." not in name:
+            rest[name] = torch.ones(dimensions, dtype=torch.bfloat16)
+        elif ".layers.0." in name and len(dimensions) == 2:
+            layer_0 |= encode(name, *dimensions)
+        elif ".layers.0." in name:
+            layer_0[name] = torch.ones(dimensions, dtype=torch.bfloat16)
+    save(layer_0, folder / "model-0.safetensors")
+    save(rest, folder / "model-rest.safetensors")
     first = (folder / "model-0.safetensors").read_bytes()
     size = int.from_bytes(first[:8], "little")
 
     def repeat(layer: int) -> None:
         header = first[8 : 8 + size].replace(b".layers.0.", f".layers.{layer}.".encode())
         header += b" " * (-len(header) % 8)
+        data = memoryview(first)[8 + size :]
         with (folder / f"model-{layer}.safetensors").open("wb") as file:
-            file.writelines(
-                [len(header).to_bytes(8, "little"), header, memoryview(first)[8 + size :]]
-            )
+            file.writelines([len(header).to_bytes(8, "little"), header, data])
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(repeat, range(1, shape.layers)))
-    weight_map = dict.fromkeys(files["model-rest.safetensors"], "model-rest.safetensors")
+    weight_map = dict.fromkeys(rest, "model-rest.safetensors")
     for layer in range(shape.layers):
-        names = [
-            name.replace(".layers.0.", f".layers.{layer}.") for name in files["model-0.safetensors"]
-        ]
-        weight_map |= dict.fromkeys(names, f"model-{layer}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-    config = shape.config() | ({} if description is None else {"quantization_config": description})
+        for name in layer_0:
+            name_here = name.replace(".layers.0.", f".layers.{layer}.")
+            weight_map[name_here] = f"model-{layer}.safetensors"
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = shape.config()
+    if description is not None:
+        config["quantization_config"] = description
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def save(tensors: Tensors, file: Path) -> None:
+    on_host = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    save_file(on_host, file, metadata={"format": "pt"})
+
+
 def convert(of: Run, scratch: Path) -> dict[str, Any]:
-    (encoding, (command, *options)), out = of, scratch / "out"
+    encoding, (command, *options) = of
+    out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     given = [command, str(scratch / encoding), str(out), "--json", "--quiet", *options]
     return run([sys.executable, "-m", "nf4conv", *given])
@@ -213,44 +210,47 @@ def convert(of: Run, scratch: Path) -> dict[str, Any]:
 def summarize(
     name: str, results: list[dict[str, Any]], beside: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Medians of a row's runs, and their ratio to those of what ran beside them."""
-    medians = {
-        key: statistics.median(result[key] for result in results)
-        for key in (
-            "wall_seconds",
-            "pipeline_seconds",
-            "host_peak_bytes",
-            "host_baseline_bytes",
-            "device_peak_bytes",
-        )
-    }
+    """Returns medians of the runs of a row, and ratios to the runs that took turns with them."""
+    wall = median(results, "wall_seconds")
+    pipeline = median(results, "pipeline_seconds")
+    host_peak = median(results, "host_peak_bytes")
+    host_baseline = median(results, "host_baseline_bytes")
+    beside_wall = median(beside, "wall_seconds")
     moved = results[0]["bytes_before"] + results[0]["bytes_after"]
-    others = {
-        key: statistics.median(result[key] for result in beside)
-        for key in ("wall_seconds", "pipeline_seconds")
-    }
+    ratios = [
+        one["wall_seconds"] / two["wall_seconds"] for one, two in zip(results, beside, strict=True)
+    ]
     return {
         "row": name,
         "source_bytes": results[0]["bytes_before"],
         "bytes_after": results[0]["bytes_after"],
-        **medians,
-        "host_growth_bytes": medians["host_peak_bytes"] - medians["host_baseline_bytes"],
-        "moved_gb_per_second": moved / medians["pipeline_seconds"] / 1e9,
-        **{f"beside_{key}": value for key, value in others.items()},
-        "over_beside": medians["wall_seconds"] / others["wall_seconds"],
-        "over_beside_by_turn": [
-            one["wall_seconds"] / two["wall_seconds"]
-            for one, two in zip(results, beside, strict=True)
-        ],
+        "wall_seconds": wall,
+        "pipeline_seconds": pipeline,
+        "host_peak_bytes": host_peak,
+        "host_baseline_bytes": host_baseline,
+        "device_peak_bytes": median(results, "device_peak_bytes"),
+        "host_growth_bytes": host_peak - host_baseline,
+        "moved_gb_per_second": moved / pipeline / 1e9,
+        "beside_wall_seconds": beside_wall,
+        "beside_pipeline_seconds": median(beside, "pipeline_seconds"),
+        "over_beside": wall / beside_wall,
+        "over_beside_by_turn": ratios,
         "seconds_by_activity": results[-1]["seconds_by_activity"],
     }
 
 
 def measure(name: str, scratch: Path, runs: int) -> dict[str, Any]:
-    """Turns of a row and of what it is compared with, whose checkpoints are there already."""
-    turns = [[convert(of, scratch) for of in ROWS[name]] for _ in range(runs + 1)]
-    # the first turn warms caches and compiles kernels
-    return summarize(name, *map(list, zip(*turns[1:], strict=True)))
+    """Measures a row and what it is compared with in turns. Their checkpoints are there already."""
+    row, other = ROWS[name]
+    results = []
+    beside = []
+    for turn in range(runs + 1):
+        one = convert(row, scratch)
+        two = convert(other, scratch)
+        if turn:  # the first one warms caches and compiles kernels
+            results.append(one)
+            beside.append(two)
+    return summarize(name, results, beside)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Whole commands, side by side: `nf4conv quantize`, the same with transformers + bitsandbytes, and
-a raw byte mover.
+"""Measures whole commands side by side: `nf4conv quantize`, transformers with bitsandbytes, and a
+program that only moves bytes.
 
-Every run is a fresh process on the same files with a warm page cache; the contestants take turns;
-medians are reported. The floor (benchmarks/floor.py) moves the same bytes with the same number of
-threads.
+Every run is a fresh process on the same files with a warm page cache. The contestants take turns,
+and medians are reported. The floor (benchmarks/floor.py) moves the same bytes with the same number
+of threads.
 
 Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--search] [--out
 FILE.json]
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ from nf4conv.run.loop import make_pipeline
 SEARCH = "nf4conv --scales search"
 PEER = "transformers + bitsandbytes"
 
+Contestants = dict[str, Callable[[str], list[str]]]  # name → output folder → words of a command
+Results = dict[str, list[dict[str, Any]]]  # name → the results of its runs
+
 
 def run(command: list[str]) -> dict[str, Any]:
-    """Run one process; its JSON output plus wall seconds and peak resident bytes by the kernel's
-    accounting.
-    """
+    """Runs a process. Returns the JSON that it prints, with its wall_seconds."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     output, errors = process.communicate()
@@ -64,39 +66,43 @@ def measure(
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     defaults = RunOptions(device=device)
     pipeline = make_pipeline([TorchBackend(device)], defaults, lambda _: None)
-    workers, piece = pipeline.workers, pipeline.piece
-    python = sys.executable
-    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    ours = [python, "-m", "nf4conv", "quantize", str(source), "--json", "--quiet"]
-    contestants = {
-        "nf4conv": lambda out: [*ours, out],
-        SEARCH: lambda out: [*ours, out, "--scales", "search"],
-        "floor": lambda out: [
-            *(python, "-m", "benchmarks.floor", str(source), out, device, str(workers), str(piece)),
-            str(results["nf4conv"][-1]["bytes_after"] / results["nf4conv"][-1]["bytes_before"]),
-        ],
-        PEER: lambda out: [python, "-m", "benchmarks.peer", str(source), out, device],
-    }
-    contestants = {
-        name: command
-        for name, command in contestants.items()
-        if name in {"nf4conv", "floor"} | peers
-    }
-    # the first turn warms caches and compiles kernels, and is not counted
+    results: Results = defaultdict(list)
+    python = [sys.executable, "-m"]
+    ours = [*python, "nf4conv", "quantize", str(source), "--json", "--quiet"]
+
+    def floor(out: str) -> list[str]:
+        moved = [str(source), out, device, str(pipeline.workers), str(pipeline.piece)]
+        last = results["nf4conv"][-1]
+        kept = last["bytes_after"] / last["bytes_before"]
+        return [*python, "benchmarks.floor", *moved, str(kept)]
+
+    contestants: Contestants = {"nf4conv": lambda out: [*ours, out]}
+    if SEARCH in peers:
+        contestants[SEARCH] = lambda out: [*ours, out, "--scales", "search"]
+    contestants["floor"] = floor
+    if PEER in peers:
+        contestants[PEER] = lambda out: [*python, "benchmarks.peer", str(source), out, device]
+    take_turns(contestants, results, scratch / "out", runs, cold={PEER})
+    return {name: entries[-runs:] for name, entries in results.items()}
+
+
+def take_turns(
+    contestants: Contestants, results: Results, out: Path, runs: int, cold: set[str]
+) -> None:
+    """Runs each contestant in each turn, and adds what it printed to the results.
+
+    The first turn warms caches and compiles kernels, and is not to be counted. The contestants
+    named in `cold` sit it out.
+    """
     for turn in range(runs + 1):
+        label = f"run {turn}" if turn else "warm-up"
         for name, command in contestants.items():
-            if turn == 0 and name == PEER:
+            if turn == 0 and name in cold:
                 continue
-            out = scratch / "out"
             shutil.rmtree(out, ignore_errors=True)
             result = run(command(str(out)))
             results[name].append(result)
-            print(
-                f"{'warm-up' if turn == 0 else f'run {turn}'}: {name}: "
-                f"{result['wall_seconds']:.2f} s",
-                file=sys.stderr,
-            )
-    return {name: entries[-runs:] for name, entries in results.items()}
+            print(f"{label}: {name}: {result['wall_seconds']:.2f} s", file=sys.stderr)
 
 
 def median(results: list[dict[str, Any]], key: str) -> float:
@@ -110,9 +116,8 @@ def machine(
     driver = None
     if gpu:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(
-            "\n"
-        )[0]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        driver = answer.partition("\n")[0]
     return {
         "gpu": gpu,
         "driver": driver,
@@ -123,8 +128,9 @@ def machine(
 
 
 def keep(out: Path | None, content: dict[str, Any], *libraries: str, **about: Any) -> None:
-    """Write what was measured to a file, if there is to be one, with the machine and what else is
-    said about it.
+    """Writes what was measured to a file, if one was asked for, with a description of the machine.
+
+    `about` is added to the description.
     """
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -150,11 +156,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source = Path(scratch) / "source"
         size = write_checkpoint(SHAPES[chosen.shape], source)
-        peers = set() if chosen.no_peer else {PEER}
-        results = measure(
-            source, Path(scratch), chosen.runs, peers | {SEARCH} if chosen.search else peers
-        )
+        peers = set()
+        if not chosen.no_peer:
+            peers.add(PEER)
+        if chosen.search:
+            peers.add(SEARCH)
+        results = measure(source, Path(scratch), chosen.runs, peers)
     ours = results["nf4conv"]
+    floor_seconds = median(results["floor"], "seconds")
+    around = [entry["wall_seconds"] - entry["pipeline_seconds"] for entry in ours]
     summary = {
         "shape": chosen.shape,
         "source_bytes": size,
@@ -162,23 +172,19 @@ def main() -> None:
             name: median(entries, "wall_seconds") for name, entries in results.items()
         },
         "pipeline_seconds": median(ours, "pipeline_seconds"),
-        "floor_seconds": median(results["floor"], "seconds"),
-        "pipeline_over_floor": median(ours, "pipeline_seconds")
-        / median(results["floor"], "seconds"),
-        "start_up_and_finish_seconds": statistics.median(
-            r["wall_seconds"] - r["pipeline_seconds"] for r in ours
-        ),
+        "floor_seconds": floor_seconds,
+        "pipeline_over_floor": median(ours, "pipeline_seconds") / floor_seconds,
+        "start_up_and_finish_seconds": statistics.median(around),
         "host_peak_bytes": median(ours, "host_peak_bytes"),
         "host_baseline_bytes": median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
     }
+    wall = median(ours, "wall_seconds")
     if chosen.search:
-        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / median(
-            ours, "wall_seconds"
-        )
+        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / wall
     peer = results.get(PEER)
     if peer:
-        summary["speedup"] = median(peer, "wall_seconds") / median(ours, "wall_seconds")
+        summary["speedup"] = median(peer, "wall_seconds") / wall
         summary["peer_host_peak_bytes"] = median(peer, "host_peak_bytes")
         summary["peer_device_peak_bytes"] = median(peer, "device_peak_bytes")
     print(json.dumps(summary, indent=2))

@@ -1,8 +1,8 @@
-"""The way back, side by side: `nf4conv dequantize` against what users do today and a raw byte
-mover.
+"""Measures the way back: `nf4conv dequantize`, what users do today, and a program that only moves
+bytes.
 
-Every run is a fresh process on the same files with a warm page cache; the contestants take turns;
-medians are reported.
+Every run is a fresh process on the same files with a warm page cache. The contestants take turns,
+and medians are reported.
 
 Usage: python -m benchmarks.round_trip [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
 """
@@ -14,12 +14,13 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import keep, median, run
+from benchmarks.end_to_end import Contestants, Results, keep, median, run, take_turns
 from benchmarks.synthetic import SHAPES, write_checkpoint
 from nf4conv.options import RunOptions
 from nf4conv.run.device.on_torch.backend import TorchBackend
@@ -33,56 +34,26 @@ def measure_dequantize(
 ) -> dict[str, list[Any]]:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     pipeline = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
-    python, results = sys.executable, defaultdict(list)
-    contestants = {
-        "nf4conv": lambda out: [
-            python,
-            "-m",
-            "nf4conv",
-            "dequantize",
-            str(packed),
-            out,
-            "--json",
-            "--quiet",
-        ],
-        "floor": lambda out: [
-            *(
-                python,
-                "-m",
-                "benchmarks.floor",
-                str(packed),
-                out,
-                device,
-                str(pipeline.workers),
-                str(pipeline.piece),
-            ),
-            str(results["nf4conv"][-1]["bytes_after"] / results["nf4conv"][-1]["bytes_before"]),
-        ],
-        **{
-            peer: lambda out, peer=peer: [
-                python,
-                "-m",
-                "benchmarks.peer_dequantize",
-                peer,
-                str(packed),
-                out,
-                device,
-            ]
-            for peer in peers
-        },
+    results: Results = defaultdict(list)
+    python = [sys.executable, "-m"]
+    ours = [*python, "nf4conv", "dequantize", str(packed)]
+
+    def floor(out: str) -> list[str]:
+        moved = [str(packed), out, device, str(pipeline.workers), str(pipeline.piece)]
+        last = results["nf4conv"][-1]
+        kept = last["bytes_after"] / last["bytes_before"]
+        return [*python, "benchmarks.floor", *moved, str(kept)]
+
+    def by_peer(peer: str, out: str) -> list[str]:
+        return [*python, "benchmarks.peer_dequantize", peer, str(packed), out, device]
+
+    contestants: Contestants = {
+        "nf4conv": lambda out: [*ours, out, "--json", "--quiet"],
+        "floor": floor,
     }
-    # the first turn warms caches and compiles kernels, and is not counted
-    for turn in range(runs + 1):
-        for name, command in contestants.items():
-            if turn == 0 and name in peers:
-                continue
-            out = scratch / "out"
-            shutil.rmtree(out, ignore_errors=True)
-            results[name].append(run(command(str(out))))
-            print(
-                f"{turn}: dequantize: {name}: {results[name][-1]['wall_seconds']:.2f} s",
-                file=sys.stderr,
-            )
+    for peer in peers:
+        contestants[peer] = partial(by_peer, peer)
+    take_turns(contestants, results, scratch / "out", runs, cold={*peers})
     shutil.rmtree(scratch / "out", ignore_errors=True)
     return {name: entries[-runs:] for name, entries in results.items()}
 
@@ -102,20 +73,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         scratch = Path(folder)
         size = write_checkpoint(SHAPES[chosen.shape], scratch / "source")
-        run(
-            [
-                sys.executable,
-                "-m",
-                "nf4conv",
-                "quantize",
-                str(scratch / "source"),
-                str(scratch / "packed"),
-                "--json",
-            ]
-        )
+        folders = [str(scratch / "source"), str(scratch / "packed")]
+        run([sys.executable, "-m", "nf4conv", "quantize", *folders, "--json"])
         shutil.rmtree(scratch / "source")
         results = measure_dequantize(scratch / "packed", scratch, chosen.runs, tuple(chosen.peers))
     ours = results["nf4conv"]
+    around = [entry["wall_seconds"] - entry["pipeline_seconds"] for entry in ours]
+    host_peak = median(ours, "host_peak_bytes")
     summary = {
         "shape": chosen.shape,
         "plain_bytes": size,
@@ -125,11 +89,9 @@ def main() -> None:
         },
         "pipeline_over_floor": median(ours, "pipeline_seconds")
         / median(results["floor"], "seconds"),
-        "start_up_and_finish_seconds": statistics.median(
-            r["wall_seconds"] - r["pipeline_seconds"] for r in ours
-        ),
-        "host_peak_bytes": median(ours, "host_peak_bytes"),
-        "host_growth_bytes": median(ours, "host_peak_bytes") - median(ours, "host_baseline_bytes"),
+        "start_up_and_finish_seconds": statistics.median(around),
+        "host_peak_bytes": host_peak,
+        "host_growth_bytes": host_peak - median(ours, "host_baseline_bytes"),
         "device_peak_bytes": median(ours, "device_peak_bytes"),
     }
     if chosen.peers:

@@ -98,7 +98,7 @@ def write_source(shape: Llama, folder: Path) -> int:
 
 
 def move(files: list[Path], out: Path, place: Place, kept: float, ready: Any, times: Any) -> None:
-    """A process of the floor: moves some files over one GPU."""
+    """Moves some files over one GPU, as one process of the floor."""
     device = place.device
     os.sched_setaffinity(0, place.cores)
     piece = piece_size(64 * 10**6, THREADS)
@@ -110,19 +110,20 @@ def move(files: list[Path], out: Path, place: Place, kept: float, ready: Any, ti
 
 
 def run_floor(source: Path, out: Path, places: list[Place], kept: float) -> dict[str, Any]:
-    """One process a place: seconds from the first read of any to the last write, and of the wall
-    clock.
+    """Moves the files in one process for each place.
+
+    Returns the seconds from the first read to the last write of all, and those of the whole run.
     """
-    context, begun = multiprocessing.get_context("spawn"), time.perf_counter()
-    ready, times = context.Barrier(len(places)), context.SimpleQueue()
+    begun = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(len(places))
+    times = context.SimpleQueue()
     files = sorted(source.glob("*.safetensors"))
-    processes = [
-        context.Process(
-            target=move,
-            args=(files[rank :: len(places)], out / str(rank), place, kept, ready, times),
-        )
-        for rank, place in enumerate(places)
-    ]
+    processes = []
+    for rank, place in enumerate(places):
+        share = files[rank :: len(places)]
+        given = (share, out / str(rank), place, kept, ready, times)
+        processes.append(context.Process(target=move, args=given))
     for process in processes:
         process.start()
     spans = [times.get() for _ in processes]
@@ -140,18 +141,18 @@ def measure(source: Path, scratch: Path, device: str, runs: int) -> dict[str, li
         for name, on in (("one", places[0].device), ("all", device)):
             shutil.rmtree(scratch / name, ignore_errors=True)
             results[name].append(run([*ours, str(scratch / name), "--device", on]))
-        kept = results["one"][-1]["bytes_after"] / results["one"][-1]["bytes_before"]
+        last = results["one"][-1]
+        kept = last["bytes_after"] / last["bytes_before"]
         results["floor"].append(run_floor(source, scratch / "floor", places, kept))
         shutil.rmtree(scratch / "floor")
         seconds = {name: round(entries[-1]["wall_seconds"], 2) for name, entries in results.items()}
-        print(
-            f"{'warm-up' if turn == 0 else f'run {turn}'}: {seconds}", file=sys.stderr, flush=True
-        )
+        label = f"run {turn}" if turn else "warm-up"
+        print(f"{label}: {seconds}", file=sys.stderr, flush=True)
     return {name: entries[1:] for name, entries in results.items()}
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Files that are not the same in both folders."""
+    """Returns the names of files that are not the same in both folders."""
     names = sorted({path.name for folder in (one, other) for path in folder.iterdir()})
     with ThreadPoolExecutor(THREADS) as pool:
         same = pool.map(lambda name: filecmp.cmp(one / name, other / name, shallow=False), names)
@@ -162,9 +163,8 @@ def topology() -> dict[str, str]:
     """Returns which cores are beside which GPU, as far as the system tells."""
     found = {}
     for gpu in map(bus_id, range(device_count())):
-        files = [
-            Path("/sys/bus/pci/devices") / gpu / name for name in ("numa_node", "local_cpulist")
-        ]
+        folder = Path("/sys/bus/pci/devices") / gpu
+        files = (folder / "numa_node", folder / "local_cpulist")
         found[gpu] = " ".join(file.read_text().strip() for file in files if file.exists())
     return found
 
@@ -185,13 +185,11 @@ def main() -> None:
         hidden=hidden, layers=chosen.layers, intermediate=hidden * 7 // 2, key_value=hidden // 8
     )
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        scratch, begun = Path(folder), time.perf_counter()
+        scratch = Path(folder)
+        begun = time.perf_counter()
         size = write_source(shape, scratch / "source")
-        print(
-            f"{size:,} bytes written in {time.perf_counter() - begun:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds = time.perf_counter() - begun
+        print(f"{size:,} bytes written in {seconds:.1f} s", file=sys.stderr, flush=True)
         results = measure(scratch / "source", scratch, chosen.device, chosen.runs)
         unequal = differing(scratch / "one", scratch / "all")
     median = {
