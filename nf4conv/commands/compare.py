@@ -29,7 +29,7 @@ from nf4conv.report.rows import Status
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.engines import compare_bytes, compare_values
-from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
+from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
 

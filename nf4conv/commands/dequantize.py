@@ -22,7 +22,7 @@ from nf4conv.report.rows import VerificationSummary
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.adapters.merging import open_merged
-from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
+from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_source, open_stored
 
 AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]

@@ -20,7 +20,7 @@ from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import unusual
 from nf4conv.report.results import Inspection
 from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals
-from nf4conv.sources.diffusers_folder import open_diffusers
+from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.record import read_record, recorded_scales

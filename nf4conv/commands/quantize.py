@@ -29,10 +29,10 @@ from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.adapters.merging import open_merged
-from nf4conv.sources.diffusers_folder import DiffusersFolder, is_packed_by_default, open_diffusers
+from nf4conv.sources.diffusers.folder import DiffusersFolder, is_packed_by_default, open_diffusers
+from nf4conv.sources.diffusers.original_names import with_original_names, within_blocks
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.original_card import OriginalCard
-from nf4conv.sources.original_names import with_original_names, within_blocks
 from nf4conv.sources.source import Source
 
 if TYPE_CHECKING:

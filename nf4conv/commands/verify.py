@@ -26,8 +26,8 @@ from nf4conv.run.checkpoint import ignore
 from nf4conv.run.engines import verify_values
 from nf4conv.run.loop import cores
 from nf4conv.sources.adapters.merging import open_merged
-from nf4conv.sources.diffusers_folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.original_names import with_original_names
+from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
+from nf4conv.sources.diffusers.original_names import with_original_names
 from nf4conv.sources.record import MAKING, headers_digest, read_record
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure

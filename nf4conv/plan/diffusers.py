@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
 from nf4conv.plan.rows import PlanRow, add_totals
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.sources.diffusers_folder import DiffusersFolder
+from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import read_json
 

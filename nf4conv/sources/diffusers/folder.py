@@ -1,0 +1,186 @@
+"""Opens a diffusers pipeline: a folder whose model_index.json names submodels and other parts.
+
+Submodels are checkpoints. Denoisers and text encoders are packed: they hold most of the bytes, and
+are what users of diffusers load in 4 bits. The VAE and other submodels keep their weights as they
+are, because a VAE in 4 bits saves little and is seen in the image.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from nf4conv.errors import NoDiffusersFolderError, SourceError
+from nf4conv.options import SourceOptions
+from nf4conv.sources.auxiliary import auxiliary_names
+from nf4conv.sources.opening import is_repo_id
+from nf4conv.sources.own_files import own_files, require_own
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.weight_files import MODEL_INDEX, find_weights
+
+_PACKED: Final = re.compile(
+    r"(unconditional_|prior_)?(transformer|unet|prior|controlnet|text_encoder)(_\d+)?"
+)
+"""Names that diffusers gives to submodels worth packing, such as transformer_2 of Wan,
+unconditional_transformer of Ideogram 4 and text_encoder_3 of SD 3.
+"""
+
+
+@dataclass(frozen=True)
+class DiffusersFolder:
+    """A diffusers pipeline that can be read.
+
+    Attributes:
+        folder: the folder with its files; of a pipeline on the Hub, those that are not weights.
+        place: the folder, or the repository on the Hub, that its submodels are opened from.
+        submodels: how to open each submodel, by name, in the order of model_index.json.
+        files: the other files that belong to it, relative to the folder, without model_index.json.
+        strays: links that would belong to it but lead out of the folder.
+    """
+
+    folder: Path
+    place: str
+    submodels: Mapping[str, SourceOptions]
+    files: tuple[PurePosixPath, ...]
+    strays: tuple[str, ...] = ()
+
+    @property
+    def index(self) -> Path:
+        """Returns its model_index.json."""
+        return self.folder / MODEL_INDEX
+
+
+def is_packed_by_default(submodel: str) -> bool:
+    """Returns True if the linear layers of a submodel are packed; other submodels stay as they are."""
+    return _PACKED.fullmatch(submodel) is not None
+
+
+def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> DiffusersFolder:
+    """Finds out what a diffusers pipeline consists of.
+
+    A submodel that has no files of the variant is read without.
+
+    Args:
+        source: a folder, or "org/name" on the Hub; of the latter, all files but weights are
+            fetched.
+        where: what to take of it, and how to reach the Hub.
+
+    Raises:
+        NoDiffusersFolderError: the source is something else.
+        SourceError: the pipeline cannot be read, or lacks a part.
+    """
+    where = where or SourceOptions()
+    path = Path(source)
+    if path.is_file():
+        raise NoDiffusersFolderError(f"{source}: a file, which is no diffusers pipeline")
+    if path.is_dir():
+        return _open_local(path, where)
+    if not is_repo_id(str(source)):
+        raise SourceError(f"{source}: no such file or folder")
+    return _open_repository(str(source), where)
+
+
+def _prefix_of(where: SourceOptions) -> str:
+    """Returns what the paths of files begin with that are in the subfolder."""
+    return f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+
+
+def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
+    folder = root / _prefix_of(where)
+    index = folder / MODEL_INDEX
+    if not index.is_file():
+        raise NoDiffusersFolderError(
+            f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline"
+        )
+    require_own(index, root)
+    names, strays = own_files(folder, root)
+    pipeline = _describe(folder, str(root), where, names)
+    return replace(pipeline, strays=tuple(strays))
+
+
+def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
+    from nf4conv.sources.remote.hub import list_diffusers  # huggingface_hub takes long to import
+
+    fetched, names = list_diffusers(repo, where)
+    if fetched.repository is None:  # offline the revision is asked for again
+        return _describe(fetched.folder, repo, where, names)
+    of_commit = replace(where, revision=fetched.repository.commit)
+    pipeline = _describe(fetched.folder, repo, of_commit, names)
+    needed = [str(path) for path in pipeline.files]
+    if "README.md" in names:
+        needed.append("README.md")
+    if needed:
+        prefix = _prefix_of(where)
+        fetched.repository.fetch([f"{prefix}{name}" for name in needed])
+    return pipeline
+
+
+def _describe(
+    folder: Path, place: str, where: SourceOptions, names: Iterable[str]
+) -> DiffusersFolder:
+    """Returns what a pipeline consists of.
+
+    Args:
+        folder: the folder with its model_index.json.
+        place: the folder or repository that its submodels are opened from.
+        where: how to open the pipeline.
+        names: all its files, relative to the folder.
+    """
+    index = folder / MODEL_INDEX
+    at_top, below = _by_folder(names)
+    files = [path for path in auxiliary_names(at_top, None) if path.name != MODEL_INDEX]
+    submodels: dict[str, SourceOptions] = {}
+    for part, value in read_json(index).items():
+        # "unet": ["diffusers", "UNet2DConditionModel"]; a part left out is [null, null]
+        is_pair = isinstance(value, list) and len(value) == 2
+        if not is_pair or not isinstance(value[1], str):
+            continue
+        own = below.get(part)
+        if own is None:
+            raise SourceError(
+                f"{index}: {part}: there is no such folder; the download is incomplete"
+            )
+        if _has_weights(own):
+            submodels[part] = replace(
+                where,
+                subfolder=f"{_prefix_of(where)}{part}",
+                variant=where.variant if _has_variant(own, where.variant) else None,
+            )
+        else:
+            files += _copied_from(part, own)
+    if not submodels:
+        raise SourceError(f"{index}: no part of this diffusers pipeline has weights")
+    return DiffusersFolder(folder, place, submodels, tuple(files))
+
+
+def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]]:
+    """Divides files into those at the top, and those in each folder, relative to it."""
+    at_top = []
+    below: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if rest:
+            below.setdefault(folder, []).append(rest)
+        else:
+            at_top.append(name)
+    return at_top, below
+
+
+def _has_weights(names: Iterable[str]) -> bool:
+    """Returns True if there are weights at the top of a folder, by its files."""
+    return any("/" not in name and name.endswith((".safetensors", ".bin")) for name in names)
+
+
+def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:
+    """Returns the files of a part without weights that are copied, such as those of a tokenizer."""
+    copied = {*auxiliary_names(names, None), PurePosixPath("config.json")}
+    paths = [PurePosixPath(name) for name in names]
+    return [PurePosixPath(part) / path for path in paths if path in copied]
+
+
+def _has_variant(names: Collection[str], variant: str | None) -> bool:
+    with suppress(SourceError):
+        return bool(find_weights(names, variant, ""))
+    return False
