@@ -14,8 +14,10 @@ import torch
 
 from nf4conv.codec.kernels import launch
 from nf4conv.run.device.on_driver import bundle
-from nf4conv.run.device.on_driver.bundle import Action, Purpose, load_bundles
+from nf4conv.run.device.on_driver.bundle import load_bundles
+from nf4conv.run.device.on_driver.compiling import compile_kernels
 from nf4conv.run.device.on_driver.driver import CudaError
+from nf4conv.run.device.on_driver.kernels import Action, Purpose
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
@@ -112,7 +114,8 @@ def test_kernels_are_loaded_on_the_device_they_are_for(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpu, loaded = Gpu(), []
     bundle._keep(tmp_path / f"nf4conv/{bundle._key(gpu.capability(), PURPOSE)}.json", CONTENT)
-    monkeypatch.setattr(bundle, "_loaded", lambda content: loaded.append((content, gpu.is_in_use)))
+    remember = lambda content: loaded.append((content, gpu.is_in_use))  # noqa: E731
+    monkeypatch.setattr(bundle, "load_kernels", remember)
     assert load_bundles(gpu, [PURPOSE]) == {PURPOSE: None}  # type: ignore[arg-type]
     assert loaded == [(CONTENT, True)]
 
@@ -127,7 +130,7 @@ def test_a_context_is_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(gpu, "use", use)
     with pytest.raises(CudaError, match="full"):
-        bundle._compile(gpu, gpu.capability(), [PURPOSE])  # type: ignore[arg-type]
+        compile_kernels(gpu, gpu.capability(), [PURPOSE])  # type: ignore[arg-type]
     assert len({*users}) == 2
     assert users[-1] is threading.current_thread()
 

@@ -53,7 +53,7 @@ WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
     "choose.skeleton": "asks transformers",
-    "run.device.on_driver.bundle": "compiles with torch, once",
+    "run.device.on_driver.compiling": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }
 

@@ -6,6 +6,7 @@ CPU.
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from checkpoints import contents
 from safetensors.torch import load_file, save_file
+from test_lora import write_adapter
 from test_quantize_verify import Faulty
 
 from nf4conv import (
@@ -35,10 +37,11 @@ from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import content_of
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.device.on_driver.buffers import DriverBuffers
+from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice
+from nf4conv.sources.header import build_header
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -341,7 +344,7 @@ def test_experts_of_gpt_oss(
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
-    monkeypatch.setattr("nf4conv.run.device.on_driver.buffers._OUTPUT_SLACK", 4096)
+    monkeypatch.setattr("nf4conv.run.device.on_driver.batch.buffers._OUTPUT_SLACK", 4096)
     fetched = []
     genuine = DriverBuffers.fetch
     monkeypatch.setattr(
@@ -522,6 +525,70 @@ def test_transposed_weights_among_others(
     assert asked.driver == {*others}
     assert "2 of 3 tensors took torch (stored transposed)" in report.notes
     assert len(gpu) == 1
+
+
+def test_a_weight_that_is_merged_with_an_adapter(
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
+):
+    tensors = weights(torch.float16)
+    source = write(tmp_path / "source", tensors)
+    module = "model.layers.0.mlp.down_proj"
+    factors = {
+        f"{module}.lora_A.weight": torch.randn(4, 64, generator=GENERATOR),
+        f"{module}.lora_B.weight": torch.randn(64, 4, generator=GENERATOR),
+    }
+    options = QuantizeOptions(lora=(str(write_adapter(tmp_path / "adapter", factors)),))
+    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    with monkeypatch.context() as patch:
+        asked = Asked(patch)
+        report = quantize_checkpoint(
+            source, tmp_path / "bare", options, replace(MIXED, verify=True)
+        )
+    assert (tmp_path / "bare/model.safetensors").read_bytes() == (
+        tmp_path / "torch/model.safetensors"
+    ).read_bytes()
+    assert asked.torch == {f"{module}.weight"}
+    assert "model.layers.0.mlp.gate_proj.weight" in asked.driver
+    assert "1 of 7 tensors took torch (merged with an adapter)" in report.notes
+    assert report.verification is not None
+    assert report.verification.bytes_differing == 0
+    assert len(gpu) == 1
+
+
+def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]):
+    """Weights that stay as they are divide the weights around them, which are packed."""
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(4)]
+    tensors = {name: torch.randn(64, 64, generator=GENERATOR).half() for name in names}
+    source = write(tmp_path / "source", tensors)
+    by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
+    packed = load_file(tmp_path / "packed/model.safetensors")
+    mixed = tmp_path / "mixed"
+    shutil.copytree(tmp_path / "packed", mixed)
+    (mixed / "nf4conv.json").unlink()
+    plain = (names[0], names[2])
+    chosen = {key: part for key, part in packed.items() if not key.startswith(plain)}
+    chosen |= {name: tensors[name] for name in plain}
+    save_in_order(mixed / "model.safetensors", dict(sorted(chosen.items())))
+    for run, out in ((BARE, "bare"), (replace(MIXED, device="cpu"), "torch")):
+        report = quantize_checkpoint(mixed, tmp_path / out, None, run)
+        assert report.packed == 4
+        written = load_file(tmp_path / out / "model.safetensors")
+        assert written.keys() == packed.keys()
+        for name, tensor in packed.items():
+            assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert verify_checkpoint(tmp_path / "bare", mixed, VerifyOptions(exact=True), BARE).passed
+    assert len(gpu) == 2
+
+
+def save_in_order(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a file with its tensors in the order given, which safetensors' own function changes."""
+    content, entries = bytearray(), []
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        tag = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16"}[tensor.dtype]
+        entries.append((name, tag, tuple(tensor.shape), len(content), len(content) + len(raw)))
+        content += raw
+    file.write_bytes(build_header(entries) + content)
 
 
 def test_torch_alone_where_the_driver_would_only_copy(tmp_path: Path, gpu: list[DriverBackend]):

@@ -87,7 +87,7 @@ class AuditOfWritten:
             return self._copies[job.name]
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with weights, the one with the largest error first, and with others."""
+        """Yields what is wrong: with weights, the largest error first; with other tensors."""
         results = sorted(
             self._weights.values(), key=lambda result: -distance(result.relative_error)
         )

@@ -1,4 +1,4 @@
-"""What commands ask of a run: its devices, the tasks of a shard, comparisons, verification."""
+"""Answers what commands ask of a run: devices, the tasks of a shard, comparisons, verification."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Puts items in order, and puts small ones together: tasks of several shards, weights of a batch."""
+"""Puts small items together, and items of several groups in turn."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ LARGEST_BATCH: Final = 4096  # items that a worker takes together
 
 
 def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
-    """Yields items of `width` groups in turn; the next group takes the place of an exhausted one."""
+    """Yields items of `width` groups in turn; a new group takes the place of an exhausted one."""
     waiting = iter(groups)
     active = deque(iter(group) for group in islice(waiting, width))
     while active:

@@ -1,5 +1,6 @@
-"""The bounded loop that every command shares: read ▸ codec ▸ write, by a few workers that each do
-all three.
+"""Runs the bounded loop that every command shares: read ▸ codec ▸ write.
+
+A few workers each do all three.
 
 A worker takes the next task, reads its bytes into its own buffer, computes on the device, writes
 the result to its place, and takes the next. While one waits for the disk another computes and a
@@ -119,7 +120,7 @@ class Pipeline:
 
 
 class _Crew:
-    """What the workers share: the tasks still to do and the first error."""
+    """Holds what the workers share: the tasks still to do and the first error."""
 
     def __init__(self, tasks: Iterable[Task], reader: Reader) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""How much memory this process uses."""
+"""Tells how much memory this process uses."""
 
 import resource
 import sys
@@ -17,7 +17,7 @@ def peak_resident() -> int:
 
 
 def resident() -> int:
-    """Returns the bytes of memory that this process uses now; the most so far where no system tells."""
+    """Returns the bytes of memory that this process uses now, or the most so far."""
     found = _status("VmRSS")
     return peak_resident() if found is None else found
 

@@ -24,11 +24,11 @@ class Destination(Writable, Protocol):
 
     @property
     def format(self) -> Format:
-        """How weights are packed."""
+        """The format that weights are packed in."""
 
     @property
     def measured(self) -> Mapping[str, WeightResult] | None:
-        """Where the errors of each weight are kept, by name; None if none are to be measured."""
+        """The weights whose errors are measured, by name; None if that is not asked."""
 
     def finish_weights(
         self, worker: Worker, jobs: Sequence[PackJob], blobs: Mapping[str, bytes]

@@ -1,4 +1,4 @@
-"""One thread of a run: what it reads with, where its time goes, and the devices that it computes on.
+"""Follows one thread of a run: what it reads with, where its time goes, what it computes on.
 
 A `Backend` is a device as all threads share it. Each thread opens it once, when its first task for
 it comes, and from then on has a `Device` of its own: a stream, buffers, memory.
@@ -19,7 +19,7 @@ from nf4conv.sources.tensors import FileRange
 
 
 class Activity(Enum):
-    """What a worker spends its time on; the value is its name in reports."""
+    """Names what a worker spends its time on, as reports do."""
 
     READ = "read"
     COMPUTE = "compute"
@@ -60,14 +60,14 @@ class Backend(Protocol):
 
     @property
     def pairs_at_a_time(self) -> int:
-        """How many pairs of tensors can be subtracted in one call."""
+        """The most pairs of tensors that can be subtracted in one call."""
 
     def pair_bytes(self, piece: int) -> int:
         """Returns how many bytes two pieces that are subtracted have together."""
 
 
 class Worker:
-    """What one thread works with.
+    """Holds what one thread works with.
 
     Args:
         reader: reads the source.
@@ -96,7 +96,7 @@ class Worker:
         return self._opened.__exit__(*error)  # type: ignore[arg-type]
 
     def device(self, backend: Backend) -> Device:
-        """Returns this thread's device of a backend; opens it the first time."""
+        """Returns this thread's device of a backend, and opens it the first time."""
         device = self._devices.get(backend)
         if device is None:
             device = self._opened.enter_context(backend.open(self))

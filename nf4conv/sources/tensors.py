@@ -3,7 +3,7 @@
 A tensor that is stored as it is has a dtype, a shape and a range of bytes. Any other tensor has an
 encoding besides: one of the types of `Encoding`, which names the tensors that it is decoded from.
 encodings/encoded.py finds out which one. run/device/on_torch/reading.py and
-run/device/on_driver/loading.py read and decode it.
+run/device/on_driver/batch/loading.py read and decode it.
 """
 
 import math

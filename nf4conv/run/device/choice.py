@@ -11,13 +11,13 @@ from nf4conv.options import RunOptions
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.backend import DriverBackend, gpu_named, open_gpu
-from nf4conv.run.device.on_driver.bundle import Purpose
+from nf4conv.run.device.on_driver.batch.sizes import DECODED
 from nf4conv.run.device.on_driver.capability import (
     kernels_for_job,
     kernels_for_pair,
     why_torch,
 )
-from nf4conv.run.device.on_driver.sizes import DECODED
+from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.worker import Backend
 

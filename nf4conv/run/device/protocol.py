@@ -1,4 +1,4 @@
-"""What a device does for a task: the protocol, and what goes to a device and comes back.
+"""States what a device does for a task, and what goes to it and comes back.
 
 on_torch/ and on_driver/ implement it. One call does the work of a batch, so that a device can bring
 all its bytes at once. The memory views that a device returns are valid until its next call.
@@ -69,7 +69,7 @@ class Gathered:
             return self._left == 0
 
     def take(self) -> Any:
-        """Returns the memory with all absmax, and keep it no longer.
+        """Returns the memory with all absmax, and keeps it no longer.
 
         Tasks live as long as their shard does: kept here, memory would grow with what has been
         packed.
@@ -113,7 +113,7 @@ class CopyPart(NamedTuple):
 
 
 class PairOfPieces(NamedTuple):
-    """The same elements of two tensors."""
+    """Holds the same elements of two tensors."""
 
     a: TensorInfo
     b: TensorInfo
@@ -143,14 +143,27 @@ class Device(Protocol):
         """
 
     def compress(self, gathered: Gathered, elements: int, format: Format) -> Scales:
-        """Returns the scales of a large weight of so many elements, all pieces of which are packed."""
+        """Returns the scales of a large weight, all pieces of which are packed.
+
+        Args:
+            gathered: its absmax, whose memory is given back.
+            elements: of the whole weight.
+            format: how it is packed.
+        """
 
     def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
-        """Decodes and cast kept tensors that go through the same dtypes, and are all encoded or none.
+        """Decodes and casts kept tensors.
+
+        Args:
+            parts: tensors, or parts of them, that go through the same dtypes. Either all of them
+                are encoded, or none is.
 
         Raises:
             CastError: finite values become infinite; raised once all values have been given.
         """
 
     def subtract(self, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
-        """Returns how far the values of each pair are apart; all pairs are of the same two dtypes."""
+        """Returns how far the values of each pair are apart.
+
+        All first tensors of the pairs are of one dtype, and so are all second ones.
+        """

@@ -75,7 +75,7 @@ class StoredBytes:
         return index
 
     def is_stored(self, place: TensorInfo, data: memoryview) -> bool:
-        """Returns True if bytes, in memory that could be written to, begin what is stored at a place."""
+        """Returns True if bytes, in writable memory, begin what is stored at a place."""
         if not hasattr(_room, "bytes"):
             _room.bytes = memoryview(bytearray(_CHUNK))
         for at in range(0, len(data), _CHUNK):

@@ -119,7 +119,7 @@ def _compare_weight(
     source: Piece | None,
     worker: Worker,
 ) -> None:
-    """Compares a piece of a weight's source, None if it is taken whole, with what was made of it."""
+    """Compares a piece of a weight's source with what was made of it; None takes it whole."""
     device = device_of(worker, torch_backend)
     stored = result.weight
     start = 0
@@ -169,7 +169,7 @@ def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
 def _stored_piece(
     weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, QuantState]:
-    """Returns the codes of a piece and their state, also of a weight whose blob is not on disk yet."""
+    """Returns the codes of a piece and their state; the weight's blob may not be on disk yet."""
     if weight.blob is None:
         return packed_piece(parts, raws)
     suffix = f"{QUANT_STATE_PREFIX}{weight.format.quant_type}"
@@ -206,9 +206,7 @@ def _count_not_nearest(
     state: QuantState,
     absmax: torch.Tensor,
 ) -> int:
-    """How many of the codes in the bytes at `places` are farther from their values than the
-    expected ones.
-    """
+    """Counts the codes in the bytes at `places` that are farther from the values than expected."""
     values = decoded_values(state.quant_type, weight.device)
     total = 0
     for shift, odd in ((4, 0), (0, 1)):  # the even element is in the high nibble
@@ -233,19 +231,35 @@ def _compare_scales(device: TorchDevice, weight: StoredWeight, absmax: torch.Ten
     _, state = _stored_piece(weight, parts, raws)
     with device.timed(Activity.COMPUTE):
         if state.state2 is None or state.offset is None:
-            differing = int((state.absmax.view(torch.int32) != absmax.view(torch.int32)).sum())
-            wrong = (state.absmax != absmax) & ~((state.absmax - absmax).abs() < SMALLEST_NORMAL)
+            wrong = _unlike(state.absmax, absmax)
             return ScaleErrors(
-                *_count(wrong), 0, differing, _count_described(weight, parts, raws, None)
+                wrong=int(wrong.sum()),
+                first=_first(wrong),
+                differing=_count_other_bits(state.absmax, absmax),
+                described=_count_described(weight, parts, raws, None),
             )
         wrong, wrong_nested = _wrong_nested(absmax, state)
         codes, offset, state2 = compress_absmax(absmax)
-        differing = int((codes != state.absmax).sum()) + int(
-            (state2.absmax != state.state2.absmax).sum()
+        differing = int((codes != state.absmax).sum())
+        differing += int((state2.absmax != state.state2.absmax).sum())
+        differing += _count_other_bits(offset, state.offset)
+        return ScaleErrors(
+            wrong=int(wrong.sum()),
+            first=_first(wrong),
+            wrong_nested=int(wrong_nested.sum()),
+            differing=differing,
+            described=_count_described(weight, parts, raws, float(offset.item())),
         )
-        differing += int(offset.view(torch.int32) != state.offset.view(torch.int32))
-        described = _count_described(weight, parts, raws, float(offset.item()))
-        return ScaleErrors(*_count(wrong), int(wrong_nested.sum()), differing, described)
+
+
+def _unlike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Tells which values of two float32 tensors are unlike; subnormal numbers may be flushed."""
+    return (a != b) & ~((a - b).abs() < SMALLEST_NORMAL)
+
+
+def _count_other_bits(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Counts the values of two float32 tensors whose bits differ."""
+    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
 
 
 def _count_described(
@@ -254,8 +268,9 @@ def _count_described(
     raws: Sequence[torch.Tensor],
     offset: float | None,
 ) -> int:
-    """How many bytes of a weight's code maps and JSON blob, as far as they are on disk, are not
-    those that we write.
+    """Counts the bytes of a weight's code maps and JSON blob that are not those that we write.
+
+    What is not on disk does not count.
     """
     quant_type = weight.format.quant_type
     expected = {
@@ -263,31 +278,30 @@ def _count_described(
         "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
         f"{QUANT_STATE_PREFIX}{quant_type}": quant_state_json(weight.format, weight.shape, offset),
     }
-    found = {
-        role: raw.cpu().numpy().tobytes()
-        for role, raw in zip(parts, raws, strict=True)
-        if role in expected
-    }
-    pairs = ((stored, expected[role]) for role, stored in found.items())
-    return sum(
-        sum(map(operator.ne, stored, right)) + abs(len(stored) - len(right))
-        for stored, right in pairs
-    )
+    differing = 0
+    for role, raw in zip(parts, raws, strict=True):
+        if role in expected:
+            right = expected[role]
+            stored = raw.cpu().numpy().tobytes()
+            differing += sum(map(operator.ne, stored, right))
+            differing += abs(len(stored) - len(right))
+    return differing
 
 
 def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which 8-bit codes, and which nested absmax, do not follow from the source's absmax and the
-    stored offset.
+    """Tells which scales do not follow from the source's absmax and the stored offset.
+
+    Returns:
+        For each 8-bit code, and for each nested absmax, True if it does not.
     """
     assert state.state2 is not None
     assert state.offset is not None
     centred = absmax - state.offset
-    padded = torch.nn.functional.pad(centred, (0, -centred.numel() % NESTED_BLOCKSIZE)).view(
-        -1, NESTED_BLOCKSIZE
-    )
-    largest = padded.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=1)
+    padding = -centred.numel() % NESTED_BLOCKSIZE
+    blocks = torch.nn.functional.pad(centred, (0, padding)).view(-1, NESTED_BLOCKSIZE)
+    largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=1)
     nested = state.state2.absmax
-    wrong_nested = (largest != nested) & ~((largest - nested).abs() < SMALLEST_NORMAL)
+    wrong_nested = _unlike(largest, nested)
     scaled = centred / nested.repeat_interleave(NESTED_BLOCKSIZE)[: centred.numel()]
     values = state.state2.code
     nearest = torch.bucketize(scaled.nan_to_num(nan=-2.0), (values[:-1] + values[1:]) / 2)
@@ -296,10 +310,9 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor
     return far > near + _NESTED_TIE, wrong_nested
 
 
-def _count(wrong: torch.Tensor) -> tuple[int, int]:
-    """How many are, and the index of the first."""
-    count = int(wrong.sum())
-    return count, int(wrong.int().argmax()) if count else 0
+def _first(wrong: torch.Tensor) -> int:
+    """Returns the index of the first that is wrong; 0 if none is."""
+    return int(wrong.int().argmax())
 
 
 def compare_copy(

@@ -73,7 +73,7 @@ def pack_piece(
 
 
 def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[StoredWeight]:
-    """Returns the weights as they are stored, whose errors are measured; none if that is not asked."""
+    """Returns the stored weights whose errors are measured; none if that is not asked."""
     measured = destination.measured
     if measured is None:
         return []
@@ -93,7 +93,7 @@ def _keep_errors(
 def _write_scales(
     destination: Destination, jobs: Sequence[PackJob], scales: Scales, worker: Worker
 ) -> None:
-    """Writes all components of neighbouring weights but the codes; the weights are complete then."""
+    """Writes all components of neighbouring weights but the codes, which completes them."""
     format = destination.format
     quant_maps = memoryview(_QUANT_MAPS[format.quant_type] * len(jobs))
     # in the order of layout.components, of which the packed codes are the first

@@ -97,10 +97,10 @@ class Proof:
         return self._stored.is_stored(part, memoryview(bytearray(blob)))
 
     def finish_copy(self, worker: Worker, job: CopyJob, piece: Piece) -> None:
-        """Has nothing left to do: a kept tensor is all in one place."""
+        """Does nothing: the bytes of a kept tensor have been compared."""
 
     def count_task(self) -> None:
-        """Has nothing left to do: nobody waits for the last task."""
+        """Does nothing: nobody waits for the last task."""
 
     def tasks(self, jobs: Sequence[Job], devices: Devices, piece: int) -> list[Task]:
         """Returns what compares everything, in pieces of so many bytes."""
@@ -142,7 +142,7 @@ class ProofShard:
 
 @dataclass(frozen=True)
 class ProofPlan:
-    """What can be proved of a checkpoint.
+    """Lists what can be proved of a checkpoint.
 
     Attributes:
         format: how its weights are packed.
@@ -344,9 +344,10 @@ def prove_written(
 def prove_copy(
     worker: Worker, devices: Devices, job: CopyJob, piece: Piece, place: tuple[Path, int]
 ) -> bool:
-    """Returns True if a kept tensor, or a piece of it, that has just been written comes out the same.
+    """Proves a kept tensor, or a piece of it, that has just been written.
 
-    `place` is the file, and where the shard's data begins in it.
+    Returns:
+        True if it comes out the same. `place` is the file, and where the shard's data begins in it.
     """
     file, start = place
     if not job.is_changed:

@@ -45,7 +45,7 @@ def shard_tasks(
 def _packing_tasks(
     destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
 ) -> list[ShardTask]:
-    """Returns a task for neighbours of a kind that fit a piece, and for each piece of a large weight.
+    """Returns tasks of weights: of neighbours that fit a piece, or of a piece of a large weight.
 
     A batch is of one source file and one device, too.
     """

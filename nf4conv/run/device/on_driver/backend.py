@@ -9,10 +9,11 @@ from nf4conv.errors import Nf4convError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.device.on_driver import driver
-from nf4conv.run.device.on_driver.bundle import Kernels, Purpose, load_bundles
+from nf4conv.run.device.on_driver.batch.sizes import DECODED, bytes_of
+from nf4conv.run.device.on_driver.bundle import load_bundles
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_driver.gpu import Gpu
-from nf4conv.run.device.on_driver.sizes import DECODED, bytes_of
+from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 from nf4conv.run.grouping import LARGEST_BATCH, aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.tensors import DTYPE_BITS
@@ -85,7 +86,7 @@ class DriverBackend:
 
 
 def gpu_named(device: str) -> int | None:
-    """Returns which of the driver's GPUs "auto", "cuda" or "cuda:N" names; None if there is none."""
+    """Returns the number of the GPU that "auto", "cuda" or "cuda:N" names; None without one."""
     name, _, index = device.partition(":")
     if name not in ("auto", "cuda") or not (index or "0").isdecimal():
         return None

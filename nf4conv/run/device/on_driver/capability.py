@@ -5,8 +5,8 @@ from typing import Final
 from nf4conv.format.layout import DTYPE_NAMES, TAGS, Format
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
-from nf4conv.run.device.on_driver.bundle import Action, Purpose
-from nf4conv.run.device.on_driver.decoding import kernels_for_tensor
+from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
+from nf4conv.run.device.on_driver.kernels import Action, Purpose
 from nf4conv.run.pieces import ENOUGH, pieces_of, whole_weight
 from nf4conv.sources.encodings.pieces import pieces_alike
 from nf4conv.sources.tensors import Joined, Merged, TensorInfo

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from nf4conv.format.layout import Format
 from nf4conv.report.measured import PieceDifference
-from nf4conv.run.device.on_driver.buffers import DriverBuffers
-from nf4conv.run.device.on_driver.convert import convert
-from nf4conv.run.device.on_driver.packing import compress, pack
-from nf4conv.run.device.on_driver.subtract import subtract
+from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
+from nf4conv.run.device.on_driver.batch.convert import convert
+from nf4conv.run.device.on_driver.batch.packing import compress, pack
+from nf4conv.run.device.on_driver.batch.subtract import subtract
 from nf4conv.run.device.protocol import (
     Converted,
     CopyPart,

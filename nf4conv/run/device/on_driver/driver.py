@@ -90,7 +90,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def device_count() -> int:
-    """How many GPUs the driver offers to this process; 0 without a driver."""
+    """Returns how many GPUs the driver offers to this process; 0 without a driver."""
     try:
         _call("cuInit", 0)
         count = ctypes.c_int()
@@ -101,7 +101,7 @@ def device_count() -> int:
 
 
 def bus_id(ordinal: int) -> str:
-    """Where a GPU is on the PCI bus, as Linux writes it: "0000:1b:00.0"."""
+    """Returns where a GPU is on the PCI bus, as Linux writes it: "0000:1b:00.0"."""
     text = ctypes.create_string_buffer(16)
     _call("cuDeviceGetPCIBusId", text, len(text), ordinal)
     return text.value.decode().lower()
@@ -118,8 +118,9 @@ class Device:
         self._context = ctypes.c_void_p()
 
     def use(self) -> None:
-        """Makes this the calling thread's device; the first time it makes the context, in a third of
-        a second.
+        """Makes this the calling thread's device.
+
+        The first time it makes the context, which takes a third of a second.
         """
         if not self._context:
             _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
@@ -181,28 +182,24 @@ class Function:
         64-bit integers.
         """
         # Triton's kernels take two more pointers, for scratch memory that ours do not use
-        values = (ctypes.c_uint64 * (len(arguments) + 2))(
-            *[value % 2**64 for value in arguments], 0, 0
-        )
-        start, width = ctypes.addressof(values), ctypes.sizeof(ctypes.c_uint64)
-        pointers = (ctypes.c_void_p * len(values))(
-            *range(start, start + len(values) * width, width)
-        )
+        count = len(arguments) + 2
+        values = (ctypes.c_uint64 * count)(*[value % 2**64 for value in arguments], 0, 0)
+        width = ctypes.sizeof(ctypes.c_uint64)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(start, start + count * width, width))
         _call(
             "cuLaunchKernel",
-            *(
-                self._function,
-                programs,
-                1,
-                1,
-                self._threads,
-                1,
-                1,
-                self._shared,
-                stream.handle,
-                pointers,
-                None,
-            ),
+            self._function,
+            programs,  # along x; one along y and z
+            1,
+            1,
+            self._threads,  # likewise
+            1,
+            1,
+            self._shared,
+            stream.handle,
+            pointers,
+            None,
         )
 
 

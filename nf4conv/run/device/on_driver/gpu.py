@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 
 from nf4conv.run.device.on_driver import driver
-from nf4conv.run.device.on_driver.bundle import Kernels, Purpose
+from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 
 
 class Gpu:

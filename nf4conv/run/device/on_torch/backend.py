@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
 
 class ImportCost(NamedTuple):
-    """What it took to import torch."""
+    """Says what importing torch took."""
 
     seconds: float
     bytes: int  # of host memory

@@ -70,7 +70,7 @@ class TorchBuffers:
         return tensors
 
     def _view(self, size: int) -> torch.Tensor:
-        """Returns the first bytes of the worker's buffer, which another device may have replaced."""
+        """Returns the start of the worker's buffer, which another device may have replaced."""
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.worker.buffer, dtype=torch.uint8, count=size)
@@ -80,7 +80,7 @@ class TorchBuffers:
         tensor: TensorInfo,
         read: "Callable[[TorchBuffers, TensorInfo], torch.Tensor]",
     ) -> torch.Tensor:
-        """Returns a small tensor, such as a factor of an adapter; it is read once for all threads."""
+        """Returns a small tensor, such as an adapter's factor; it is read once for all threads."""
 
         def read_now(wanted: TensorInfo) -> torch.Tensor:
             values = read(self, wanted).clone()

@@ -14,7 +14,7 @@ import torch
 from nf4conv.sources.tensors import LowRankDelta
 
 _AT_A_TIME: Final = {"cpu": 2**20, "cuda": 2**22}
-"""Elements that each of several workers sums in float64 at a time; fewer would keep a GPU waiting."""
+"""Elements that each worker sums in float64 at a time; fewer would keep a GPU waiting."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _row_factor(factors: Factors, changed: torch.Tensor, first: int) -> torch.Te
 
 
 def _with_new_rows(total: torch.Tensor, change: NewRows, first: int) -> torch.Tensor:
-    """Returns a copy of some rows, from row `first` of the matrix on, with the new ones among them."""
+    """Returns a copy of some rows, from row `first` of the matrix on, with new ones among them."""
     replaced = []
     chosen = []
     for place, index in enumerate(change.indices):

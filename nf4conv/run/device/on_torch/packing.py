@@ -138,7 +138,7 @@ def _read(
     format: Format,
     scale_ranges: Sequence[Mapping[str, FileRange]],
 ) -> tuple[list[torch.Tensor], list[StoredScales]]:
-    """Reads weights, flat and in the format's dtype, and for each the scales that it is stored with."""
+    """Reads weights, flat and in the format's dtype, and the scales that each is stored with."""
     dtype = DTYPES[format.dtype]
     ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
     first = pieces[0]
@@ -188,7 +188,7 @@ def _measure(
     stored: StoredWeight,
     scales: StoredScales,
 ) -> PieceErrors:
-    """Measures the errors of codes that are decoded with stored scales; the codes count as right."""
+    """Measures the errors of codes, decoded with stored scales; the codes count as right."""
     absmax = scales["absmax"]
     nested = None
     offset = None

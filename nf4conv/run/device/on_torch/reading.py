@@ -36,7 +36,8 @@ TORCH_DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     # of torch 2.7 and newer; bytes are decoded as well
     "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),
-    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "BOOL": torch.bool,
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""

@@ -1,4 +1,4 @@
-"""How far the values of two tensors are apart, with torch."""
+"""Measures with torch how far the values of two tensors are apart."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ import torch
 from nf4conv.report.measured import PieceDifference
 
 _CHUNK: Final = 2**18
-"""Values compared at a time: in float64 they take a few times as much memory as they do in a file."""
+"""Values that are compared at a time. In float64 they take a few times their memory in a file."""
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
@@ -28,7 +28,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
             nan=torch.inf, posinf=torch.inf
         )
         values = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        sums += torch.stack([distance.square().sum(), values.square().sum(), unequal.sum()])
+        of_chunk = [distance.square().sum(), values.square().sum(), unequal.sum()]
+        sums += torch.stack(of_chunk)
         largest = torch.maximum(largest, distance.amax())
     squared_difference, squared_values, differing = sums.tolist()
     return PieceDifference(squared_difference, squared_values, float(largest), int(differing))

@@ -1,4 +1,4 @@
-"""How far the values of tensors are apart, found on the GPU.
+"""Measures on the GPU how far the values of tensors are apart.
 
 Some pieces of tensors go up in one copy. A launch decodes each that is encoded, another subtracts
 each pair. Their sums come down in one copy.
@@ -10,11 +10,11 @@ from math import fsum
 from typing import Final
 
 from nf4conv.report.measured import PieceDifference
-from nf4conv.run.device.on_driver.batch_input import BatchInput
-from nf4conv.run.device.on_driver.buffers import HEAD, DriverBuffers, Launch
-from nf4conv.run.device.on_driver.bundle import Action, Purpose
-from nf4conv.run.device.on_driver.decoding import Places, add_tensor, decode_launch
-from nf4conv.run.device.on_driver.sizes import bytes_of, starts
+from nf4conv.run.device.on_driver.batch.buffers import HEAD, DriverBuffers, Launch
+from nf4conv.run.device.on_driver.batch.decoding import Places, add_tensor, decode_launch
+from nf4conv.run.device.on_driver.batch.input import BatchInput
+from nf4conv.run.device.on_driver.batch.sizes import bytes_of, starts
+from nf4conv.run.device.on_driver.kernels import Action, Purpose
 from nf4conv.run.device.protocol import PairOfPieces
 from nf4conv.run.grouping import aligned
 from nf4conv.run.worker import Activity

@@ -1,4 +1,4 @@
-"""How many bytes things take on the device."""
+"""Computes how many bytes things take on the GPU, and where they begin."""
 
 from collections.abc import Iterable
 from itertools import accumulate

@@ -1,9 +1,12 @@
-"""Where the results of some weights lie in a thread's output.
+"""Divides a thread's output among the results of some weights.
 
 Regions of the output, those that come down to the host first:
 
-    head, packed codes, sums of errors, codes of absmax, nested_absmax, offsets | absmax, partial sums
-    head, packed codes, sums of errors, absmax                                    without double quantization
+    head, packed codes, sums of errors, codes of absmax, nested_absmax, offsets | absmax, part sums
+
+Without double quantization:
+
+    head, packed codes, sums of errors, absmax
 """
 
 from collections.abc import Sequence
@@ -11,8 +14,8 @@ from typing import Final
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
-from nf4conv.run.device.on_driver.buffers import HEAD
-from nf4conv.run.device.on_driver.sizes import starts
+from nf4conv.run.device.on_driver.batch.buffers import HEAD
+from nf4conv.run.device.on_driver.batch.sizes import starts
 
 SUMS: Final = 32
 """Bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64."""

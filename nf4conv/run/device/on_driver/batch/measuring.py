@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from nf4conv.format.layout import Format
 from nf4conv.report.measured import PieceErrors
-from nf4conv.run.device.on_driver.batch_input import BatchInput, Row
-from nf4conv.run.device.on_driver.buffers import Launch
+from nf4conv.run.device.on_driver.batch.buffers import Launch
+from nf4conv.run.device.on_driver.batch.input import BatchInput, Row
+from nf4conv.run.device.on_driver.batch.output import SUMS, OutputLayout
 from nf4conv.run.device.on_driver.capability import measuring_purpose
-from nf4conv.run.device.on_driver.output_layout import SUMS, OutputLayout
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.sources.encodings.pieces import cut_parts
 from nf4conv.sources.stored_weights import StoredWeight

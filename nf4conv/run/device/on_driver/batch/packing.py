@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.layout import Format
-from nf4conv.run.device.on_driver.batch_input import BatchInput, Row
-from nf4conv.run.device.on_driver.buffers import FLAG, HEAD, DriverBuffers, Launch
-from nf4conv.run.device.on_driver.bundle import Kernels
+from nf4conv.run.device.on_driver.batch.buffers import FLAG, HEAD, DriverBuffers, Launch
+from nf4conv.run.device.on_driver.batch.input import BatchInput, Row
+from nf4conv.run.device.on_driver.batch.loading import load
+from nf4conv.run.device.on_driver.batch.measuring import Measurement
+from nf4conv.run.device.on_driver.batch.output import OutputLayout
 from nf4conv.run.device.on_driver.capability import packing_purpose, packing_steps
-from nf4conv.run.device.on_driver.loading import load
-from nf4conv.run.device.on_driver.measuring import Measurement
-from nf4conv.run.device.on_driver.output_layout import OutputLayout
+from nf4conv.run.device.on_driver.kernels import Kernels
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.run.worker import Activity

@@ -7,10 +7,10 @@ than the buffer for them.
 
 from collections.abc import Iterator, Sequence
 
-from nf4conv.run.device.on_driver.batch_input import BatchInput
-from nf4conv.run.device.on_driver.buffers import HEAD, DriverBuffers
-from nf4conv.run.device.on_driver.loading import load
-from nf4conv.run.device.on_driver.sizes import bytes_of
+from nf4conv.run.device.on_driver.batch.buffers import HEAD, DriverBuffers
+from nf4conv.run.device.on_driver.batch.input import BatchInput
+from nf4conv.run.device.on_driver.batch.loading import load
+from nf4conv.run.device.on_driver.batch.sizes import bytes_of
 from nf4conv.run.device.protocol import CastError, Converted, CopyPart
 from nf4conv.run.worker import Activity
 

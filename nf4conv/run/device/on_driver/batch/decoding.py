@@ -5,9 +5,9 @@ from itertools import pairwise
 from typing import Final
 
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.run.device.on_driver.batch_input import BatchInput
-from nf4conv.run.device.on_driver.buffers import Launch
-from nf4conv.run.device.on_driver.bundle import Action, Kernels, Purpose
+from nf4conv.run.device.on_driver.batch.buffers import Launch
+from nf4conv.run.device.on_driver.batch.input import BatchInput
+from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
@@ -125,32 +125,31 @@ def decode_launch(
     assert purpose is not None
     kernels = batch.buffers.gpu.kernels[purpose]
     places = {role: batch.address(position) for role, position in positions.items()}
-    match tensor.encoding:
-        case Bitsandbytes4bit() as encoding:
-            batch.put(positions["number"], encoding.nested_offset)
-            return _unpack(tensor, places, kernels, target)
-        case Scaled() | Bitsandbytes8bit() as encoding:
-            batch.put(positions["number"], 1.0)
-            scale = places.get("scale", places["number"])
-            return _decode(
-                kernels,
-                encoding.values,
-                (places["values"], scale, target),
-                _steps_of_scales(encoding.scale),
-            )
-        case Fp4() as encoding:
-            factors = (
-                places.get("divisor", places["scale"]),
-                places.get("multiplier", places["scale"]),
-            )
-            return _decode(
-                kernels,
-                encoding.values,
-                (places["values"], places["scale"], *factors, target),
-                (encoding.scale.shape[1],),
-            )
-        case _:
-            raise AssertionError(f"{tensor.name}: no kernels decode it")
+    encoding = tensor.encoding
+    if isinstance(encoding, Bitsandbytes4bit):
+        batch.put(positions["number"], encoding.nested_offset)
+        return _unpack(tensor, places, kernels, target)
+    if isinstance(encoding, Fp4):
+        return _decode_fp4(encoding, places, kernels, target)
+    assert isinstance(encoding, Scaled | Bitsandbytes8bit)
+    batch.put(positions["number"], 1.0)
+    return _decode_scaled(encoding, places, kernels, target)
+
+
+def _decode_scaled(
+    encoding: Scaled | Bitsandbytes8bit, places: Places, kernels: Kernels[int], target: int
+) -> Launch:
+    scale = places.get("scale", places["number"])
+    addresses = (places["values"], scale, target)
+    return _decode(kernels, encoding.values, addresses, _steps_of_scales(encoding.scale))
+
+
+def _decode_fp4(encoding: Fp4, places: Places, kernels: Kernels[int], target: int) -> Launch:
+    scale = places["scale"]
+    divisor = places.get("divisor", scale)  # without one, the kernel does not read it
+    multiplier = places.get("multiplier", scale)
+    addresses = (places["values"], scale, divisor, multiplier, target)
+    return _decode(kernels, encoding.values, addresses, (encoding.scale.shape[1],))
 
 
 def _decode(

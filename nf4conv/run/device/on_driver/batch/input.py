@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nf4conv.run.device.on_driver.buffers import TABLE_ROOM, DriverBuffers
-from nf4conv.run.device.on_driver.sizes import starts
+from nf4conv.run.device.on_driver.batch.buffers import TABLE_ROOM, DriverBuffers
+from nf4conv.run.device.on_driver.batch.sizes import starts
 from nf4conv.run.grouping import aligned
 from nf4conv.sources.tensors import FileRange
 
@@ -80,7 +80,7 @@ class BatchInput:
         return self.address(position)
 
     def table(self, columns: Sequence[Iterable[int]]) -> int:
-        """Adds a table of integers, whose columns stand one after the other; returns its address."""
+        """Adds a table of integers, one column after the other; returns its address."""
         values = array("q")
         for column in columns:
             values.extend(column)

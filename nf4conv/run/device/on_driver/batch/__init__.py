@@ -1,0 +1,13 @@
+"""What one thread does for a batch of tensors: one upload, some launches, one download.
+
+buffers.py      holds a thread's stream, and its buffers on both sides
+input.py        collects what goes up
+output.py       divides what comes down among the results
+sizes.py        computes bytes and places
+decoding.py     decodes encoded tensors
+loading.py      reads tensors, decodes and casts them
+packing.py      packs weights to 4 bits
+measuring.py    measures the errors of packed weights
+convert.py      decodes and casts tensors that are kept
+subtract.py     measures how far two tensors are apart
+"""
