@@ -61,10 +61,10 @@ _JSON_INTRODUCTION: Final = f"""\
 *Made by docs/generate.py from the classes of the results.*
 
 Each result begins with `schema_version`, `nf4conv` (the version) and `command`. Results of `verify`
-and `compare` then have the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows when a field is
-renamed, removed, or gets another meaning, not when a field is added. Sizes are in bytes, times in
-seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`, `"inf"` and
-`"-inf"`. The functions of the Python API return the same results as dataclasses.
+and `compare` then have the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows
+when a field is renamed, removed, or gets another meaning, not when a field is added. Sizes are in
+bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`,
+`"inf"` and `"-inf"`. The functions of the Python API return the same results as dataclasses.
 """
 
 

@@ -1,9 +1,9 @@
-"""A GPU for the engine without torch where there is none: its memory is the host's, its kernels are
-interpreted.
+"""Plays a GPU for the engine without torch where there is none: its memory is the host's, and
+Triton's interpreter runs its kernels.
 
-What is played is the CUDA driver (run/device/on_driver/driver.py) and the compiler; everything above
-them is ours. Device memory begins with what nobody may rely on, and a kernel sees only what has
-been copied to it.
+The classes here stand for the CUDA driver (run/device/on_driver/driver.py) and the compiler.
+All code above them is ours. Device memory begins with bytes that nobody may rely on, and a kernel
+sees only what has been copied to it.
 """
 
 import ctypes

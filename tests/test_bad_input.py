@@ -401,9 +401,10 @@ def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch
     monkeypatch.chdir(here)
     result = quantize(source and tmp_path / source, out and tmp_path / out, "--overwrite")
     assert result.exit_code == 2
-    assert (
-        result.stderr.splitlines()[-1]
-        == f"Error: Invalid value for '{'SRC' if out else 'OUT'}': the path is empty; perhaps a shell variable is not set"
+    empty = "SRC" if out else "OUT"
+    assert result.stderr.splitlines()[-1] == (
+        f"Error: Invalid value for '{empty}': the path is empty; perhaps a shell variable is not "
+        "set"
     )
     assert contents(here) == {"model.safetensors": b"another checkpoint"}
 

@@ -151,7 +151,10 @@ def test_summary(tmp_path):
     )  # no bar where no terminal is; lines if it is slow
     first, second, third, load, push = done.stdout.splitlines()
     assert first == f"{tmp_path / 'out'}: 12 weights packed, 7 tensors kept"
-    sizes = r"869.12 kB → \d+.\d+ kB \(\d.\d\dx, \d+.\d\d bits per parameter\), about 50\d.\d\d MB of GPU memory to load"
+    sizes = (
+        r"869.12 kB → \d+.\d+ kB \(\d.\d\dx, \d+.\d\d bits per parameter\), "
+        r"about 50\d.\d\d MB of GPU memory to load"
+    )
     assert re.fullmatch(sizes, second), second
     assert re.fullmatch(
         r"\d+.\d s on cpu, \d+.\d\d GB/s \(all workers: .*read \d.\d s.*\)", third
@@ -384,8 +387,10 @@ def test_no_color():
         main, ["quantize", "missing", "out"], color=True, env={"NO_COLOR": "1"}
     )
     assert "\x1b[" in colored.stderr
-    said = "Error: missing: no such file or folder; models on the Hub are named org/name, such as openai-community/gpt2\n"
-    assert plain.stderr == said
+    assert plain.stderr == (
+        "Error: missing: no such file or folder; models on the Hub are named org/name, such as "
+        "openai-community/gpt2\n"
+    )
 
 
 def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
@@ -416,7 +421,8 @@ def test_an_output_without_arrows_does_not_fail_the_run(tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error_worth_a_traceback(tmp_path):
-    command = f"{sys.executable} -m nf4conv quantize {write_source(tmp_path / 'source')} out --dry-run | true"
+    source = write_source(tmp_path / "source")
+    command = f"{sys.executable} -m nf4conv quantize {source} out --dry-run | true"
     done = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
     )

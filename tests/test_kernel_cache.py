@@ -96,7 +96,7 @@ def test_content_of_another_shape_is_no_traceback(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
-    """In a container that runs under a number there is no HOME, and no entry in the list of users."""
+    """A container that runs under a number has no HOME, and no entry in the list of users."""
 
     def nobody(_: int) -> None:
         raise KeyError("uid not found")

@@ -88,7 +88,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def largest_difference(ours: Any, theirs: Any) -> float:
-    """Returns the largest difference of two values, relative to the largest value of their tensor."""
+    """Returns the largest difference of two values, relative to the largest of their tensor."""
     found, expected = ours.state_dict(), theirs.state_dict()
     assert found.keys() == expected.keys()
     return max(

@@ -133,7 +133,8 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "options"), [
-    (torch.float16, QuantizeOptions()), (torch.float32, QuantizeOptions("fp4", 128, double_quant=False)),
+    (torch.float16, QuantizeOptions()),
+    (torch.float32, QuantizeOptions("fp4", 128, double_quant=False)),
     pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "bfloat16"])  # fmt: skip
 def test_packing(
@@ -251,8 +252,10 @@ def test_four_bit_sources_repacked_and_decoded(
 
 CASTS = [(torch.float32, "float16"), (torch.float16, "float32")] + [
     pytest.param(*pair, marks=pytest.mark.gpu)  # the interpreter rounds to bfloat16 otherwise
-    for pair in ((torch.float32, "bfloat16"), (torch.bfloat16, "float16"), (torch.float16, "bfloat16"),
-                 (torch.bfloat16, "float32"))
+    for pair in (
+        (torch.float32, "bfloat16"), (torch.bfloat16, "float16"), (torch.float16, "bfloat16"),
+        (torch.bfloat16, "float32"),
+    )
 ]  # fmt: skip
 
 
@@ -404,7 +407,10 @@ def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[DriverBacke
     )  # what is infinite in the source may stay so
     tensors[name].view(-1)[-1] = 65520.0
     save_file(tensors, source / "model.safetensors")
-    refusal = rf"model.safetensors: {name}: has values too large for float16, to which it would be cast; give another"
+    refusal = (
+        rf"model.safetensors: {name}: has values too large for float16, to which it would be cast; "
+        "give another"
+    )
     with pytest.raises(SourceError, match=refusal):
         by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
     with pytest.raises(SourceError, match=refusal):
@@ -674,7 +680,8 @@ DOWN, GATE = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gat
 
 
 @pytest.mark.parametrize("name", [
-    DOWN, f"{GATE}.nested_absmax", f"{DOWN}.quant_state.bitsandbytes__nf4", "model.embed_tokens.weight",
+    DOWN, f"{GATE}.nested_absmax", f"{DOWN}.quant_state.bitsandbytes__nf4",
+    "model.embed_tokens.weight",
 ])  # fmt: skip
 def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBackend], name: str):
     source = write(tmp_path / "source", weights(torch.float16))
@@ -797,7 +804,8 @@ def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind:
 
 
 @pytest.mark.parametrize("options", [
-    QuantizeOptions(), QuantizeOptions("fp4", 128, double_quant=False), QuantizeOptions(blocksize=4096),
+    QuantizeOptions(), QuantizeOptions("fp4", 128, double_quant=False),
+    QuantizeOptions(blocksize=4096),
 ], ids=["nested", "plain", "wide"])  # fmt: skip
 def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], options: QuantizeOptions):
     source = write(tmp_path / "source", weights(torch.float16))

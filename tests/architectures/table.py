@@ -33,15 +33,15 @@ from nf4conv.options import QuantizeOptions
 INTRODUCTION = """# Architectures
 
 `make test-architectures` makes a small random checkpoint of each architecture with transformers
-{transformers}, quantizes it with nf4conv, and loads the result. It fails on any difference that is not
-listed here. CI runs it for some of the architectures.
+{transformers}, quantizes it with nf4conv, and loads the result. It fails on any difference that is
+not listed here. CI runs it for some of the architectures.
 
 - **packed**: the number of linear layers that nf4conv packs, and the number that transformers could
   pack.
-- **5**: "yes" means that transformers {transformers} loads the result. Its packed weights are, byte for
-  byte, those of the model that transformers itself quantizes with the same skip list (bitsandbytes
-  {bitsandbytes}, CPU), and the model gives the same output. "bytes": the sweep has no inputs for the model,
-  and compared only the weights.
+- **5**: "yes" means that transformers {transformers} loads the result. Its packed weights are, byte
+  for byte, those of the model that transformers itself quantizes with the same skip list
+  (bitsandbytes {bitsandbytes}, CPU), and the model gives the same output. "bytes": the sweep has no
+  inputs for the model, and compared only the weights.
 - **4**: the same with transformers 4.57.6. A dash means that it does not know the architecture.
   "its own": it cannot read the checkpoint that transformers 5 saves for this architecture, but
   nf4conv quantized the checkpoint that it saves itself, and both load the result. "cannot read":
@@ -136,28 +136,29 @@ def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -
         quantize_checkpoint(
             folder / name / "source", folder / name / "out", QuantizeOptions(double_quant=False)
         )
-    found = (
-        [ask_transformers(one, "load", folder, *known) for one in (python, sys.executable)]
-        if known
-        else [{}]
-    )
-    return {name: "its own" for name in known if all(answers[name] == "ok" for answers in found)}
+    if not known:
+        return {}
+    in_4 = ask_transformers(python, "load", folder, *known)
+    in_5 = ask_transformers(sys.executable, "load", folder, *known)
+    return {name: "its own" for name in known if in_4[name] == "ok" and in_5[name] == "ok"}
 
 
 def full_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
     for group, names in CASES.items():
         yield f"## {group.capitalize()}: {len(names)}\n\n"
-        yield "| architecture | model type | packed | 5 | 4 | kept on purpose |\n|---|---|---|---|---|---|\n"
+        yield "| architecture | model type | packed | 5 | 4 | kept on purpose |\n"
+        yield "|---|---|---|---|---|---|\n"
         for row in (rows[name] for name in names):
             packed = f"{row.packed} / {row.linear}"
-            yield f"| {row.architecture} | {row.model_type} | {packed} | {row.in_5} | {in_4[row.architecture]} "
-            yield f"| {row.kept} |\n"
+            loads = f"{row.in_5} | {in_4[row.architecture]}"
+            yield f"| {row.architecture} | {row.model_type} | {packed} | {loads} | {row.kept} |\n"
         yield "\n"
 
 
 def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
-    """For docs/selection.md: how many of each kind, and the most used by name."""
-    yield "| | architectures | load in 5 | load in 4.57, of those it can read | identical module set |\n"
+    """Yields lines for docs/selection.md: the number of each kind, and the most used by name."""
+    yield "| | architectures | load in 5 | load in 4.57, of those it can read "
+    yield "| identical module set |\n"
     yield "|---|---|---|---|---|\n"
     for group, names in CASES.items():
         known = [name for name in names if in_4[name] not in ("–", "cannot read")]
@@ -170,7 +171,8 @@ def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[st
     for row in (rows[name] for name in MOST_USED):
         loads_in_4 = {"its own": "yes"}.get(in_4[row.architecture], in_4[row.architecture])
         loads = row.in_5.replace("bytes", "yes")
-        yield f"| {row.model_type} | {loads} | {loads_in_4} | {(row.kept and f'except {row.kept}') or 'yes'} |\n"
+        same = f"except {row.kept}" if row.kept else "yes"
+        yield f"| {row.model_type} | {loads} | {loads_in_4} | {same} |\n"
     yield "\n</details>\n"
 
 
