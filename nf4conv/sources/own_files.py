@@ -1,7 +1,7 @@
-"""Which files of a folder are its own. A folder may come from a stranger, and a link in it lead to
-/etc or /proc.
+"""Tells which files of a folder are its own.
 
-Links are followed that stay inside the folder that the user named, or that lead to blobs of the
+A folder may come from a stranger, and a link in it may lead to /etc or /proc. Links are followed
+that stay inside the folder that the user named, or that lead to blobs of the
 Hub's cache, of which a snapshot consists: CACHE/models--org--name/snapshots/COMMIT/config.json →
 CACHE/models--org--name/blobs/HASH.
 """
@@ -13,36 +13,52 @@ from nf4conv.errors import SourceError
 
 
 def is_file(path: Path) -> bool:
-    """An OSError of a folder that may not be entered, or a name too long, where Path.is_file of
-    3.14 sees none.
+    """Returns True if there is a regular file, or a link to one.
+
+    Raises:
+        OSError: the folder may not be entered, or the name is too long; Path.is_file of Python 3.14
+            returns False then.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-        ValueError,
-    ):  # the last of a name with a zero byte
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError:  # a name with a zero byte
         return False
 
 
 def leads_out(path: Path, root: Path) -> Path | None:
-    """Where a file is that a link makes appear in a folder that it does not belong to; None of one
-    that does.
+    """Returns where a file is that a link makes appear in a folder that it does not belong to.
+
+    Args:
+        path: the file.
+        root: the folder that the user named.
+
+    Returns:
+        The file that the link leads to; None for a file that belongs to the folder.
     """
     if path.parent == root and not path.is_symlink():
         return None
-    target, top = path.resolve(), root.resolve()
+    target = path.resolve()
+    top = root.resolve()
     around = {target, *target.parents}
+    if top in around:
+        return None
     is_cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if is_cached or top in around or any(parent / "blobs" in around for parent in top.parents):
+    if is_cached or any(parent / "blobs" in around for parent in top.parents):
         return None
     return target
 
 
 def require_own(path: Path, root: Path) -> Path:
-    """The path of a file that a checkpoint needs; a SourceError if it is a link that leads out of
-    the folder.
+    """Returns the path of a file that a checkpoint needs.
+
+    Args:
+        path: the file.
+        root: the folder that the user named.
+
+    Raises:
+        SourceError: the file is a link that leads out of the folder.
     """
     target = leads_out(path, root)
     if target is not None:
@@ -53,11 +69,24 @@ def require_own(path: Path, root: Path) -> Path:
 
 
 def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
-    """The regular files below a folder, and the links that lead out of the root that it lies in, by
-    relative path.
+    """Lists the regular files below a folder.
+
+    Args:
+        folder: the folder.
+        root: the folder that it lies in, and that links may not lead out of.
+
+    Returns:
+        own: the paths of its files, relative to the folder.
+        strays: the paths of links that lead out of `root`.
     """
-    names: tuple[list[str], list[str]] = [], []
+    own = []
+    strays = []
     for path in folder.rglob("*"):
-        if path.is_file():
-            names[leads_out(path, root) is not None].append(path.relative_to(folder).as_posix())
-    return names
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        if leads_out(path, root) is None:
+            own.append(name)
+        else:
+            strays.append(name)
+    return own, strays

@@ -1,15 +1,18 @@
-"""nf4conv.json: by what a checkpoint was made. No path and no time is in it, so that equal runs
-write equal bytes.
+"""Reads and makes nf4conv.json, which says by what a checkpoint was made.
+
+It holds no path and no time, so that equal runs write equal bytes.
 
     schema_version    1
     command           "quantize" or "dequantize"
     version           of nf4conv
     options           of the command, those that decide the result
-    source            id: "org/name@commit", or the name of a folder; headers_sha256; samples_sha256 of one on this
-                      disk; adapters that were merged into it
+    source            id                "org/name@commit", or the name of a folder
+                      headers_sha256    of names, dtypes, shapes and places of all tensors
+                      samples_sha256    of some bytes of a source on this disk
+                      adapters          that were merged into it
     verified          with --verify: what was measured
 
-A rerun of a finished job knows by it that there is nothing left to do.
+By it, a rerun of a finished job knows that there is nothing left to do.
 """
 
 import hashlib
@@ -27,70 +30,96 @@ from nf4conv.sources.source import AdapterFiles, Source
 
 MAKING: Final = "nf4conv.json"
 
-_LARGEST: Final = 2**20
+_LARGEST: Final = 2**20  # bytes of a record
+
 _SAMPLES: Final = 4096  # of all files, roughly
 _MOST_SAMPLES: Final = 256  # of a file
-_FEWEST_SAMPLES: Final = 8
+_FEWEST_SAMPLES: Final = 8  # of a file
 _SAMPLE: Final = 4096  # bytes
 
 
 def record_of(
     source: Source, command: str, version: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of nf4conv.json, but for what verification measured; a SourceError if the source
-    cannot be read.
+    """Returns the content of nf4conv.json, but for what verification measured.
+
+    Args:
+        source: what the checkpoint is made from.
+        command: "quantize" or "dequantize".
+        version: of nf4conv.
+        options: of the command, those that decide the result.
+
+    Raises:
+        SourceError: the source cannot be read.
     """
-    known_as = name_of(source.folder) if source.fetched is None else str(source.fetched.origin)
-    described: dict[str, Any] = {"id": known_as, "headers_sha256": headers_digest(source)}
-    if source.fetched is None:  # what has a commit cannot change
-        described["samples_sha256"] = _samples_digest(source.files)
-    if source.adapters:
-        described["adapters"] = [_adapter(adapter) for adapter in source.adapters]
+    deciding = dict(options)
+    deciding.pop("lora", None)  # may be paths; the adapters are described with the source
     record = {
         "schema_version": 1,
         "command": command,
         "version": version,
-        "options": {
-            key: value for key, value in options.items() if key != "lora"
-        },  # which may be paths
-        "source": described,
+        "options": deciding,
+        "source": _describe(source),
     }
     read_back: dict[str, Any] = json.loads(json.dumps(record))  # tuples are lists then
     return read_back
 
 
-def _adapter(adapter: AdapterFiles) -> dict[str, Any]:
+def _describe(source: Source) -> dict[str, Any]:
+    """Returns what tells a source from others."""
+    described: dict[str, Any] = {}
+    if source.fetched is None:
+        described["id"] = name_of(source.folder)
+        described["headers_sha256"] = headers_digest(source)
+        described["samples_sha256"] = _samples_digest(source.files)
+    else:  # a commit cannot change
+        described["id"] = str(source.fetched.origin)
+        described["headers_sha256"] = headers_digest(source)
+    if source.adapters:
+        described["adapters"] = [_describe_adapter(adapter) for adapter in source.adapters]
+    return described
+
+
+def _describe_adapter(adapter: AdapterFiles) -> dict[str, Any]:
     if adapter.origin is not None:
         return {"id": str(adapter), "config": adapter.config}
-    name = name_of(adapter.file.parent)
-    return {"id": name, "config": adapter.config, "samples_sha256": _samples_digest([adapter.file])}
+    return {
+        "id": name_of(adapter.file.parent),
+        "config": adapter.config,
+        "samples_sha256": _samples_digest([adapter.file]),
+    }
 
 
 def as_bytes(record: Mapping[str, Any]) -> bytes:
-    """nf4conv.json as bytes."""
+    """Returns the bytes of nf4conv.json for a record."""
     text = json.dumps(record, indent=2, ensure_ascii=False)
     return f"{text}\n".encode(errors="backslashreplace")  # an escape, in JSON
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says about its making; None if it says nothing that can be read."""
+    """Returns what a checkpoint says about its making; None if there is no record to be read."""
     path = folder / MAKING
     try:
-        record = read_json(path, _LARGEST) if path.is_file() else {}
+        if not path.is_file():
+            return None
+        record = read_json(path, _LARGEST)
     except (OSError, SourceError):
         return None
-    return record if {*map(type, map(record.get, ("options", "source")))} == {dict} else None
+    is_record = isinstance(record.get("options"), dict) and isinstance(record.get("source"), dict)
+    return record if is_record else None
 
 
 def recorded_scales(folder: Path) -> str:
-    """Which of SCALES a checkpoint was made with: absmax, unless it says otherwise."""
+    """Returns which of SCALES a checkpoint was made with: absmax, unless it says otherwise."""
     record = read_record(folder)
-    scales = None if record is None else record["options"].get("scales")
+    if record is None:
+        return "absmax"
+    scales = record["options"].get("scales")
     return scales if isinstance(scales, str) and scales in SCALES else "absmax"
 
 
 def name_of(folder: Path) -> str:
-    """A folder's own name; of one in the Hub's cache, "org/name"."""
+    """Returns a folder's own name; of a folder in the Hub's cache, "org/name"."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
@@ -99,8 +128,9 @@ def name_of(folder: Path) -> str:
 
 
 def headers_digest(source: Source) -> str:
-    """Of names, dtypes, shapes and places of all tensors."""
-    spelled = "".join(  # as tuples are, but faster
+    """Returns the SHA-256 of names, dtypes, shapes and places of all tensors."""
+    # spelled as tuples are, but faster
+    spelled = "".join(
         f"({name!r}, {dtype!r}, {shape!r}, {file.name!r}, {start})"
         for name, dtype, shape, file, start, _, _ in source.tensors
     )
@@ -108,8 +138,9 @@ def headers_digest(source: Source) -> str:
 
 
 def _samples_digest(files: Sequence[Path]) -> str:
-    """Of some bytes of each file, all over it: the same headers may describe other values after
-    more training.
+    """Returns the SHA-256 of some bytes of each file, all over it.
+
+    After more training, the same headers may describe other values.
     """
     most = min(max(_SAMPLES // len(files), _FEWEST_SAMPLES), _MOST_SAMPLES)
     digest = hashlib.sha256()
@@ -119,6 +150,7 @@ def _samples_digest(files: Sequence[Path]) -> str:
 
 
 def _samples(path: Path, most: int) -> bytes:
+    """Reads about so many samples of a file, at equal distances."""
     with named(path, SourceError), path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
         places = range(0, size, max(size // most, _SAMPLE))

@@ -1,25 +1,22 @@
-"""Which files of a listing hold the weights, by the names and in the order in which loaders look
-for them.
-"""
+"""Finds the files that hold the weights, by the names and in the order in which loaders look."""
 
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
 
-STEMS: Final = (
-    "model",
-    "diffusion_pytorch_model",
-)  # base names of weight files: transformers', diffusers'
+STEMS: Final = ("model", "diffusion_pytorch_model")
+"""Base names of weight files: those of transformers and of diffusers."""
 
 MODEL_INDEX: Final = "model_index.json"
-"""What makes a folder a diffusers pipeline; weights beside it are those of all its parts in another
-format.
+"""The file that makes a folder a diffusers pipeline.
+
+Weights beside it are those of all its parts in another format.
 """
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
-"""What PEFT saves of an adapter, which is no model."""
+"""Files in which PEFT saves the weights of an adapter, which is no model."""
 
 LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
 
@@ -29,20 +26,27 @@ _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
 
 
 class WeightFile(NamedTuple):
-    """Where to begin."""
+    """The file to begin with."""
 
     name: str  # of the only weight file, or of the index of several
-    is_index: bool  # which of the two
-    stem: str  # "model" or "diffusion_pytorch_model", as the output is to be called
+    is_index: bool  # True for an index
+    stem: str  # "model" or "diffusion_pytorch_model": what the output is called
 
 
 def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
-    """The weights among the files in a folder itself; safetensors are preferred to pickles, a
-    single file to an index.
+    """Finds the weights among the files of a folder.
 
-    `variant` is such as "fp16", or None for the files without one; `where` is named in errors: a
-    DiffusersFolderError if the folder is that of a diffusers pipeline, an AdapterError if it is
-    that of an adapter, a SourceError if there are none, or several that nothing tells apart.
+    Safetensors are preferred to pickles, and a single file to an index.
+
+    Args:
+        names: the files in the folder itself.
+        variant: a word in the names of the weight files, such as "fp16"; None for files without.
+        where: the folder, to name it in errors.
+
+    Raises:
+        DiffusersFolderError: the folder is that of a diffusers pipeline.
+        AdapterError: the folder is that of an adapter.
+        SourceError: there are no weights, or several files that nothing tells apart.
     """
     if MODEL_INDEX in names:
         raise DiffusersFolderError(
@@ -75,17 +79,30 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
 def _named(
     names: Collection[str], stems: Collection[str], suffix: str, variant: str | None
 ) -> Iterator[WeightFile]:
+    """Yields the weight files that loaders look for, the preferred one first.
+
+    Args:
+        names: the files in the folder.
+        stems: base names of weight files, in the order of preference.
+        suffix: of the weight files, without a dot.
+        variant: a word in their names, or None.
+    """
     infix = "" if variant is None else f".{variant}"
     for stem in stems:
+        called = stem if stem in STEMS else STEMS[0]
         single = f"{stem}{infix}.{suffix}"
-        # the last is diffusers' older spelling
-        indexes = (f"{stem}.{suffix}.index{infix}.json", f"{stem}.{suffix}{infix}.index.json")
-        for name in (single, *dict.fromkeys(indexes)):
-            if name in names:
-                yield WeightFile(name, name != single, stem if stem in STEMS else STEMS[0])
+        if single in names:
+            yield WeightFile(single, False, called)
+        index = f"{stem}.{suffix}.index{infix}.json"
+        if index in names:
+            yield WeightFile(index, True, called)
+        of_older_diffusers = f"{stem}.{suffix}{infix}.index.json"
+        if of_older_diffusers != index and of_older_diffusers in names:
+            yield WeightFile(of_older_diffusers, True, called)
 
 
 def _what_else(names: Collection[str], variant: str | None) -> str:
+    """Returns what to add to the error of a folder without weights."""
     if variant is not None and any(name.endswith(".safetensors") for name in names):
         return "; without --variant there are weights"
     if any(name.endswith(".gguf") for name in names):

@@ -1,8 +1,8 @@
-"""A thread that can be waited for, whatever interrupts come.
+"""Runs work in a thread that can be waited for, whatever interrupts come.
 
-`Thread.join` cannot: up to Python 3.12 an interrupt in it makes a thread that runs pass for one
-that has ended (threading.py: _wait_for_tstate_lock). So the thread itself says when it begins and
-when it is over.
+`Thread.join` is not enough: up to Python 3.12 an interrupt in it makes a thread that still runs
+pass for one that has ended (threading.py: _wait_for_tstate_lock). So the thread itself notes when
+it begins and when it is over.
 """
 
 import math
@@ -13,20 +13,27 @@ from contextlib import suppress
 
 
 class Background:
-    """Work that goes on beside its caller's, in a thread of this name, and raises nothing."""
+    """Work that goes on in a thread beside its caller's.
+
+    Args:
+        work: what the thread does; it must not raise anything.
+        name: of the thread.
+    """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._guard = threading.Lock()
-        self._begun = self._unwanted = self._is_over = False
-        self._wake = threading.Lock()  # free when it is over and nobody has noticed
+        self._begun = False
+        self._unwanted = False
+        self._is_over = False
+        self._wake = threading.Lock()  # free when the work is over and nobody has noticed
         self._wake.acquire()
         self.start = self._thread.start
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has begun and is not over."""
+        """Returns True if the work has begun and is not over."""
         return self._begun and not self._is_over
 
     def _run(self) -> None:
@@ -41,13 +48,15 @@ class Background:
             self._wake.release()
 
     def wait(self) -> None:
-        """Wait until it is over; an interrupt is raised."""
+        """Waits until the work is over; an interrupt is raised."""
         while not self._is_over:
             self._wake.acquire(timeout=0.2)  # so that signals are handled meanwhile
 
     def give_up(self, deadline: float) -> None:
-        """Wait until it is over, or a time by the monotonic clock; if it has not begun, see that it
-        never does.
+        """Waits until the work is over; work that has not begun never will.
+
+        Args:
+            deadline: when to wait no longer, by the monotonic clock.
         """
         with self._guard:
             self._unwanted = True
@@ -58,13 +67,15 @@ class Background:
 def outlast(
     threads: Sequence[Background], stop: Callable[[], None], patience: float = math.inf
 ) -> None:
-    """Wait until all is over, even through interrupts, of threads that work, have worked, or have
-    not begun.
+    """Waits until all work is over, whatever interrupts come.
 
-    `stop`, which may be called more than once, tells them to end; after seconds of patience they
-    are left alone.
+    Args:
+        threads: threads that work, have worked, or have not begun.
+        stop: tells them to end; it may be called more than once.
+        patience: seconds after which they are left alone.
     """
-    deadline, is_over = time.monotonic() + patience, False
+    deadline = time.monotonic() + patience
+    is_over = False
     while not is_over:
         with suppress(BaseException):  # the first of them is what the caller leaves with
             stop()
