@@ -24,7 +24,7 @@ test: $(VENV)/.installed ## run all tests that need no GPU; Triton's interpreter
 	$(BIN)/python -m pytest -m "not gpu and not browser and not architectures"
 
 test-quick: $(VENV)/.installed ## run every command once and check the rooms (under a minute): enough while you work
-	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py
+	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py tests/test_rooms.py
 
 check: $(VENV)/.installed ## check lint, format and types
 	$(BIN)/ruff check .
