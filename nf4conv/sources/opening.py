@@ -244,7 +244,7 @@ def _check_index(
 
 @dataclass(frozen=True)
 class _Headers:
-    """What the headers of all weight files say."""
+    """The headers of all weight files."""
 
     tensors: tuple[TensorInfo, ...]  # in the order of files and of bytes within a file
     stamps: Mapping[Path, Stamp]  # what the files were then; none of a commit

@@ -2,7 +2,7 @@
 
 A tensor that is stored as it is has a dtype, a shape and a range of bytes. Any other tensor has an
 encoding besides: one of the types of `Encoding`, which names the tensors that it is decoded from.
-encodings/encoded.py finds out which one. run/device/on_torch/reading.py and
+encodings/rules.py finds out which one. run/device/on_torch/reading.py and
 run/device/on_driver/batch/loading.py read and decode it.
 """
 
@@ -283,7 +283,7 @@ of equal layout and equal bytes decode to equal tensors.
 
 @dataclass(frozen=True, slots=True)
 class LowRankDelta:
-    """Adds scale · up · down to a matrix, or to each matrix of a stack (LoRA).
+    """The addition of scale · up · down to a matrix, or to each matrix of a stack (LoRA).
 
     With a magnitude, every row is then scaled to a given norm (DoRA).
     """
@@ -305,7 +305,7 @@ class LowRankDelta:
 
 @dataclass(frozen=True, slots=True)
 class VectorDelta:
-    """Adds scale · vector to a bias."""
+    """The addition of scale · vector to a bias."""
 
     vector: TensorInfo  # of the shape of the bias
     scale: float
@@ -313,7 +313,7 @@ class VectorDelta:
 
 @dataclass(frozen=True, slots=True)
 class RowsDelta:
-    """Puts rows in the place of others: tokens that an adapter trained anew."""
+    """New rows in the place of others: tokens that an adapter trained."""
 
     rows: TensorInfo  # [rows, columns]
     indices: tuple[int, ...]  # the row of the tensor that each of them replaces

@@ -41,7 +41,7 @@ Block = tuple[int, int]  # (rows, columns) that share a scale
 
 @dataclass(frozen=True)
 class Description:
-    """What a config says about the quantization of a checkpoint.
+    """The quantization of a checkpoint, as its config describes it.
 
     Attributes:
         method: quant_method, in lower case; None if the config describes no quantization.

@@ -38,7 +38,7 @@ _STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class _Content:
-    """What a file holds."""
+    """The content of a file."""
 
     state: Any  # the state dict, as its pickle describes it
     storages: Mapping[str, range]  # where in the file the bytes of each storage are, by key
