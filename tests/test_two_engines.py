@@ -7,10 +7,13 @@ CPU.
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import host_driver
@@ -35,11 +38,12 @@ from nf4conv import (
 from nf4conv.errors import SourceError, VerificationError
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import content_of
+from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
 from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.device import DriverDevice
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.on_torch.backend import ImportCost, TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice
 from nf4conv.sources.header import build_header
 
@@ -558,6 +562,60 @@ def test_a_weight_that_is_merged_with_an_adapter(
     assert "1 of 7 tensors took torch (merged with an adapter)" in report.notes
     assert report.verification is not None
     assert report.verification.bytes_differing == 0
+    assert len(gpu) == 1
+
+
+def test_what_importing_torch_took_is_said():
+    program = (
+        "from nf4conv.run.device.on_torch.backend import TorchBackend\n"
+        "backend = TorchBackend('cpu')\n"
+        "assert backend.import_cost is None\n"
+        "assert backend.name == 'cpu'\n"
+        "print(*backend.import_cost)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    seconds, size = map(float, done.stdout.split())
+    assert seconds > 0.01
+    assert size > 2**24
+    torch_backend = TorchBackend("cpu")
+    torch_backend.import_cost = ImportCost(2.34, 310_200_000)
+    reasons = dict.fromkeys("abc", "stored transposed") | {"d": "stored in F64"}
+    devices = Devices(torch_backend, SimpleNamespace(), reasons, 300)  # type: ignore[arg-type]
+    assert devices.notes() == (
+        "4 of 300 tensors took torch (stored transposed, stored in F64): "
+        "importing it took 2.3 s and 310 MB",
+    )
+
+
+def test_tensors_that_are_joined(
+    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
+):
+    """As for image tools, which know Flux's q, k and v as one."""
+    block = "transformer_blocks.3"
+    tensors = {
+        f"{block}.attn.to_{part}.weight": torch.randn(64, 64, generator=GENERATOR).half()
+        for part in "qkv"
+    }
+    tensors[f"{block}.ff.net.2.weight"] = torch.randn(64, 256, generator=GENERATOR).half()
+    tensors["x_embedder.weight"] = torch.randn(64, 64, generator=GENERATOR).half()
+    source = write(tmp_path / "source", tensors)
+    (source / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    (source / "model.safetensors").rename(source / "diffusion_pytorch_model.safetensors")
+    options, bare, with_torch = (
+        QuantizeOptions(single_file=True),
+        tmp_path / "bare.safetensors",
+        tmp_path / "torch.safetensors",
+    )
+    by_torch(quantize_checkpoint, source, with_torch, options)
+    with monkeypatch.context() as patch:
+        asked = Asked(patch)
+        report = quantize_checkpoint(source, bare, options, MIXED)
+    assert bare.read_bytes() == with_torch.read_bytes()
+    assert asked.torch == {"double_blocks.3.img_attn.qkv.weight"}
+    assert asked.driver == {"double_blocks.3.img_mlp.2.weight"}
+    assert "1 of 3 tensors took torch (joined)" in report.notes
     assert len(gpu) == 1
 
 
