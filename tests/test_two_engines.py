@@ -645,7 +645,7 @@ def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]
 
 
 def save_in_order(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a file with its tensors in the order given, which safetensors' own function changes."""
+    """Writes a file with its tensors in the order given, which safetensors itself changes."""
     content, entries = bytearray(), []
     for name, tensor in tensors.items():
         raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
