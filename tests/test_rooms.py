@@ -1,4 +1,4 @@
-"""The house stays readable: every room has a map of its modules, and none is crowded.
+"""The house stays readable: every room has a map of its modules, none is crowded, no line is long.
 
 tests/test_layering.py holds which room may import which.
 """
@@ -14,6 +14,7 @@ import nf4conv
 PACKAGE = Path(nf4conv.__file__).parent
 ROOMS = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
 MOST_MODULES = 14
+COLUMNS = 100
 
 # a line of a map: one name or several, two spaces or more, and what is there
 MAP_LINE = re.compile(r" *((?:\w+(?:\.py|/), )*\w+(?:\.py|/)) {2,}\S")
@@ -47,3 +48,13 @@ def test_a_room_has_a_map_of_its_modules(room: Path):
 def test_no_room_is_crowded(room: Path):
     modules = [name for name in modules_of(room) if name.endswith(".py")]
     assert len(modules) <= MOST_MODULES
+
+
+def test_no_line_is_long():
+    long = []
+    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            written = line.partition("  # type: ignore")[0]
+            if len(written) > COLUMNS:
+                long.append(f"{path.relative_to(PACKAGE)}:{number}")
+    assert not long
