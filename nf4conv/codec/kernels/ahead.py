@@ -1,5 +1,9 @@
-"""The kernels compiled ahead of a run, as bytes: what a program without torch and Triton needs to
-launch them.
+"""Compiles kernels to bytes, ahead of a run: what a program without torch and Triton needs to launch
+them.
+
+The functions that return a `Codec` say what kernels a purpose takes. Each is named by a value of
+bundle.Action, and its `device` is where the kernels will run; on a CPU they are for Triton's
+interpreter, without inline assembly.
 """
 
 import base64
@@ -24,35 +28,60 @@ from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
 from nf4conv.codec.quant_state import code_table
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
+# Tensors that say only of what dtype an argument is.
+_UINT8: Final = torch.empty(0, dtype=torch.uint8)
+_INT32: Final = torch.empty(0, dtype=torch.int32)
+_INT64: Final = torch.empty(0, dtype=torch.int64)
+_FLOAT32: Final = torch.empty(0, dtype=torch.float32)
+_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
+
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
-_LONGEST: Final = (
-    120  # seconds that compiling in several processes may take before it is done in this one
-)
+"""Kernels by how they may touch memory: the end of their names, and the constexpr."""
+
+_LONGEST: Final = 120
+"""Seconds that compiling in several processes may take before it is done in this one."""
 
 
 class Variant(NamedTuple):
-    """A kernel that is to be compiled."""
+    """A kernel that is to be compiled.
 
-    kernel: Any  # the function
-    arguments: tuple[
-        Any, ...
-    ]  # tensors of the right dtypes, any integers, and its constexprs, in its order
-    num_warps: int  # of 32 threads, for each program
+    Attributes:
+        kernel: the function.
+        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
+        num_warps: warps of 32 threads of each program.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    num_warps: int
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Kernels for one purpose on one kind of GPU."""
+    """Kernels for one purpose on one kind of GPU.
 
-    kernels: dict[str, Variant]  # by name
-    tables: dict[str, bytes]  # what they read, by name
-    numbers: dict[str, int]  # what their callers must know, by name
+    Attributes:
+        kernels: by name.
+        tables: the bytes of the tables that the kernels read, by name.
+        numbers: what the kernels' callers must know, by name.
+    """
+
+    kernels: dict[str, Variant]
+    tables: dict[str, bytes]
+    numbers: dict[str, int]
 
 
 def encoder(
     device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str
 ) -> Codec:
-    """What packs weights of one dtype, with "absmax" or "search" for scales.
+    """Return what packs weights of one dtype.
+
+    Args:
+        device: of the kernels.
+        dtype: of the weights: float32, float16 or bfloat16.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale.
+        scales: "absmax" or "search".
 
     Returns:
         kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total",
@@ -63,39 +92,42 @@ def encoder(
             "quantize_aligned" takes; "finite_tile", words that one of "finite" looks at;
             "resident_blocks", see mean_order.thread_blocks.
     """
+    on_gpu = device.type == "cuda"
     searches = scales == "search"
     tile, num_warps = pack.packing(dtype, blocksize, searches)
-    integers, floats, words = (
-        torch.empty(1, dtype=kind) for kind in (torch.int64, torch.float32, torch.int32)
+    kernels = {}
+    for access_name, access in _ACCESSES:
+        kernels[f"quantize_{access_name}"] = Variant(
+            batch.quantize_batch_kernel,
+            (
+                _INT64,  # the table of tensors
+                torch.empty(0, dtype=dtype),
+                _INT32,  # the table of codes
+                1,
+                blocksize,
+                tile,
+                quant_type == "fp4",
+                access,
+                on_gpu,
+                searches,
+            ),
+            num_warps,
+        )
+    kernels["compress"] = Variant(
+        batch.compress_batch_kernel, (_INT64, _FLOAT32, _FLOAT32, 1, on_gpu), nested.NUM_WARPS
     )
-    quantize = (
-        integers,
-        torch.empty(0, dtype=dtype),
-        words,
-        1,
-        blocksize,
-        tile,
-        quant_type == "fp4",
+    kernels["mean"] = Variant(mean.mean_kernel, (_INT64, _FLOAT32, 1), mean.NUM_WARPS)
+    kernels["mean_part"] = Variant(mean.partial_kernel, (_FLOAT32, _FLOAT32, 1, 1), mean.NUM_WARPS)
+    kernels["mean_total"] = Variant(mean.total_kernel, (_FLOAT32, _FLOAT32, 1, 1), mean.NUM_WARPS)
+    kernels["finite"] = Variant(
+        finite.non_finite_kernel,
+        (_INT32, _INT32, 1, finite.exponent_mask(dtype), dtype.itemsize == 2),
+        finite.NUM_WARPS,
     )
-    values = (words, words, 1, finite.exponent_mask(dtype), dtype.itemsize == 2)
-    absmax = (integers, floats, floats, 1, device.type == "cuda")
-    kernels = {
-        **{
-            f"quantize_{kind}": Variant(
-                batch.quantize_batch_kernel,
-                (*quantize, access, device.type == "cuda", searches),
-                num_warps,
-            )
-            for kind, access in _ACCESSES
-        },
-        "compress": Variant(batch.compress_batch_kernel, absmax, nested.NUM_WARPS),
-        "mean": Variant(mean.mean_kernel, (integers, floats, 1), mean.NUM_WARPS),
-        "mean_part": Variant(mean.partial_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
-        "mean_total": Variant(mean.total_kernel, (floats, floats, 1, 1), mean.NUM_WARPS),
-        "finite": Variant(finite.non_finite_kernel, values, finite.NUM_WARPS),
+    tables = {
+        "codes": _bytes(pack.packing_table(quant_type, device, searches)),
+        "middles": _bytes(middle_table(device)),
     }
-    codes = pack.packing_table(quant_type, device, searches)
-    tables = {"codes": _bytes(codes), "middles": _bytes(middle_table(device))}
     numbers = {
         "tile": tile,
         "nested_tile": NESTED_BLOCKSIZE,
@@ -107,7 +139,13 @@ def encoder(
 
 
 def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> Codec:
-    """What unpacks weights to one dtype.
+    """Return what unpacks weights to one dtype.
+
+    Args:
+        device: of the kernels.
+        dtype: of the result: float32, float16 or bfloat16.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
 
     Returns:
         kernels: "plain_aligned", "plain_any", "nested_aligned", "nested_any".
@@ -116,18 +154,30 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
             aligned kernels take.
     """
     tile, num_warps = configuration(dtype, blocksize, dequantize.CONFIGURATIONS)
-    out, values = torch.empty(0, dtype=dtype), value_table(quant_type, device)
-    packed, floats = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
-    on_gpu = device.type == "cuda"
     kernels = {}
-    for name, absmax in (("plain", floats), ("nested", packed)):
-        for kind, access in _ACCESSES:
-            arguments = (packed, absmax, floats, floats, floats, values, out, 1)
-            constants = (blocksize, tile, access, True, on_gpu)
-            kernels[f"{name}_{kind}"] = Variant(
-                dequantize.dequantize_kernel, (*arguments, *constants), num_warps
+    for absmax_name, absmax in (("plain", _FLOAT32), ("nested", _UINT8)):
+        for access_name, access in _ACCESSES:
+            kernels[f"{absmax_name}_{access_name}"] = Variant(
+                dequantize.dequantize_kernel,
+                (
+                    _UINT8,  # packed codes
+                    absmax,
+                    _FLOAT32,  # nested code
+                    _FLOAT32,  # nested absmax
+                    _FLOAT32,  # offset
+                    _INT32,  # values of codes
+                    torch.empty(0, dtype=dtype),
+                    1,
+                    blocksize,
+                    tile,
+                    access,
+                    True,
+                    device.type == "cuda",
+                ),
+                num_warps,
             )
-    return Codec(kernels, {"values": _bytes(values)}, {"tile": tile, "slot": 16 // dtype.itemsize})
+    tables = {"values": _bytes(value_table(quant_type, device))}
+    return Codec(kernels, tables, {"tile": tile, "slot": 16 // dtype.itemsize})
 
 
 def comparer(
@@ -138,39 +188,73 @@ def comparer(
     scales: str,
     double_quant: bool,
 ) -> Codec:
-    """What measures the error of weights that `encoder` has packed.
+    """Return what measures the error of weights that `encoder` has packed.
+
+    Args:
+        device: of the kernels.
+        dtype: of the weights: float32, float16 or bfloat16.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale.
+        scales: "absmax" or "search".
+        double_quant: True if the scales are quantized too.
 
     Returns:
         kernels: "compare".
-        tables: "values", "bounds"; "nested", what 8-bit scales stand for.
+        tables: "values", "bounds"; "nested", the values of 8-bit scales.
         numbers: "tile", elements that a program looks at.
     """
     tile, num_warps = configuration(dtype, blocksize, error.CONFIGURATIONS)
-    values, bounds = value_table(quant_type, device), bound_table(quant_type, scales, device)
-    packed, floats = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
-    decoding = (packed if double_quant else floats, floats, floats, floats, values, bounds)
-    sums = (floats, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64), 1, 1)
-    constants = (blocksize, tile, ELEMENTWISE, device.type == "cuda")
     kernel = Variant(
         error.error_kernel,
-        (torch.empty(0, dtype=dtype), packed, *decoding, *sums, *constants),
+        (
+            torch.empty(0, dtype=dtype),
+            _UINT8,  # packed codes
+            _UINT8 if double_quant else _FLOAT32,  # absmax
+            _FLOAT32,  # nested code
+            _FLOAT32,  # nested absmax
+            _FLOAT32,  # offset
+            _INT32,  # values of codes
+            _INT32,  # bounds of codes
+            _FLOAT32,  # peaks
+            _FLOAT64,  # squares
+            _INT64,  # outside
+            1,
+            1,
+            blocksize,
+            tile,
+            ELEMENTWISE,
+            device.type == "cuda",
+        ),
         num_warps,
     )
     tables = {
-        "values": _bytes(values),
-        "bounds": _bytes(bounds),
+        "values": _bytes(value_table(quant_type, device)),
+        "bounds": _bytes(bound_table(quant_type, scales, device)),
         "nested": _bytes(code_table("dynamic", device)),
     }
     return Codec({"compare": kernel}, tables, {"tile": tile * error.TILES.value})
 
 
 def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
-    """What finds out how far vectors are apart: the kernel "subtract", and "tile", elements that a
-    program looks at.
+    """Return what finds out how far two vectors are apart.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        a: dtype of one vector: float32, float16 or bfloat16.
+        b: dtype of the other.
+
+    Returns:
+        kernels: "subtract".
+        tables: none.
+        numbers: "tile", elements that a program looks at.
     """
-    examples = [torch.empty(0, dtype=dtype) for dtype in (a, b, torch.float64)]
-    kernel = Variant(difference.difference_kernel, (*examples, 1, 1), difference.NUM_WARPS)
-    return Codec({"subtract": kernel}, {}, {"tile": difference.TILE.value * difference.STEPS.value})
+    kernel = Variant(
+        difference.difference_kernel,
+        (torch.empty(0, dtype=a), torch.empty(0, dtype=b), _FLOAT64, 1, 1),
+        difference.NUM_WARPS,
+    )
+    tile = difference.TILE.value * difference.STEPS.value
+    return Codec({"subtract": kernel}, {}, {"tile": tile})
 
 
 def scaled_decoder(
@@ -182,20 +266,47 @@ def scaled_decoder(
     by_127: bool,
     aligned: bool,
 ) -> Codec:
-    """What decodes 8-bit values with scales, as scaled.decode_scaled; `aligned` says if rows are
-    multiples of 16.
+    """Return what decodes 8-bit values with scales, see scaled.decode_scaled.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        values: dtype of the values.
+        scale: dtype of the scales.
+        block: (rows, columns) that share a scale.
+        by_127: True to multiply each product by 1 / 127 too.
+        aligned: True if rows are multiples of 16 values.
 
     Returns:
         kernels: "decode".
+        tables: none.
         numbers: "rows", "columns" of a program.
     """
-    examples = [torch.empty(0, dtype=dtype) for dtype in (values, scale)]
-    arguments = (*map(stored, examples), torch.empty(0, dtype=out), *[1] * 5)
-    constants = (*block, *map(kind_of, examples), by_127, aligned)
-    kernels = {"decode": Variant(scaled.scaled_kernel, (*arguments, *constants), scaled.NUM_WARPS)}
-    return Codec(
-        kernels, {}, {"rows": scaled.TILE_ROWS.value, "columns": scaled.TILE_COLUMNS.value}
+    height, width = block
+    example_values = torch.empty(0, dtype=values)
+    example_scale = torch.empty(0, dtype=scale)
+    kernel = Variant(
+        scaled.scaled_kernel,
+        (
+            stored(example_values),
+            stored(example_scale),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            height,
+            width,
+            kind_of(example_values),
+            kind_of(example_scale),
+            by_127,
+            aligned,
+        ),
+        scaled.NUM_WARPS,
     )
+    numbers = {"rows": scaled.TILE_ROWS.value, "columns": scaled.TILE_COLUMNS.value}
+    return Codec({"decode": kernel}, {}, numbers)
 
 
 def fp4_decoder(
@@ -208,50 +319,75 @@ def fp4_decoder(
     aligned: bool,
     transposed: bool,
 ) -> Codec:
-    """What decodes MXFP4 and NVFP4, as fp4.decode_fp4; `aligned` says if rows are multiples of 16
-    pairs.
+    """Return what decodes MXFP4 and NVFP4, see fp4.decode_fp4.
 
-    `transposed` says that what is decoded is written as [columns, rows].
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        scale: dtype of the scales.
+        group_pairs: pairs of values that share a scale.
+        divisor: dtype of the number that scales are divided by; None if they are not.
+        multiplier: dtype of the number that scales are multiplied with; None if they are not.
+        aligned: True if rows are multiples of 16 pairs.
+        transposed: True to write the result as [columns, rows].
 
     Returns:
         kernels: "decode".
+        tables: none.
         numbers: "rows", "columns" of a program, in pairs.
     """
-    scales = torch.empty(0, dtype=scale)
-    factors = [
-        stored(scales if dtype is None else torch.empty(0, dtype=dtype))
-        for dtype in (divisor, multiplier)
-    ]
-    values, result = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=out)
-    constants = (
-        group_pairs,
-        kind_of(scales),
-        divisor is not None,
-        multiplier is not None,
-        aligned,
-        transposed,
+    example_scale = torch.empty(0, dtype=scale)
+    example_divisor = example_scale if divisor is None else torch.empty(0, dtype=divisor)
+    example_multiplier = example_scale if multiplier is None else torch.empty(0, dtype=multiplier)
+    kernel = Variant(
+        fp4.fp4_kernel,
+        (
+            _UINT8,  # pairs of values
+            stored(example_scale),
+            stored(example_divisor),
+            stored(example_multiplier),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            group_pairs,
+            kind_of(example_scale),
+            divisor is not None,
+            multiplier is not None,
+            aligned,
+            transposed,
+        ),
+        fp4.NUM_WARPS,
     )
-    arguments = (values, stored(scales), *factors, result, *[1] * 4, *constants)
-    kernels = {"decode": Variant(fp4.fp4_kernel, arguments, fp4.NUM_WARPS)}
-    return Codec(kernels, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value})
+    return Codec(
+        {"decode": kernel}, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value}
+    )
 
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
-    """What casts values of one dtype to another.
+    """Return what casts values of one dtype to another.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        source: float32, float16 or bfloat16.
+        target: one of these.
 
     Returns:
         kernels: "cast".
+        tables: none.
         numbers: "tile", values that a program casts.
     """
-    examples = [torch.empty(0, dtype=dtype) for dtype in (source, target, torch.int32)]
-    return Codec(
-        {"cast": Variant(cast.cast_kernel, (*examples, 1), cast.NUM_WARPS)},
-        {},
-        {"tile": cast.TILE.value},
+    kernel = Variant(
+        cast.cast_kernel,
+        (torch.empty(0, dtype=source), torch.empty(0, dtype=target), _INT32, 1),
+        cast.NUM_WARPS,
     )
+    return Codec({"cast": kernel}, {}, {"tile": cast.TILE.value})
 
 
-_waiting: list[Variant] = []  # what the processes that are forked now are to compile
+_waiting: list[Variant] = []
+"""The kernels that forked processes are to compile: they find them here, and need no pickle."""
 
 
 def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[dict[str, Any]]:
@@ -263,55 +399,70 @@ def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[d
         capability: compute capability of the GPU, such as (9, 0).
 
     Returns:
-        Of each kernel the machine code, in base64, its name in there, and bytes of shared memory
-        and threads of each program.
+        For each kernel "cubin", the machine code in base64; "entry", its name in there; "shared",
+        bytes of shared memory of each program; and "threads" of each program.
     """
     _waiting[:] = variants
     tasks = [(number, capability) for number in range(len(variants))]
     processes = min(len(tasks), len(os.sched_getaffinity(0)))
-    # a process that is ended, with all its work done, is not to tell the user that it was stopped
-    quiet = signal.signal, (signal.SIGTERM, signal.SIG_DFL)
-    with multiprocessing.get_context("fork").Pool(processes, *quiet) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, _end_quietly) as pool:
         try:
             return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
-        except (
-            multiprocessing.TimeoutError
-        ):  # a lock that another thread of ours held when we forked
+        except multiprocessing.TimeoutError:
+            # a lock that another thread of ours held when we forked
             return [_compile(task) for task in tasks]
 
 
+def _end_quietly() -> None:
+    """Keep a process that is ended, with all its work done, from telling the user that it was
+    stopped.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
+    """Compile a kernel of `_waiting`, given its number and the compute capability."""
     number, (major, minor) = task
-    kernel, arguments, num_warps = _waiting[number]
-    types, constants = {}, {}
-    for place, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
+    variant = _waiting[number]
+    kernel = variant.kernel
+    types = {}
+    constants = {}
+    for place, parameter in enumerate(kernel.params):
+        argument = variant.arguments[place]
         if parameter.is_constexpr:
             types[parameter.name] = "constexpr"
             constants[(place,)] = argument
+        elif isinstance(argument, torch.Tensor):
+            types[parameter.name] = _POINTERS[argument.dtype]
         else:
-            types[parameter.name] = (
-                _POINTERS[argument.dtype] if isinstance(argument, torch.Tensor) else "i64"
-            )
+            types[parameter.name] = "i64"
     found = compile_source(
         ASTSource(kernel, types, constants, {}),
         target=GPUTarget("cuda", 10 * major + minor, 32),
-        options={"num_warps": num_warps, "enable_fp_fusion": False},
+        options={"num_warps": variant.num_warps, "enable_fp_fusion": False},
     )
-    cubin = base64.b64encode(found.asm["cubin"]).decode()
     return {
-        "cubin": cubin,
+        "cubin": base64.b64encode(found.asm["cubin"]).decode(),
         "entry": found.metadata.name,
         "shared": found.metadata.shared,
-        "threads": 32 * num_warps,
+        "threads": 32 * variant.num_warps,
     }
 
 
 _POINTERS: Final = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+"""Triton's names of pointers to these."""
 
 
 def _bytes(table: torch.Tensor) -> bytes:
+    """Return the bytes of a table."""
     raw: bytes = table.cpu().numpy().tobytes()
     return raw

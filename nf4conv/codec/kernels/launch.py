@@ -1,4 +1,4 @@
-"""Compile a kernel once for each variant, then launch it for little more than the driver call.
+"""Compiles a kernel once for each variant, then launches it for little more than the driver call.
 
 Triton's own `kernel[grid](...)` inspects every argument at every call, about 10 µs for a dozen of
 them. A `Launcher` does that for the first call of a variant and keeps what it compiled; later calls
@@ -20,17 +20,22 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-_first_call = threading.Lock()
+_first_call = threading.Lock()  # Triton compiles in one thread at a time
 
 
 def _find_triton_a_folder() -> None:
-    """Triton keeps what it compiles at home, and fails for users without one: in containers that
-    run under a number.
+    """Give Triton a temporary cache if the user's home cannot be written to.
+
+    Triton keeps what it compiles at home, and fails for users without one: in containers that run
+    under a user number without a name.
     """
+    if "TRITON_HOME" in os.environ or "TRITON_CACHE_DIR" in os.environ:
+        return
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - pathlib raises where there is none
-    kept = home / ".triton"
-    is_told = "TRITON_HOME" in os.environ or "TRITON_CACHE_DIR" in os.environ
-    if not is_told and not os.access(kept if kept.exists() else home, os.W_OK):
+    folder = home / ".triton"
+    if not folder.exists():
+        folder = home
+    if not os.access(folder, os.W_OK):
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="nf4conv-triton-")
 
 
@@ -38,24 +43,32 @@ _find_triton_a_folder()
 
 
 def kernel(function: Any) -> Any:
-    """`triton.jit` for what a Launcher launches: only constexprs decide the compilation. Pointers
-    are named …_ptr.
+    """Decorate a kernel for a Launcher: `triton.jit`, but only constexprs decide the compilation.
+
+    Args:
+        function: its parameters are pointers, named …_ptr, sizes, and constexprs.
     """
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
-    pointers = [name for name in names if name.endswith("_ptr")]
-    sizes = [name for name in names if name not in pointers]
+    pointers = []
+    sizes = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.annotation is tl.constexpr:
+            continue
+        if parameter.name.endswith("_ptr"):
+            pointers.append(parameter.name)
+        else:
+            sizes.append(parameter.name)
     return triton.jit(function, do_not_specialize=sizes, do_not_specialize_on_alignment=pointers)
 
 
 class Launcher:
-    """One `@kernel`, whose parameters are run-time arguments first, then constexprs, and what it
-    was compiled to.
+    """Launches one `@kernel` and keeps what it was compiled to.
+
+    The kernel's parameters are run-time arguments first, then constexprs.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, Any] = {}  # by device, variant, warps and constexprs
 
     def __call__(
         self,
@@ -67,17 +80,20 @@ class Launcher:
         registers: int | None = None,
         begins_early: bool = False,
     ) -> Any:
-        """Launch on the current stream of the first argument's device; return what was compiled.
+        """Launch on the current stream of the first argument's device.
 
         Args:
-            programs: grid size.
+            programs: the number of programs: the grid.
             arguments: tensors and numbers, in the kernel's order; the first is a tensor.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
-            num_warps: of 32 threads, for each program.
-            registers: at most, for each thread; by default what the compiler likes.
-            begins_early: whether the kernel may begin before its predecessor has ended, and waits
+            num_warps: warps of 32 threads of each program.
+            registers: the most registers of a thread; by default the compiler decides.
+            begins_early: True if the kernel may begin before its predecessor has ended, and waits
                 where it must.
+
+        Returns:
+            What was compiled: Triton's kernel, or None from the interpreter.
         """
         first = arguments[0]
         if first.device.type != "cuda":
@@ -94,54 +110,88 @@ class Launcher:
             _run(compiled, programs, device, arguments, constants)
             return compiled
         with _first_call:
-            options = {"num_warps": num_warps, "maxnreg": registers, "launch_pdl": begins_early}
             compiled = self.kernel[(programs,)](
-                *arguments, *constants, enable_fp_fusion=False, **options
+                *arguments,
+                *constants,
+                num_warps=num_warps,
+                maxnreg=registers,
+                launch_pdl=begins_early,
+                enable_fp_fusion=False,  # a product and a sum are rounded apart
             )
             self._compiled[key] = compiled
             return compiled
 
     def fixed(
-        self, programs: int, arguments: tuple[torch.Tensor | float, ...], *options: Any
+        self,
+        programs: int,
+        arguments: tuple[torch.Tensor | float, ...],
+        constants: tuple[Hashable, ...],
+        variant: Hashable,
+        num_warps: int,
+        registers: int | None = None,
+        begins_early: bool = False,
     ) -> Callable[..., None]:
-        """A launch that takes less time: a function of the first tensors; `arguments` are the
-        others, and never change.
+        """Prepare a launch that takes less time: all arguments but the first tensors never change.
 
-        The options are those of `__call__`, behind `arguments`.
+        Args:
+            programs: the number of programs: the grid.
+            arguments: those behind the first tensors, in the kernel's order. The caller keeps the
+                tensors among them alive.
+            constants: the constexprs, in the kernel's order.
+            variant: whatever else decides the compilation: the dtypes of the arguments.
+            num_warps: warps of 32 threads of each program.
+            registers: the most registers of a thread; by default the compiler decides.
+            begins_early: True if the kernel may begin before its predecessor has ended, and waits
+                where it must.
+
+        Returns:
+            A function of the first tensors, which launches.
         """
-        kept = (
-            *[one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments],
-            *options[0],
-        )
+        unchanging = (*_addresses(arguments), *constants)
         compiled: dict[int, Any] = {}  # by device
 
         def launch(*tensors: torch.Tensor) -> None:
             device = torch.cuda.current_device()
             if device in compiled:
-                _run(compiled[device], programs, device, tensors, kept)
-            else:
-                compiled[tensors[0].device.index] = self(programs, (*tensors, *arguments), *options)
+                _run(compiled[device], programs, device, tensors, unchanging)
+                return
+            compiled[tensors[0].device.index] = self(
+                programs,
+                (*tensors, *arguments),
+                constants,
+                variant,
+                num_warps,
+                registers,
+                begins_early,
+            )
 
         return launch
 
 
+def _addresses(arguments: tuple[torch.Tensor | float, ...]) -> list[float]:
+    """Return arguments as the driver takes them: the addresses of tensors, and numbers."""
+    return [one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments]
+
+
 def _run(
-    compiled: Any, programs: int, device: int, arguments: tuple[Any, ...], others: tuple[Any, ...]
+    compiled: Any,
+    programs: int,
+    device: int,
+    arguments: tuple[torch.Tensor | float, ...],
+    others: tuple[Any, ...],
 ) -> None:
-    addresses = [one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments]
+    """Call Triton's C launcher; `others`, behind the arguments, are addresses and numbers."""
     stream = driver.active.get_current_stream(device)
     compiled.run(
-        *(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *others,
-        )
+        programs,
+        1,
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # what is launched, for the hooks
+        None,  # the hook before a launch
+        None,  # the hook behind it
+        *_addresses(arguments),
+        *others,
     )

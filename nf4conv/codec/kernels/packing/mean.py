@@ -2,11 +2,12 @@
 
 Up to TORCH_BLOCK values torch reduces with one thread block, in an order that `mean_kernel`
 repeats. Beyond, it deals the vectors of 4 to several thread blocks in turn, and one block sums
-their sums. codec/mean_order.py has the rule, and codec/reduction.py repeats it in numpy.
+their sums. codec/reduction.py describes the order, and repeats it in numpy; codec/mean_order.py has
+the number of threads and of blocks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,32 +22,15 @@ from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, th
 NUM_WARPS = 4
 _TORCH_BLOCK = tl.constexpr(TORCH_BLOCK)
 
-_SHORT = (
-    1,
-    2,
-    5,
-    31,
-    33,
-    64,
-    100,
-    127,
-    128,
-    129,
-    131,
-    1000,
-    2047,
-    2048,
-    4099,
-    65536,
-    130_557,
-    TORCH_BLOCK,
-)
-_LONG = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
-
+# Lengths at which `repeats_torch` compares: those that torch does not read as vectors of 4, those
+# that one thread block sums, and those that several do.
+_SINGLE: Final = (1, 2, 5, 31, 33, 64, 100, 127)
+_SHORT: Final = (128, 129, 131, 1000, 2047, 2048, 4099, 65_536, 130_557, TORCH_BLOCK)
+_LONG: Final = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
 
 Launch = Callable[[str, int, tuple[Any, ...]], object]
-"""Launches "mean", "mean_part" or "mean_total", see ahead.encoder: so many programs, on tensors and
-numbers.
+"""Launches a kernel of ahead.encoder, "mean", "mean_part" or "mean_total". It takes the name, the
+number of programs, and the tensors and numbers that are the kernel's arguments.
 """
 
 
@@ -56,17 +40,21 @@ def short_means(
     counts: npt.NDArray[np.int64],
     launch: Launch,
 ) -> torch.Tensor:
-    """[vectors] float32: the means of vectors in torch's order of summation, NaN of those longer
-    than TORCH_BLOCK.
+    """Take the means of many vectors in torch's order of summation.
 
-    `values` is a flat float32 buffer; `offsets` say where each vector begins, multiples of 4,
-    `counts` how long it is.
+    Args:
+        values: a flat float32 buffer, which holds the vectors.
+        offsets: [vectors], where each begins: multiples of 4.
+        counts: [vectors], the length of each.
+        launch: launches the kernel "mean".
+
+    Returns:
+        [vectors] float32; NaN for those longer than TORCH_BLOCK.
     """
     means = torch.full((len(counts),), torch.nan, device=values.device)
-    lanes = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
-    table = torch.from_numpy(np.stack([values.data_ptr() + 4 * offsets, counts, lanes])).to(
-        values.device
-    )
+    addresses = values.data_ptr() + 4 * offsets
+    threads_of = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
+    table = torch.from_numpy(np.stack([addresses, counts, threads_of])).to(values.device)
     launch("mean", len(counts), (table, means, len(counts)))
     return means
 
@@ -74,10 +62,13 @@ def short_means(
 def long_mean(
     values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch
 ) -> None:
-    """Write the `mean`, [1] float32, of more than TORCH_BLOCK values, [n] float32 and 16-byte
-    aligned.
+    """Take the mean of one vector of more than TORCH_BLOCK values.
 
-    `partial` is scratch: [blocks] float32, as many blocks as torch would use.
+    Args:
+        values: [n] float32, at a multiple of 16 bytes.
+        partial: [blocks] float32, scratch: as many blocks as torch would use.
+        mean: [1] float32, written.
+        launch: launches the kernels "mean_part" and "mean_total".
     """
     blocks = partial.numel()
     launch("mean_part", blocks, (values, partial, values.numel(), blocks))
@@ -85,34 +76,35 @@ def long_mean(
 
 
 def resident_blocks(device: torch.device) -> int:
-    """How many thread blocks of torch's mean a GPU holds at once, see mean_order.thread_blocks."""
+    """Return the thread blocks of torch's mean that a GPU holds at once, for
+    mean_order.thread_blocks.
+    """
     properties = torch.cuda.get_device_properties(device)
-    return int(
-        properties.multi_processor_count
-        * (properties.max_threads_per_multi_processor // MAX_THREADS)
-    )
+    blocks_each = properties.max_threads_per_multi_processor // MAX_THREADS
+    return int(properties.multi_processor_count * blocks_each)
 
 
 def repeats_torch(device: torch.device, launch: Launch) -> bool:
-    """Whether these kernels give torch's bits on a GPU: the order belongs to torch's release."""
+    """Return True if these kernels give the bits of torch's mean on a GPU.
+
+    The order of a sum belongs to torch's release, so it is tried out.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    counts = np.array(_SHORT)
-    offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
+    counts = np.array(_SINGLE + _SHORT)
+    ends = np.cumsum(-(-counts // 4) * 4)
+    offsets = np.concatenate([[0], ends[:-1]])
     values = torch.rand(int(offsets[-1] + counts[-1]), generator=generator, device=device)
-    expected = [
-        values[o : o + c].mean() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
-    ]
+    expected = []
+    for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
+        expected.append(values[offset : offset + count].mean())
     if not torch.equal(short_means(values, offsets, counts, launch), torch.stack(expected)):
         return False
     mean = torch.empty(1, device=device)
     for count in _LONG:
         values = torch.rand(count, generator=generator, device=device)
-        long_mean(
-            values,
-            torch.empty(thread_blocks(count, resident_blocks(device)), device=device),
-            mean,
-            launch,
-        )
+        blocks = thread_blocks(count, resident_blocks(device))
+        partial = torch.empty(blocks, device=device)
+        long_mean(values, partial, mean, launch)
         if not torch.equal(mean[0], values.mean()):
             return False
     return True

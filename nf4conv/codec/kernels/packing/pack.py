@@ -1,7 +1,5 @@
 """Weight → packed codes and scales: the launch for one weight; batch.py has that for many."""
 
-from functools import partial
-
 import torch
 import triton.language as tl
 
@@ -14,21 +12,62 @@ from nf4conv.codec.kernels.slots import access, configuration
 from nf4conv.codec.kernels.tables import bucket_table, search_table
 
 
-def encode_blocks(
-    searches: bool,
+def quantize_blocks(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+) -> None:
+    """Quantize a weight in blocks.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
+            at a block.
+        packed: [ceil(n / 2)] uint8, written.
+        absmax: [ceil(n / blocksize)] float32, written.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+    """
+    _encode_blocks(weight, packed, absmax, quant_type, blocksize, searches=False)
+
+
+def search_blocks(
     weight: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor,
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Encode blocks of a weight; arguments as `reference.quantize_blocks`, or with a search
-    `search_blocks`.
+    """Quantize a weight in blocks, each with the scale that the search finds for it.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
+            at a block.
+        packed: [ceil(n / 2)] uint8, written.
+        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
+            negative.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one scale, a power of two from 32 to 4096.
     """
+    _encode_blocks(weight, packed, scales, quant_type, blocksize, searches=True)
+
+
+def _encode_blocks(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type: str,
+    blocksize: int,
+    *,
+    searches: bool,
+) -> None:
+    """Launch quantize_kernel."""
     n = weight.numel()
     if n == 0:
         return
     tile, num_warps = packing(weight.dtype, blocksize, searches)
+    arguments = (weight, packed, scales, packing_table(quant_type, weight.device, searches), n)
     constants = (
         blocksize,
         tile,
@@ -37,21 +76,19 @@ def encode_blocks(
         weight.is_cuda,
         searches,
     )
-    arguments = (weight, packed, scales, packing_table(quant_type, weight.device, searches), n)
     _launch(-(-n // tile), arguments, constants, weight.dtype, num_warps)
 
 
-quantize_blocks, search_blocks = (partial(encode_blocks, searches) for searches in (False, True))
-
-
 def packing(dtype: torch.dtype, blocksize: int, searches: bool) -> tuple[int, int]:
-    """Elements and warps of a program that encodes."""
+    """Return the elements and the warps of a program that encodes, with absmax or with a search."""
     return configuration(dtype, blocksize, SEARCHING if searches else PACKING)
 
 
 def packing_table(quant_type: str, device: torch.device, searches: bool) -> torch.Tensor:
-    """What kernels that encode read."""
-    return search_table(quant_type, device) if searches else bucket_table(quant_type, device)
+    """Return the table that a kernel reads to encode, with absmax or with a search."""
+    if searches:
+        return search_table(quant_type, device)
+    return bucket_table(quant_type, device)
 
 
 @kernel
@@ -73,13 +110,16 @@ def quantize_kernel(
     Pointers to tensors:
         weight_ptr: [n] float32, float16 or bfloat16.
         packed_ptr: [ceil(n / 2)] uint8, written.
-        scales_ptr: [ceil(n / BLOCKSIZE)] float32, written: absmax, or what is found with SEARCH.
-        table_ptr: int32, tables.bucket_table, or search_table with SEARCH.
+        scales_ptr: [ceil(n / BLOCKSIZE)] float32, written: absmax, or with SEARCH the scales found.
+        table_ptr: int32, tables.bucket_table, or with SEARCH tables.search_table.
 
     Constexprs:
-        ACCESS: FULL, SLOTWISE or ELEMENTWISE.
-        PTX: whether inline assembly may be used.
-        SEARCH: whether scales are searched, by search_tile.
+        BLOCKSIZE: elements that share one scale.
+        TILE: elements of a program, a multiple of BLOCKSIZE.
+        IS_FP4: FP4, or else NF4.
+        ACCESS: FULL, SLOTWISE or ELEMENTWISE of slots.py.
+        PTX: True to use inline assembly; False in the interpreter.
+        SEARCH: True to search the scales.
     """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(n - first, TILE).to(tl.int32)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec import search
+from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
 from nf4conv.codec.kernels.packing.quantize import plain_code
@@ -33,11 +34,10 @@ _LEAST_ABSMAX = tl.constexpr(search.LEAST_ABSMAX)
 _LARGEST_ABSMAX = tl.constexpr(search.LARGEST_ABSMAX)
 _LEAST_FACTOR = tl.constexpr(search.LEAST_FACTOR)
 _LARGEST_FACTOR = tl.constexpr(search.LARGEST_FACTOR)
-# where the parts of tables.search_table begin
-_VALUES = tl.constexpr(448)
-_LEVELS = tl.constexpr(480)
-_CANDIDATES = tl.constexpr(480 + 8 * len(search.FACTORS))
-_NEAREST = tl.constexpr(480 + 8 * len(search.FACTORS) + 32)
+_VALUES = tl.constexpr(tables.SEARCH_VALUES)
+_LEVELS = tl.constexpr(tables.SEARCH_LEVELS)
+_CANDIDATES = tl.constexpr(tables.SEARCH_CANDIDATES)
+_NEAREST = tl.constexpr(tables.SEARCH_NEAREST)
 
 
 @triton.jit
