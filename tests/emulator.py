@@ -441,8 +441,8 @@ def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str
     signature |= dict.fromkeys(
         ("m", "n", "k", "steps", "share", "split_shift", "block_shift"), "i32"
     )
-    signature |= {"norm": "fp32", "C": "constexpr"}
-    source = ASTSource(fn=kernel.product_kernel, signature=signature, constexprs={"C": shape})
+    signature |= {"norm": "fp32", "SHAPE": "constexpr"}
+    source = ASTSource(fn=kernel.product_kernel, signature=signature, constexprs={"SHAPE": shape})
     options = {
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
@@ -464,7 +464,8 @@ def multiply(
     n = state.shape[0]
     first = next(one for one in launches.SHAPES if m <= one.rows)
     shape = replace(first, nested=state.nested)
-    sizes, shift, grid = launches.plan(shape, m, n, k, programs)
+    division = launches.divide(shape, n, k, programs)
+    shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = x
     if not shape.wide:
@@ -476,11 +477,12 @@ def multiply(
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
     scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
     addresses = [i * GLOBAL for i in buffers]
-    values = [*addresses, *sizes, shift, *scaling, 0, 0]
+    sizes = [m, n, k, division.steps, division.share, shift]
+    values = [*addresses, *sizes, *scaling, 0, 0]
     parameters = {f"product_kernel_param_{i}": value for i, value in enumerate(values)}
     ptx = compiled(shape, x.dtype, out.dtype)
-    machine = Machine(ptx, 32 * shape.warps, parameters, buffers, grid)
-    for program in range(grid):
+    machine = Machine(ptx, 32 * shape.warps, parameters, buffers, division.programs)
+    for program in range(division.programs):
         machine.run(program)
     parts = torch.from_numpy(buffers[2]).view(out.dtype).view(out.shape)
     return parts.sum(0, dtype=torch.float32).to(x.dtype)

@@ -1,7 +1,7 @@
 """float32 operations as bitsandbytes' CUDA library performs them: subnormal numbers flushed,
-nothing contracted.
+nothing contracted; and lookups in small tables.
 
-The library is built with fast math, so a reciprocal is the hardware's approximation and
+The library is built with fast math, so a reciprocal is the hardware's approximation, and
 multiplications flush subnormal operands and results to zeros of the same sign (docs/format.md).
 Triton has no spelling for either; hence inline assembly, with a plain form beside it for the
 interpreter.
@@ -10,16 +10,19 @@ interpreter.
 import triton
 import triton.language as tl
 
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # 2^-126, the smallest float32 not flushed
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest float32 that is finite
+
 
 @triton.jit
 def flush(x):
-    """Subnormal → zero of the same sign."""
-    return tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
+    """Replace subnormal numbers by zeros of their sign."""
+    return tl.where(tl.abs(x) < SMALLEST_NORMAL, x * 0.0, x)
 
 
 @triton.jit
 def multiply(a, b, PTX: tl.constexpr):
-    """Multiply; operands and result flushed; one shape."""
+    """Multiply tensors of one shape; operands and results are flushed."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -30,11 +33,10 @@ def multiply(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
-    """1 / a, float32, as the hardware approximates it, operand and result flushed;
-    codec/reciprocal.py has the rule.
+    """Return 1 / a, float32, as the hardware approximates it; operands and results are flushed.
 
-    With PTX the hardware is asked; otherwise coefficient_ptr is read: [3, 128] int32,
-    reciprocal.coefficients.
+    With PTX the hardware does it. Otherwise this is the rule of codec/reciprocal.py, with
+    coefficient_ptr: [3, 128] int32, reciprocal.coefficients.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -49,21 +51,20 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
         mantissa += tl.load(row_ptr + 256).to(tl.int64) * _truncated_square(bits & 0xFFFF)
         mantissa = ((mantissa + 2023) >> 15).to(tl.int32)
         found = (((253 - exponent) << 23) + (mantissa - 0x800000)).to(tl.float32, bitcast=True)
-        found = tl.where(found >= 1.1754943508222875e-38, found, 0.0)
+        found = tl.where(found >= SMALLEST_NORMAL, found, 0.0)
         found = tl.where(exponent == 0, float("inf"), found)
-        found = tl.where(
-            exponent == 255, tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan")), found
-        )
+        of_inf_or_nan = tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan"))
+        found = tl.where(exponent == 255, of_inf_or_nan, found)
         return tl.where(bits < 0, -found, found)
 
 
 @triton.jit
 def _truncated_square(t):
-    """t² / 2^17 of 16 bits, without the products of two bits that are below 2^17."""
+    """Return t² / 2^17 of 16 bits, without the products of two bits that are below 2^17; see
+    codec/reciprocal.py.
+    """
     total = t * 0
-    for high in tl.static_range(
-        9, 16
-    ):  # each bit with those below it whose product with it counts, and with itself
+    for high in tl.static_range(9, 16):
         below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
         total += ((t >> high) & 1) * (below + (1 << (2 * high - 17)))
     return total
@@ -71,15 +72,18 @@ def _truncated_square(t):
 
 @triton.jit
 def magnitude(x):
-    """|x|, and for NaN the lowest float32: a maximum over these ignores NaN, as bitsandbytes' does."""
-    return tl.where(x != x, -3.4028234663852886e38, tl.abs(x))
+    """Return |x|, and for NaN the lowest float32.
+
+    A maximum over these ignores NaN, as bitsandbytes' does.
+    """
+    return tl.where(x != x, LOWEST, tl.abs(x))
 
 
 @triton.jit
 def lane_entry(address, PTX: tl.constexpr):
-    """One entry per lane, int32, of a table of 32 words, for shuffles to look up.
+    """Load one entry for each lane, int32, of a table of 32 words, for shuffles to look up.
 
-    Every element of `address`, int64, is the table's. PTX must be true; the interpreter has no
+    Every element of `address`, int64, is the table's. PTX must be true: the interpreter has no
     lanes.
     """
     tl.static_assert(PTX)
@@ -101,8 +105,9 @@ def lane_entry(address, PTX: tl.constexpr):
 
 @triton.jit
 def lookup(table_ptr, index, PTX: tl.constexpr):
-    """table[index % 32] of a table of 32 words whose halves are equal; index is int32, at least one
-    for each lane.
+    """Return table[index % 32] of a table of 32 words whose halves are equal.
+
+    The index is int32, of at least one element for each lane.
     """
     if PTX:
         entry = lane_entry(tl.zeros(index.shape, tl.int64) + table_ptr.to(tl.int64), True)
@@ -120,10 +125,10 @@ def lookup(table_ptr, index, PTX: tl.constexpr):
 
 @triton.jit
 def gather(table_ptr, index, PTX: tl.constexpr):
-    """table[index] of a table of int32 words, of any shape.
+    """Return table[index] of a table of int32 words; the index is of any shape.
 
-    A tl.load would be free to give its result, and so all that is computed with it, another layout
-    in the threads.
+    tl.load would be free to give its result another layout in the threads, and so to all that is
+    computed with it.
     """
     if PTX:
         return tl.inline_asm_elementwise(

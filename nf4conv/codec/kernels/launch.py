@@ -135,8 +135,8 @@ class Launcher:
 
         Args:
             programs: the number of programs: the grid.
-            arguments: those behind the first tensors, in the kernel's order. The caller keeps the
-                tensors among them alive.
+            arguments: those behind the first tensors, in the kernel's order. The tensors among
+                them live as long as the result.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
             num_warps: warps of 32 threads of each program.

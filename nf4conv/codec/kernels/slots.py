@@ -1,4 +1,4 @@
-"""How kernels read weights and packed codes: 16 bytes of weight, a *slot*, at a time.
+"""Reads weights and packed codes: 16 bytes of weight, a *slot*, at a time.
 
 A slot is what one thread loads at once: 8 half-precision elements, whose codes are one packed
 32-bit word, or 4 float32 elements, whose codes are 16 bits. A program takes a *tile*: SLOTS slots,
@@ -11,16 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
+# Values of a kernel's constexpr ACCESS: how it may touch a weight and its packed form.
 FULL = 0  # every program has all its elements and pointers are aligned: no masks
 SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks by slot
 ELEMENTWISE = 2  # any size, any alignment
+
+_FULL = tl.constexpr(FULL)
+_SLOTWISE = tl.constexpr(SLOTWISE)
+_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 
 
 def configuration(
     dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Elements and warps of a program that takes whole blocks; `configurations` are those of a
-    kernel.
+    """Return the elements and the warps of a program that takes whole blocks.
+
+    Args:
+        dtype: of the weight.
+        blocksize: elements of a block.
+        configurations: of a kernel: by bytes of an element, slots and warps of a program.
     """
     slot = 16 // dtype.itemsize
     slots, num_warps = configurations[dtype.itemsize]
@@ -28,11 +37,15 @@ def configuration(
 
 
 def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
-    """How a kernel may touch a weight and its packed form: FULL, SLOTWISE or ELEMENTWISE."""
+    """Return how a kernel may touch a weight of n elements and its packed form, if a program takes
+    `tile` elements: FULL, SLOTWISE or ELEMENTWISE.
+    """
     slot = 16 // weight.element_size()
     if n % slot or weight.data_ptr() % 16 or packed.data_ptr() % 4:
         return ELEMENTWISE
-    return SLOTWISE if n % tile else FULL
+    if n % tile:
+        return SLOTWISE
+    return FULL
 
 
 @triton.jit
@@ -44,13 +57,13 @@ def load_words(
     SLOTS: tl.constexpr,
     ACCESS: tl.constexpr,
 ):
-    """[SLOTS, 4] int32: the weight's bits, zeros behind its end."""
+    """Load the bits of a tile, zeros behind its `count` elements: [SLOTS, 4] int32."""
     slot = tl.arange(0, SLOTS)[:, None]
     word = slot * 4 + tl.arange(0, 4)[None, :]
     word_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
-    if ACCESS == 0:
+    if ACCESS == _FULL:
         return tl.load(tl.multiple_of(word_ptr, 16) + word, eviction_policy="evict_first")
-    elif ACCESS == 1:
+    elif ACCESS == _SLOTWISE:
         mask = slot * SLOT < count
         return tl.load(
             tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first"
@@ -66,7 +79,7 @@ def load_words(
 
 @triton.jit
 def split_words(words):
-    """The four columns of [SLOTS, 4]."""
+    """Return the four columns of [SLOTS, 4]."""
     w02, w13 = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
     w0, w2 = tl.split(w02)
     w1, w3 = tl.split(w13)
@@ -75,15 +88,15 @@ def split_words(words):
 
 @triton.jit
 def halves(words, DTYPE: tl.constexpr):
-    """float32 elements of even and odd index from loaded words: [SLOTS, 4] each, of float32 weights
-    [SLOTS, 2].
+    """Return the elements of even and of odd index of loaded words, as float32: [SLOTS, 4] each, or
+    [SLOTS, 2] of float32 weights.
     """
     if DTYPE == tl.float32:
         return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (words.shape[0], 2, 2)))
     elif DTYPE == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(
-            tl.float32, bitcast=True
-        )
+        low = words << 16
+        high = words & -65536
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     else:
         low = words.to(tl.int16).to(tl.float16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -92,23 +105,23 @@ def halves(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
-    """[SLOTS] int32: the packed codes of each slot in its low 32 (or 16) bits."""
+    """Load the packed codes of each slot in its low 32 (or 16) bits: [SLOTS] int32."""
     slot = tl.arange(0, SLOTS)
-    if ACCESS == 2:
+    if ACCESS == _ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]
         index = slot[:, None] * (SLOT // 2) + byte
         values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
         return tl.sum(values << (byte * 8), axis=1)
     else:
         word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
-        # not true: it makes Triton give each thread one word at a time, so that the output comes
-        # out as 16 bytes a thread with neighbouring threads side by side, and needs no exchange
-        # through shared memory
+        # This hint is not true. It makes Triton give each thread one word at a time, so that the
+        # output comes out as 16 bytes a thread with neighbouring threads side by side, and needs no
+        # exchange through shared memory.
         single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
         word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
-        if ACCESS == 1:
-            return tl.load(
-                word_ptr, mask=slot * SLOT < count, other=0, eviction_policy="evict_first"
-            ).to(tl.int32)
+        if ACCESS == _SLOTWISE:
+            mask = slot * SLOT < count
+            codes = tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first")
         else:
-            return tl.load(word_ptr, eviction_policy="evict_first").to(tl.int32)
+            codes = tl.load(word_ptr, eviction_policy="evict_first")
+        return codes.to(tl.int32)

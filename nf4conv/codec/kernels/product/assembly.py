@@ -1,9 +1,12 @@
 """PTX of kernel.py: the table of decoded pairs, and what a warp does with a stage of codes.
 
-A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`: it
-holds rows g and g + 8 of the left operand, column g of the right one, columns 2 t and 2 t + 1 of
-the result, and t says which of the 16 k are its own. Which k those are does not matter as long as
-both operands agree.
+A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`. It holds
+rows g and g + 8 of the left operand, column g of the right one, and columns 2 t and 2 t + 1 of the
+result; t says which of the 16 k are its own. Which k those are does not matter as long as both
+operands agree. Four lanes of one g are a *quad*.
+
+A function returns the text of one asm statement; its operands are $0, $1, …, the results first. An
+instruction stands on one line, because newer Tritons put `.loc` between lines.
 """
 
 from typing import Any
@@ -13,212 +16,322 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def letters(outputs: str, inputs: str) -> str:
-    """The constraints of an asm statement; no output shares a register with an input."""
-    return ",".join([f"=&{kind}" for kind in outputs] + list(inputs))
+def constraints(outputs: str, inputs: str) -> str:
+    """Return the constraints of an asm statement, of one letter for each operand.
+
+    No output shares a register with an input.
+    """
+    letters = [f"=&{letter}" for letter in outputs]
+    letters += list(inputs)
+    return ",".join(letters)
 
 
 @triton.constexpr_function
-def kinds(outputs: str) -> tuple[tl.dtype, ...]:
-    return tuple(tl.float32 if kind == "f" else tl.int32 for kind in outputs)
+def result_types(outputs: str) -> tuple[tl.dtype, ...]:
+    """Return the types of an asm statement's results: "f" is float32, "r" int32."""
+    return tuple(tl.float32 if letter == "f" else tl.int32 for letter in outputs)
 
 
 @triton.constexpr_function
 def fill_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
-    """Lay out shared memory: `tiles`, and `pairs`, which is filled: both values of byte b, once for
-    each of 32 banks, at 256 * (b % 128) + 128 * (b // 128); and `codes`, for `meet_assembly`.
-    Nothing that another kernel may have written is read before `wait`. The names live on to the end
-    of the kernel.
+    """Lay out shared memory, fill `pairs`, and wait for the kernel before.
+
+    `tiles` is for x, or for sums. `pairs` is the table of decoded pairs: the word of byte b, once
+    for each of 32 banks, at 256 * (b % 128) + 128 * (b // 128). `codes`, which `meet_assembly`
+    fills, is there if `has_codes`. These names live on to the end of the kernel.
+
+    Nothing that another kernel may have written is read before `griddepcontrol.wait`.
 
     Operands: $0 the thread; $1 address of `tiles`; $2 address of the [256] words; $3 the thread.
     """
-    stores = 64 // warps  # of 16 bytes a lane: 16 lanes write the copies of two pairs
-    lines = [".shared .align 256 .b8 pairs[32768];", ".shared .align 16 .b8 codes[1024];"][
-        : 1 + has_codes
-    ]
+    stores = 64 // warps  # of 16 bytes by each lane: 16 lanes write the copies of two pairs
+    lines = [".shared .align 256 .b8 pairs[32768];"]
+    if has_codes:
+        lines += [".shared .align 16 .b8 codes[1024];"]
     lines += [
-        f".shared .align 1024 .b8 tiles[{shared_bytes}]; {{ .reg .b32 b, a, w, h, v<16>; .reg "
-        f".b64 o;"
+        f".shared .align 1024 .b8 tiles[{shared_bytes}];",
+        "{",
+        ".reg .b32 b, a, w, h, v<16>;",
+        ".reg .b64 o;",
+        # w: the first word of this half of the warp; a: where its copies begin in shared memory
+        "mov.u32 b, pairs;",
+        "shr.u32 w, $3, 5;",
+        f"mul.lo.u32 w, w, {2 * stores};",
+        "bfe.u32 h, $3, 4, 1;",
+        "add.u32 w, w, h;",
+        "and.b32 a, $3, 15;",
+        "shl.b32 a, a, 4;",
+        "mad.lo.u32 a, w, 256, a;",
+        "add.u32 a, a, b;",
+        # lanes 8 … 15 of the half write the copies of byte w + 128
+        "and.b32 h, $3, 8;",
+        "shl.b32 h, h, 4;",
+        "add.u32 w, w, h;",
+        "mad.wide.u32 o, w, 4, $2;",
     ]
+    for store in range(stores):
+        lines += [f"ld.global.nc.b32 v{store}, [o+{8 * store}];"]
+    for store in range(stores):
+        word = f"v{store}"
+        lines += [f"st.shared.v4.b32 [a+{512 * store}], {{{word}, {word}, {word}, {word}}};"]
     lines += [
-        f"mov.u32 b, pairs; shr.u32 w, $3, 5; mul.lo.u32 w, w, {2 * stores}; bfe.u32 h, $3, 4, 1;"
-    ]
-    lines += [
-        "add.u32 w, w, h; and.b32 a, $3, 15; shl.b32 a, a, 4; mad.lo.u32 a, w, 256, a; add.u32 a, "
-        "a, b;"
-    ]
-    lines += ["and.b32 h, $3, 8; shl.b32 h, h, 4; add.u32 w, w, h; mad.wide.u32 o, w, 4, $2;"]
-    lines += [f"ld.global.nc.b32 v{i}, [o+{8 * i}];" for i in range(stores)]
-    lines += [f"st.shared.v4.b32 [a+{512 * i}], {{v{i}, v{i}, v{i}, v{i}}};" for i in range(stores)]
-    lines += [
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $3; mov.u32 $1, "
-        "tiles; }"
+        "griddepcontrol.wait;",
+        "griddepcontrol.launch_dependents;",
+        "mov.u32 $0, $3;",
+        "mov.u32 $1, tiles;",
+        "}",
     ]
     return "\n".join(lines)
 
 
 @triton.constexpr_function
 def meet_assembly(has_codes: bool) -> str:
-    """Fill `codes`, the values of nested absmax, by 256 threads, and wait until all of shared
-    memory is filled.
+    """Fill `codes`, the values of nested absmax, if it is there; then wait until all threads have
+    filled shared memory.
 
-    Operands: $0 the thread; $1 address of the values; $2 the thread.
+    Operands: $0 the thread, one of 256; $1 address of the [256] values; $2 the thread.
     """
-    fill = (
-        "mad.wide.u32 o, $2, 4, $1; mov.u32 w, codes; mad.lo.u32 w, $2, 4, w; ld.global.b32 c, [o];"
-    )
-    fill = f"{{ .reg .b32 w, c; .reg .b64 o; {fill} st.shared.b32 [w], c; }}" if has_codes else ""
-    return fill + "bar.sync 0; mov.u32 $0, $2;"
+    lines = []
+    if has_codes:
+        lines += [
+            "{",
+            ".reg .b32 w, c;",
+            ".reg .b64 o;",
+            "mad.wide.u32 o, $2, 4, $1;",
+            "mov.u32 w, codes;",
+            "mad.lo.u32 w, $2, 4, w;",
+            "ld.global.b32 c, [o];",
+            "st.shared.b32 [w], c;",
+            "}",
+        ]
+    lines += ["bar.sync 0;", "mov.u32 $0, $2;"]
+    return "\n".join(lines)
 
 
 @triton.constexpr_function
 def words_assembly(width: int, loads: int, asked: bool) -> str:
-    """Operands: words, `width` of each load; base; for each load the pieces of 8 bytes behind it;
-    whether, if asked.
+    """Load packed codes that are used once.
+
+    Operands: the words, `width` for each load; the base address; for each load the number of
+    8-byte pieces behind the base; and if `asked`, whether to load at all.
     """
-    lines = ["{ .reg .b64 a; .reg .pred p;"]
-    lines += [f"setp.ne.b32 p, ${loads * (width + 1) + 1}, 0;"] if asked else []
+    base = loads * width
+    lines = ["{", ".reg .b64 a;", ".reg .pred p;"]
+    guard = ""
+    if asked:
+        guard = "@p "
+        lines += [f"setp.ne.b32 p, ${base + loads + 1}, 0;"]
     for load in range(loads):
         words = ", ".join(f"${load * width + i}" for i in range(width))
-        lines += [f"mad.wide.u32 a, ${loads * width + 1 + load}, 8, ${loads * width};"]
         lines += [
-            f"{'@p ' * asked}ld.global.nc.L1::no_allocate.L2::128B.v{width}.b32 {{{words}}}, [a];"
+            f"mad.wide.u32 a, ${base + 1 + load}, 8, ${base};",
+            f"{guard}ld.global.nc.L1::no_allocate.L2::128B.v{width}.b32 {{{words}}}, [a];",
         ]
-    return "\n".join([*lines, "}"])
+    lines += ["}"]
+    return "\n".join(lines)
+
+
+_PICKS = ("0xcc40", "0xdd51", "0xee62", "0xff73")
+"""By byte of a word: the `prmt` that makes an address in `pairs` of that byte of l, which holds
+4 * lane and the byte's top bit, and of that byte of h, the byte's other bits.
+"""
 
 
 @triton.constexpr_function
 def _decode(word: int, lane: int, target: int, guard: str = "") -> str:
-    """v[target…target + 3], two values in each; a permute makes an address of two bytes, `lane` is
-    in each byte.
+    """Decode the four bytes of operand `word` to registers v[target] … v[target + 3], each of two
+    values.
+
+    Operand `lane` holds 4 * lane in each byte. The loads have a `guard`, such as "@p ".
     """
-    lines = [f"lop3.b32 l, ${word}, 0x80808080, ${lane}, 0xea; and.b32 h, ${word}, 0x7f7f7f7f;"]
-    for i, pick in enumerate(("0xcc40", "0xdd51", "0xee62", "0xff73")):
+    lines = [
+        f"lop3.b32 l, ${word}, 0x80808080, ${lane}, 0xea;",  # (word & 0x80808080) | lane
+        f"and.b32 h, ${word}, 0x7f7f7f7f;",
+    ]
+    for i, pick in enumerate(_PICKS):
         lines += [
-            f"prmt.b32 a, l, h, {pick}; add.u32 a, a, b; {guard}ld.shared.b32 v{target + i}, [a];"
+            f"prmt.b32 a, l, h, {pick};",
+            "add.u32 a, a, b;",
+            f"{guard}ld.shared.b32 v{target + i}, [a];",
         ]
     return "\n".join(lines)
 
 
 @triton.constexpr_function
 def _scale(operand: int, index: int) -> str:
-    """s: the scale that the quad's lane index % 4 holds in operand + index // 4."""
+    """Set s to a scale: that which lane index % 4 of the quad holds in operand + index // 4."""
     return f"shfl.sync.idx.b32 s, ${operand + index // 4}, {index % 4}, 0x1c03, -1;"
 
 
 @triton.constexpr_function
 def wide_assembly(dtype: tl.dtype) -> str:
-    """A stage of two row tiles with x from global memory. Operands: $0…$3 totals of four slots;
-    $4…$7 the same before; $8…$23 four words of each slot; $24, $25 scales; $26 4 * lane in each
-    byte; $27 address of 32 k of x, 0 for zeros; $28 whether slots 2 and 3 are looked up; their
-    totals mean nothing otherwise.
+    """Multiply a stage of two row tiles with x from global memory: `mma`.
+
+    Operands: $0 … $3 totals of four slots; $4 … $7 the totals before; $8 … $23 four words of each
+    slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x, 0 for zeros; $28
+    whether slots 2 and 3 are looked up; if not, their totals mean nothing.
     """
     kind = dtype.name.replace("fp", "f")
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     lines = [
-        "{ .reg .b32 b, a, l, h, x<16>, v<8>; .reg .f32 c<8>, s; .reg .pred p; mov.u32 b, pairs;"
+        "{",
+        ".reg .b32 b, a, l, h, x<16>, v<8>;",
+        ".reg .f32 c<8>, s;",
+        ".reg .pred p;",
+        "mov.u32 b, pairs;",
+        "setp.ne.b64 p, $27, 0;",
     ]
-    lines += ["setp.ne.b64 p, $27, 0;", *[f"mov.b32 x{i}, 0;" for i in range(16)]]
-    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8)]
+    for i in range(16):
+        lines += [f"mov.b32 x{i}, 0;"]
+    for i in range(8):
+        lines += [f"mov.b32 c{i}, 0f00000000;"]
     for i in range(0, 16, 4):
         lines += [f"@p ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
     lines += ["setp.ne.b32 p, $28, 0;"]
     for word in range(4):
-        for c in (0, 4):
-            guard = "@p " if c else ""
-            lines += [
-                _decode(8 + 2 * c + word, 26, 0, guard),
-                _decode(12 + 2 * c + word, 26, 4, guard),
-            ]
+        for row_tile in range(2):  # slots 0 and 1, then 2 and 3
+            upper = 8 + 8 * row_tile + word  # the operand of rows g
+            guard = "@p " if row_tile == 1 else ""
+            lines += [_decode(upper, 26, 0, guard), _decode(upper + 4, 26, 4, guard)]
+            c = 4 * row_tile
             sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
             for i in (0, 2):
-                left, right = (
-                    f"v{i}, v{i + 4}, v{i + 1}, v{i + 5}",
-                    f"x{4 * word + i}, x{4 * word + i + 1}",
-                )
-                mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-                lines += [
-                    f"{mma} {sums}, {{{left}}}, {{{right}}}, {sums};"
-                ]  # newer Tritons put .loc between lines
-    for index in range(8):
+                left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
+                right = f"{{x{4 * word + i}, x{4 * word + i + 1}}}"
+                lines += [f"{mma} {sums}, {left}, {right}, {sums};"]
+    for index in range(8):  # two blocks of each slot, whose sums are in two columns
         slot = index // 2
-        lines += [
-            _scale(24, index),
-            f"fma.rn.f32 ${slot}, c{index}, s, ${slot if index % 2 else slot + 4};",
-        ]
-    return "\n".join([*lines, "}"])
+        before = slot if index % 2 else slot + 4
+        lines += [_scale(24, index), f"fma.rn.f32 ${slot}, c{index}, s, ${before};"]
+    lines += ["}"]
+    return "\n".join(lines)
 
 
 @triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """A part of a stage, launches.Shape's `copied` blocks, with tiles of x in shared memory: `wgmma`.
+    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `wgmma`.
 
     A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the
-    order that the tensor cores expect. The products of one row tile and block are under way while
-    the next are decoded.
+    order that the tensor cores expect. The products of one *group*, a row tile and a block, are
+    under way while the next group is decoded.
 
-    Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the same
-    before; for each slot two words of each block; scales; 4 * lane in each byte; the address of the
-    tiles.
+    Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the
+    totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
+    of the tiles. `shape` is a launches.Shape.
     """
-    blocks, kind = shape.blocks, dtype.name.replace("fp", "f")
-    sums, totals, first = 4 * shape.column_tiles, shape.totals, part * shape.copied
-    scales = 2 * totals + shape.words
-    lane = scales + shape.scales
+    sums = 4 * shape.column_tiles  # of a group
+    groups = shape.copied * (shape.slots // 2)
+    tiles = _operand_of_lane(shape) + 1
     lines = [
-        f"{{ .reg .b32 b, a, l, h, v<32>; .reg .f32 c<{2 * sums}>, s; .reg .b64 d, e; .reg .pred p;"
+        "{",
+        ".reg .b32 b, a, l, h, v<32>;",
+        f".reg .f32 c<{2 * sums}>, s;",
+        ".reg .b64 d, e;",
+        ".reg .pred p;",
+        "mov.u32 b, pairs;",
+        # d: the descriptor of the tiles: rows of 128 bytes, swizzled
+        f"shr.u32 a, ${tiles}, 4;",
+        "cvt.u64.u32 d, a;",
+        "or.b64 d, d, 0x4000004000010000;",
     ]
+    for group in range(groups):
+        lines += _multiply_group(dtype, shape, part, group)
+        if group > 0:
+            lines += ["wgmma.wait_group.sync.aligned 1;"]
+            lines += _add_group(shape, part, group - 1)
+    lines += ["wgmma.wait_group.sync.aligned 0;"]
+    lines += _add_group(shape, part, groups - 1)
+    lines += ["}"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _operand_of_scales(shape: Any) -> int:
+    """Return the number of the first operand of `tile_assembly` that is a scale."""
+    operand: int = 2 * shape.totals + shape.words
+    return operand
+
+
+@triton.constexpr_function
+def _operand_of_lane(shape: Any) -> int:
+    """Return the number of the operand of `tile_assembly` that is 4 * lane in each byte."""
+    operand: int = _operand_of_scales(shape) + shape.scales
+    return operand
+
+
+@triton.constexpr_function
+def _multiply_group(dtype: tl.dtype, shape: Any, part: int, group: int) -> list[str]:
+    """Decode a group of a part of a stage and begin its products.
+
+    The sums will be in c0 … or behind the middle of these: neighbouring groups take turns.
+    """
+    kind = dtype.name.replace("fp", "f")
+    sums = 4 * shape.column_tiles
+    row_tiles = shape.slots // 2
+    block_of_part = group // row_tiles
+    row_tile = group % row_tiles
+    first_word = 2 * shape.totals + 2 * (part * shape.copied + block_of_part)
+    v = group % 2 * 16
+    lines = []
+    for i in range(4):
+        slot = 2 * row_tile + i // 2
+        word = first_word + slot * 2 * shape.blocks + i % 2
+        lines += [_decode(word, _operand_of_lane(shape), v + 4 * i)]
     lines += [
-        f"mov.u32 b, pairs; shr.u32 a, ${lane + 1}, 4; cvt.u64.u32 d, a; or.b64 d, d, "
-        f"0x4000004000010000;"
+        f"add.s64 e, d, {block_of_part * sums * 16};",
+        "setp.ne.b32 p, 0, 0;",  # false: the first product overwrites the sums
+        "wgmma.fence.sync.aligned;",
     ]
-    groups = [
-        (part, tile)
-        for part in range(first, first + shape.copied)
-        for tile in range(shape.slots // 2)
-    ]
-
-    def add(number: int) -> list[str]:
-        part, tile = groups[number]
-        added = []
-        for i in range(sums):
-            if i % 2 == 0:
-                added.append(_scale(scales, (2 * tile + i // 2 % 2) * blocks + part))
-            target = tile * sums + i
-            before = target if part > first else totals + target
-            added.append(f"fma.rn.f32 ${target}, c{number % 2 * sums + i}, s, ${before};")
-        return added
-
-    for number in range(len(groups)):
-        part, tile = groups[number]
-        v = number % 2 * 16
-        for i in range(4):
-            word = 2 * totals + (2 * tile + i // 2) * 2 * blocks + 2 * part + i % 2
-            lines += [_decode(word, lane, v + 4 * i)]
-        listed = ", ".join(f"c{number % 2 * sums + i}" for i in range(sums))
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{2 * sums}k16.f32.{kind}.{kind}"
+    registers = ", ".join(f"c{group % 2 * sums + i}" for i in range(sums))
+    for i in range(v, v + 8, 2):
+        left = f"{{v{i}, v{i + 8}, v{i + 1}, v{i + 9}}}"
         lines += [
-            f"add.s64 e, d, {(part - first) * sums * 16}; setp.ne.b32 p, 0, 0; "
-            f"wgmma.fence.sync.aligned;"
+            f"{wgmma} {{{registers}}}, {left}, e, p, 1, 1, 0;",
+            "add.s64 e, e, 2;",
+            "setp.eq.b32 p, 0, 0;",
         ]
-        for i in range(v, v + 8, 2):
-            wgmma = f"wgmma.mma_async.sync.aligned.m64n{2 * sums}k16.f32.{kind}.{kind} {{{listed}}}"
-            lines += [f"{wgmma}, {{v{i}, v{i + 8}, v{i + 1}, v{i + 9}}}, e, p, 1, 1, 0;"]
-            lines += ["add.s64 e, e, 2; setp.eq.b32 p, 0, 0;"]
-        lines += ["wgmma.commit_group.sync.aligned;"]
-        if number:
-            lines += ["wgmma.wait_group.sync.aligned 1;", *add(number - 1)]
-    return "\n".join([*lines, "wgmma.wait_group.sync.aligned 0;", *add(len(groups) - 1), "}"])
+    lines += ["wgmma.commit_group.sync.aligned;"]
+    return lines
+
+
+@triton.constexpr_function
+def _add_group(shape: Any, part: int, group: int) -> list[str]:
+    """Add the sums of a group, times their scales, to the totals."""
+    sums = 4 * shape.column_tiles
+    row_tiles = shape.slots // 2
+    block_of_part = group // row_tiles
+    row_tile = group % row_tiles
+    block = part * shape.copied + block_of_part
+    lines = []
+    for i in range(sums):
+        if i % 2 == 0:
+            slot = 2 * row_tile + i // 2 % 2
+            lines += [_scale(_operand_of_scales(shape), slot * shape.blocks + block)]
+        target = row_tile * sums + i
+        # the first block finds the totals of before in other registers
+        before = target if block_of_part > 0 else shape.totals + target
+        lines += [f"fma.rn.f32 ${target}, c{group % 2 * sums + i}, s, ${before};"]
+    return lines
 
 
 @triton.constexpr_function
 def gather_assembly(parts: int, count: int) -> str:
-    """Add up `parts` floats in shared memory, `count` apart, that all warps have left there and may
-    overwrite then.
+    """Add up `parts` floats in shared memory, `count` apart, that all warps have left there.
 
-    Operands: $0 the sum; $1 address of the first; $2 whether this thread does.
+    Behind this, the warps may overwrite them.
+
+    Operands: $0 the sum; $1 address of the first; $2 whether this thread adds.
     """
     lines = [
-        "{ .reg .f32 v; .reg .pred p; bar.sync 0; mov.f32 $0, 0f00000000; setp.ne.b32 p, $2, 0;"
+        "{",
+        ".reg .f32 v;",
+        ".reg .pred p;",
+        "bar.sync 0;",
+        "mov.f32 $0, 0f00000000;",
+        "setp.ne.b32 p, $2, 0;",
     ]
     for part in range(parts):
-        lines += [f"@p ld.shared.f32 v, [$1+{4 * part * count}]; @p add.f32 $0, $0, v;"]
-    return "\n".join([*lines, "bar.sync 0; }"])
+        lines += [f"@p ld.shared.f32 v, [$1+{4 * part * count}];", "@p add.f32 $0, $0, v;"]
+    lines += ["bar.sync 0;", "}"]
+    return "\n".join(lines)

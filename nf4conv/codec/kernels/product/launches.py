@@ -1,10 +1,10 @@
-"""Which kernel multiplies how many rows of x with a packed weight, what comes before and after it,
-and the launches.
+"""Chooses the kernel that multiplies x with a packed weight, by the rows of x, and launches it, with
+what comes before and after it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -15,144 +15,246 @@ from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Decoding
 
-CAPABILITY: Final = (
-    9  # of GPUs that have `wgmma` and begin kernels early, and the only one where this was measured
-)
-MOST_ELEMENTS: Final = (
-    1 << 34
-)  # of a weight: its pieces of 8 bytes and blocks of 64 elements are counted in 32 bits
-MOST_SPLITS: Final = 8  # parts of k in different programs, each with an output of its own
-_TILE: Final = 512
+CAPABILITY: Final = 9
+"""Major compute capability of GPUs that have `wgmma` and begin kernels early, and the only one
+where this was measured.
+"""
+
+MOST_ELEMENTS: Final = 1 << 34
+"""Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
+
+MOST_SPLITS: Final = 8
+"""Parts of k in different programs, each with an output of its own."""
+
+_TILE: Final = 512  # elements of a program of order_kernel and of sum_kernel
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster
 class Shape:
-    """What product_kernel is compiled for."""
+    """What product_kernel is compiled for.
 
-    rows: int  # of x at most
-    ranges: int  # of k that a warp works on at once: 2, 1 for up to 2, 4 rows, and 1 for more
-    column_tiles: int  # rows of x by 8, or 0: wide
-    warps: int  # of a program
-    slots: int  # rows of W that a lane works on: 4 if wide, otherwise 2 or 4
-    blocks: int  # of 64 k in a stage of a warp, for each of its ranges: 2 if wide
-    copied: int  # of these, whose x is copied to shared memory at once; 0 if wide
-    nested: bool = True  # whether absmax is uint8 codes
+    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
+    all attributes that the kernel reads, those that are worked out too.
+
+    Attributes:
+        rows: rows of x at most.
+        ranges: ranges of k that a warp works on at once: 2 or 1 if wide, for up to 2 or 4 rows; 1
+            otherwise.
+        column_tiles: rows of x, divided by 8; 0 for a wide kernel.
+        warps: of a program.
+        slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
+        blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
+        copied: blocks whose x is copied to shared memory at once; 0 if wide.
+        nested: True if absmax is uint8 codes.
+        wide: True for the wide kernel, False for the tile kernel.
+        apart: rows of W from slot to slot.
+        unit_rows: rows of W of a unit.
+        span: k of a stage of a program.
+        words: 32-bit words of codes that a lane loads in a stage.
+        scales: scales that a lane loads in a stage, for its quad.
+        totals: sums that a lane keeps.
+        sums: sums of a wide unit, for each range of each warp.
+        held: wide units whose sums wait in shared memory.
+        shared_bytes: of the sums of a wide kernel; otherwise of two tiles of x, of which one is
+            multiplied while the other is copied.
+        parts: parts of a stage, each with a tile of x.
+        registers: of a thread at most: a multiprocessor holds two programs.
+        plain: the shape for absmax in float32.
+    """
+
+    rows: int
+    ranges: int
+    column_tiles: int
+    warps: int
+    slots: int
+    blocks: int
+    copied: int
+    nested: bool = True
+    wide: bool = field(init=False)
+    apart: int = field(init=False)
+    unit_rows: int = field(init=False)
+    span: int = field(init=False)
+    words: int = field(init=False)
+    scales: int = field(init=False)
+    totals: int = field(init=False)
+    sums: int = field(init=False)
+    held: int = field(init=False)
+    shared_bytes: int = field(init=False)
+    parts: int = field(init=False)
+    registers: int = field(init=False)
+    plain: "Shape" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.plain: Shape = replace(self, nested=False) if self.nested else self
         self.wide = self.column_tiles == 0
-        self.apart = 8 // self.ranges  # rows of W from slot to slot
-        self.unit_rows = self.apart * self.slots * (1 if self.wide else self.warps)
-        self.span = (
-            64 * self.blocks * self.ranges * (self.warps if self.wide else 1)
-        )  # k of a stage of a program
+        self.apart = 8 // self.ranges
+        self.unit_rows = self.apart * self.slots
+        self.span = 64 * self.blocks * self.ranges
+        if self.wide:  # all warps share the rows, and divide k
+            self.span *= self.warps
+            self.totals = 4
+            self.shared_bytes = 1024 * self.warps
+        else:
+            self.unit_rows *= self.warps
+            self.totals = 2 * self.column_tiles * self.slots
+            self.shared_bytes = 2048 * self.column_tiles * self.copied
         self.words = 2 * self.slots * self.blocks
-        self.scales = -(
-            -self.slots * self.blocks // 4
-        )  # that a lane loads in a stage, for its quad
-        self.totals = 4 if self.wide else 2 * self.column_tiles * self.slots
-        self.sums = 128 // self.ranges**2  # of a wide unit, for each range of each warp
-        self.held = 2 * self.ranges  # units whose sums wait in shared memory, if wide
-        # of those sums; or of x, multiplied and copied meanwhile
-        self.shared_bytes = (
-            1024 * self.warps if self.wide else 2048 * self.column_tiles * self.copied
-        )
+        self.scales = -(-self.slots * self.blocks // 4)
+        self.sums = 128 // self.ranges**2
+        self.held = 2 * self.ranges
         self.parts = self.blocks // max(self.copied, 1)
-        self.registers = min(
-            65536 // (64 * self.warps), 255
-        )  # of a thread: a multiprocessor holds two programs
+        self.registers = min(65536 // (64 * self.warps), 255)
+        self.plain = replace(self, nested=False) if self.nested else self
 
-    def __repr__(self) -> str:  # by this alone Triton's cache tells what was compiled for whom
-        return repr({name: value for name, value in vars(self).items() if name != "plain"})
+
+def _wide(rows: int, ranges: int) -> Shape:
+    """Return the shape of a wide kernel."""
+    return Shape(rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0)
 
 
 SHAPES = (
-    Shape(2, 2, 0, 8, 4, 2, 0),
-    Shape(4, 1, 0, 8, 4, 2, 0),
-    Shape(8, 1, 1, 8, 2, 4, 4),
-    Shape(16, 1, 2, 8, 2, 4, 4),
-    Shape(32, 1, 4, 4, 4, 2, 2),
-    Shape(64, 1, 8, 4, 4, 2, 1),
+    _wide(rows=2, ranges=2),
+    _wide(rows=4, ranges=1),
+    Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4),
+    Shape(rows=16, ranges=1, column_tiles=2, warps=8, slots=2, blocks=4, copied=4),
+    Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
+    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
 )
 """By rows of x, the fastest of the sweep in docs/kernels.md."""
 
 
 def prepare_product(
     x: torch.Tensor, n: int, packed: torch.Tensor, decoding: Decoding
-) -> Callable[..., torch.Tensor]:
-    """What multiplies all that look like x with a weight; to be kept, since it takes as long as a
-    launch to make it.
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Prepare to multiply a weight with all x of one shape and dtype.
 
-    It is a function of x, [..., k], 16 bits, up to 64 rows, that returns [..., n]. n * k is below
-    MOST_ELEMENTS, k and blocksize are multiples of 64; packed, [n * k / 2], is at a multiple of 16
-    bytes.
+    This takes as long as a launch: keep the result.
+
+    Args:
+        x: [..., k] float16 or bfloat16, of up to 64 rows. k is a multiple of 64.
+        n: rows of the weight; n · k is below MOST_ELEMENTS.
+        packed: [n · k / 2] uint8, at a multiple of 16 bytes.
+        decoding: of the codes; the blocksize is a multiple of 64.
+
+    Returns:
+        A function of x that returns x · Wᵀ, [..., n] of the dtype of x.
     """
-    k, out_shape = x.shape[-1], (*x.shape[:-1], n)
+    k = x.shape[-1]
     m = x.numel() // k
-    shape = next(
-        one if decoding.state2 is not None else one.plain for one in SHAPES if m <= one.rows
+    out_shape = (*x.shape[:-1], n)
+    shape = next(one for one in SHAPES if m <= one.rows)
+    if decoding.state2 is None:
+        shape = shape.plain
+    processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
+    division = divide(shape, n, k, programs=2 * processors)
+    shift = division.split_shift
+    launch = launch_product.fixed(
+        division.programs,
+        (
+            packed,
+            *decoding.pointers(),
+            pair_table(decoding.quant_type, x.dtype, packed.device),
+            m,
+            n,
+            k,
+            division.steps,
+            division.share,
+            shift,
+            (decoding.blocksize // 64).bit_length() - 1,
+            1 / MULTIPLES[decoding.quant_type, x.dtype],
+        ),
+        constants=(shape,),
+        variant=(x.dtype, shift > 0),
+        num_warps=shape.warps,
+        registers=shape.registers,
+        begins_early=True,
     )
-    programs = 2 * torch.cuda.get_device_properties(packed.device).multi_processor_count
-    sizes, shift, programs = plan(shape, m, n, k, programs)
-    weight = packed, *decoding.pointers(), pair_table(decoding.quant_type, x.dtype, packed.device)
-    scaling = (
-        (decoding.blocksize // 64).bit_length() - 1,
-        1 / MULTIPLES[decoding.quant_type, x.dtype],
-    )
-    options = (shape,), (x.dtype, shift > 0), shape.warps, shape.registers, True
-    launch = launch_product.fixed(programs, (*weight, *sizes, shift, *scaling), *options)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        x = x.clone() if x.data_ptr() % 16 else x
+        if x.data_ptr() % 16:
+            x = x.clone()
         out = x.new_empty(out_shape)
-        parts = out.new_empty((1 << shift, m, n), dtype=torch.float32) if shift else out
-        if not shape.wide:
-            pairs, x = x, torch.empty_like(x)
-            _launch_order(
-                -(-m * k // 2 // _TILE), (pairs, x, m * k // 2), (_TILE,), None, 4, None, True
-            )
-        launch(x, parts)
-        if shift:
-            _launch_sum(
-                -(-m * n // _TILE), (parts, out, m * n), (1 << shift, _TILE), x.dtype, 4, None, True
-            )
+        target = out
+        if shift > 0:
+            target = out.new_empty((1 << shift, m, n), dtype=torch.float32)
+        launch(x if shape.wide else _ordered(x), target)
+        if shift > 0:
+            _add_parts(target, out, 1 << shift)
         return out
 
-    return run
+    return multiply
 
 
-def plan(shape: Shape, m: int, n: int, k: int, programs: int) -> tuple[tuple[int, ...], int, int]:
-    """(m, n, k, steps, share) of a launch, log2 of the parts of k, as many as keep the programs
-    busy, and programs.
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """Return x, contiguous, in the order in which the tile kernel copies it."""
+    ordered = torch.empty_like(x)
+    pairs = x.numel() // 2
+    programs = -(-pairs // _TILE)
+    _launch_order(programs, (x, ordered, pairs), (_TILE,), None, num_warps=4, begins_early=True)
+    return ordered
 
-    The share is product_kernel's: all units, or where it is wide the rows of a program.
+
+def _add_parts(parts: torch.Tensor, out: torch.Tensor, splits: int) -> None:
+    """Write the sums of parts, [splits, m, n] float32, to out, [..., n]."""
+    count = out.numel()
+    programs = -(-count // _TILE)
+    _launch_sum(
+        programs, (parts, out, count), (splits, _TILE), out.dtype, num_warps=4, begins_early=True
+    )
+
+
+class Division(NamedTuple):
+    """A product's work, divided among programs; see product_kernel.
+
+    Attributes:
+        steps: stages of a unit.
+        share: rows of W of a wide program; otherwise units of all programs.
+        split_shift: log2 of the parts of k.
+        programs: the number of programs.
+    """
+
+    steps: int
+    share: int
+    split_shift: int
+    programs: int
+
+
+def divide(shape: Shape, n: int, k: int, programs: int) -> Division:
+    """Divide the product with an [n, k] weight among up to `programs` programs.
+
+    k is divided into as many parts as keep the programs busy.
     """
     if shape.wide:
         half = shape.unit_rows // 2
         share = max(-(-n // (half * programs)), 2) * half
-        return (m, n, k, -(-k // shape.span), share), 0, -(-n // share)
-    tiles, shift = -(-n // shape.unit_rows), 0
-    while 2 << shift <= min(MOST_SPLITS, programs // tiles, k // shape.span):
+        return Division(-(-k // shape.span), share, 0, -(-n // share))
+    tiles = -(-n // shape.unit_rows)
+    most = min(MOST_SPLITS, programs // tiles, k // shape.span)
+    shift = 0
+    while 2 << shift <= most:
         shift += 1
-    return (
-        (m, n, k, -(-k // (shape.span << shift)), tiles << shift),
-        shift,
-        min(tiles << shift, programs),
-    )
+    units = tiles << shift
+    return Division(-(-k // (shape.span << shift)), units, shift, min(units, programs))
 
 
 @triton.jit
 def _wait(index):
-    """Wait for the kernel before; [index] int64 zeros."""
-    text: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"
-    return tl.inline_asm_elementwise(text, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
+    """Wait for the kernel before, and let the next one begin; return zeros of the index's shape,
+    int64, so that what uses them comes after this.
+    """
+    wait: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"
+    return tl.inline_asm_elementwise(wait, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @kernel
 def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
-    """[count] pairs of k in the order in which the pieces of a tile hold them: p + 8 t of 32 to 4 p
-    + t.
+    """Bring pairs of k into the order in which the pieces of a tile hold them.
+
+    Of each 32 pairs, pair 8 t + p comes to place 4 p + t.
+
+    Pointers to tensors:
+        x_ptr: [count] pairs of 16-bit values.
+        out_ptr: [count] pairs, written.
     """
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     index += _wait(index)
@@ -163,7 +265,12 @@ def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
 
 @kernel
 def sum_kernel(parts_ptr, out_ptr, count: tl.int64, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """[SPLITS, count] float32 → [count], the sums."""
+    """Add up the parts of a product.
+
+    Pointers to tensors:
+        parts_ptr: [SPLITS, count] float32.
+        out_ptr: [count] float16 or bfloat16, written.
+    """
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     index += _wait(index)
     total = tl.load(parts_ptr + index, mask=index < count)
