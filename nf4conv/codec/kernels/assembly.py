@@ -46,7 +46,7 @@ def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
             "or.b32 codes, codes, signs;",
         ]
     lines += ["mov.b32 $0, codes;"]
-    return _block(lines)
+    return "\n".join(["{", *lines, "}"])
 
 
 @triton.constexpr_function
@@ -105,8 +105,8 @@ def peak_assembly(dtype: tl.dtype) -> str:
         for word in ("$2", "$3", "$4"):
             lines += [f"abs.f32 y, {word};", "max.f32 x, x, y;"]
         lines += ["mov.f32 $0, x;"]
-        return _block(lines)
-    kind = _packed_kind(dtype)
+        return "\n".join(["{", *lines, "}"])
+    kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
     lines += [
         "and.b32 a, $1, 0x7fff7fff;",
         "and.b32 b, $2, 0x7fff7fff;",
@@ -121,7 +121,7 @@ def peak_assembly(dtype: tl.dtype) -> str:
     else:
         lines += ["mov.b32 {l, h}, a;", "cvt.f32.f16 x, l;", "cvt.f32.f16 y, h;"]
     lines += ["max.f32 $0, x, y;"]
-    return _block(lines)
+    return "\n".join(["{", *lines, "}"])
 
 
 @triton.constexpr_function
@@ -167,7 +167,7 @@ def bisect_assembly() -> str:
         "@p add.u32 c, c, 1;",
         "mov.b32 $0, c;",
     ]
-    return _block(lines)
+    return "\n".join(["{", *lines, "}"])
 
 
 @triton.constexpr_function
@@ -182,7 +182,7 @@ def nearest_assembly() -> str:
     for level in range(2, 10):
         lines += [f"sub.rn.f16x2 d, $1, ${level};", "abs.f16x2 d, d;", "min.f16x2 n, n, d;"]
     lines += ["mov.b32 $0, n;"]
-    return _block(lines)
+    return "\n".join(["{", *lines, "}"])
 
 
 @triton.constexpr_function
@@ -208,18 +208,6 @@ def decode_assembly(dtype: tl.dtype) -> str:
         if dtype.name == "fp32":
             lines += [f"mov.b32 ${word}, v{word};"]
         else:
-            kind = _packed_kind(dtype)
+            kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
             lines += [f"cvt.rn.{kind}.f32 ${word}, v{2 * word + 1}, v{2 * word};"]
-    return _block(lines)
-
-
-@triton.constexpr_function
-def _packed_kind(dtype: tl.dtype) -> str:
-    """Return PTX's name of two half-precision values in a word."""
-    return "bf16x2" if dtype.name == "bf16" else "f16x2"
-
-
-@triton.constexpr_function
-def _block(lines: list[str]) -> str:
-    """Join instructions to a block, in which the names of registers are its own."""
     return "\n".join(["{", *lines, "}"])
