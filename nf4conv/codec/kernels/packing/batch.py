@@ -1,4 +1,4 @@
-"""Many weights in a fixed number of launches, which MoE checkpoints with small experts need.
+"""Encodes many weights in a fixed number of launches, which MoE checkpoints with small experts need.
 
 A table on the device has a column for each tensor. A program finds the tensor that its tile belongs
 to by bisection over the tensors' first tiles, and then runs the same code as the kernels for one
@@ -17,11 +17,13 @@ from nf4conv.codec.kernels.packing.search import search_tile
 
 @triton.jit
 def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
-    """What is the program's to do, by a table as of quantize_batch_kernel.
+    """Find the tile that this program works on, in a table as of quantize_batch_kernel.
 
-    Its tensor, the last whose first tile is not behind the program: an empty one shares its with
-    its successor, and loses. In this tensor the first element of a tile, and how many there are
-    from there. The three addresses.
+    Its tensor is the last one whose first tile is at or before the program's number. Empty tensors
+    share their first tile with the next tensor and are skipped.
+
+    Returns the tensor's number, the first element of the tile, the number of elements of the tile,
+    and the three addresses of the tensor.
     """
     tile = tl.program_id(0).to(tl.int64)
     low = tile * 0
@@ -31,8 +33,10 @@ def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
         before = tl.load(table_ptr + 4 * tensors + middle) <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    first = (tile - tl.load(table_ptr + 4 * tensors + low)) * TILE
-    count = tl.minimum(tl.load(table_ptr + 3 * tensors + low) - first, TILE).to(tl.int32)
+    first_tile = tl.load(table_ptr + 4 * tensors + low)
+    first = (tile - first_tile) * TILE
+    size = tl.load(table_ptr + 3 * tensors + low)
+    count = tl.minimum(size - first, TILE).to(tl.int32)
     addresses = (
         tl.load(table_ptr + low),
         tl.load(table_ptr + tensors + low),
@@ -62,7 +66,13 @@ def quantize_batch_kernel(
         example_ptr: any pointer of the weights' dtype.
         code_ptr: int32, tables.bucket_table, or search_table with SEARCH.
 
-    Constexprs: as of quantize_kernel; ACCESS is 1 or 2.
+    Constexprs:
+        BLOCKSIZE: elements that share one scale.
+        TILE: elements of a program, a multiple of BLOCKSIZE.
+        IS_FP4: FP4, or else NF4.
+        ACCESS: SLOTWISE or ELEMENTWISE of slots.py.
+        PTX: True to use inline assembly; False in the interpreter.
+        SEARCH: True to search the scales.
     """
     _, first, count, addresses = _find_tile(table_ptr, tensors, TILE)
     weight_ptr = addresses[0].to(example_ptr.dtype) + first

@@ -1,4 +1,4 @@
-"""Is any value NaN or infinite? The engine without torch asks before it packs a weight."""
+"""Finds NaN and infinity: the engine without torch looks for them before it packs a weight."""
 
 import torch
 import triton.language as tl
@@ -10,7 +10,7 @@ NUM_WARPS = 4
 
 
 def exponent_mask(dtype: torch.dtype) -> int:
-    """The exponent bits of a value, which are all set in NaN and infinity."""
+    """Return the exponent bits of a value, which are all set in NaN and infinity."""
     return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
 
 
@@ -26,7 +26,7 @@ def non_finite_kernel(
 
     Constexprs:
         EXPONENT: mask of the exponent bits of one value.
-        HALVES: whether a word holds two values.
+        HALVES: True if a word holds two values.
     """
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     word = tl.load(values_ptr + index, mask=index < words, other=0)

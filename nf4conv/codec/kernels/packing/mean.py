@@ -112,8 +112,11 @@ def repeats_torch(device: torch.device, launch: Launch) -> bool:
 
 @triton.jit
 def _dealt(values_ptr, count, first, step, threads):
-    """[512, 4]: of some threads, the first of which has vector `first`, each adds every step-th
-    vector to four sums.
+    """Deal vectors of 4 values to threads: thread t adds vectors first + t, first + t + step, … to
+    four sums.
+
+    The last count % 4 values go to the first sums of the threads from vector 0 on. Returns the
+    sums, [512, 4].
     """
     thread = tl.arange(0, 512)[:, None]
     part = tl.arange(0, 4)[None, :]
@@ -123,14 +126,13 @@ def _dealt(values_ptr, count, first, step, threads):
         index = start + thread * 4 + part
         sums += tl.load(values_ptr + index, mask=(thread < threads) & (index < whole), other=0.0)
     rest = whole + thread + 0 * part
-    return sums + tl.load(
-        values_ptr + rest, mask=(first == 0) & (part == 0) & (rest < count), other=0.0
-    )
+    is_own = (first == 0) & (part == 0) & (rest < count)
+    return sums + tl.load(values_ptr + rest, mask=is_own, other=0.0)
 
 
 @triton.jit
 def _halve(total):
-    """[512] → [1]: add the upper half to the lower until one is left."""
+    """Add the upper half to the lower until one is left: [512] → [1]."""
     for level in tl.static_range(9):
         total = tl.sum(tl.reshape(total, (2, 256 >> level)), axis=0)
     return total
@@ -138,26 +140,25 @@ def _halve(total):
 
 @triton.jit
 def _sum_parts(sums):
-    """[512, 4] → [1]: ((s0 + s1) + s2) + s3 of each thread, then halves."""
+    """Add up ((s0 + s1) + s2) + s3 of each thread, then halves: [512, 4] → [1]."""
     s0, s1, s2, s3 = split_words(sums)
     return _halve(((s0 + s1) + s2) + s3)
 
 
 @triton.jit
 def _times_reciprocal(total, count):
-    """[1] → [1]: torch multiplies by the rounded reciprocal of the count."""
+    """Return the mean of a sum, [1], as torch does: times the rounded reciprocal of the count."""
     one = tl.full((1,), 1.0, tl.float32)
     return total * tl.div_rn(one, one * count.to(tl.float32))
 
 
 @kernel
 def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
-    """The means of vectors of at most TORCH_BLOCK values, a program each; longer ones are left
-    alone.
+    """Take the mean of a vector of at most TORCH_BLOCK values; longer ones are left alone.
 
-    `threads` threads add every threads-th vector of 4 into 4 sums each, the last count % 4 values
-    go to the first sum of the first threads. Below 128 values a thread adds the values at its own
-    index and at index + threads.
+    Each of `threads` threads adds every threads-th vector of 4 into 4 sums; the last count % 4
+    values go to the first sums of the first threads. Below 128 values a thread adds the values at
+    its own index and at index + threads.
 
     Pointers to tensors:
         table_ptr: [3, tensors] int64: address of the values (float32, 16-byte aligned), count,
@@ -175,7 +176,8 @@ def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
             sums = tl.load(values_ptr + own, mask=(thread < threads) & (own < count), other=0.0)
         else:
             sums = _dealt(values_ptr, count, 0, threads, threads)
-        tl.store(means_ptr + tensor + tl.arange(0, 1), _times_reciprocal(_sum_parts(sums), count))
+        mean_ptr = means_ptr + tensor + tl.arange(0, 1)
+        tl.store(mean_ptr, _times_reciprocal(_sum_parts(sums), count))
 
 
 @kernel
@@ -193,7 +195,7 @@ def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
 
 @kernel
 def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
-    """Sum the blocks' sums in torch's order, and divide by the count.
+    """Sum the blocks' sums in torch's order, and multiply by the reciprocal of the count.
 
     Pointers to tensors:
         partial_ptr: [blocks] float32.

@@ -1,4 +1,4 @@
-"""absmax → 8-bit codes: the second quantization, of absmax itself in blocks of 256.
+"""Encodes absmax to 8 bits: the second quantization, of absmax itself in blocks of 256.
 
 The mean that is subtracted first is torch's own reduction, so its bits are those that bitsandbytes
 gets.
@@ -8,7 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.arithmetic import (
+    SMALLEST_NORMAL,
+    lane_entry,
+    magnitude,
+    multiply,
+    reciprocal,
+)
 from nf4conv.codec.kernels.assembly import bisect_assembly
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import middle_table
@@ -19,8 +25,17 @@ NUM_WARPS = 1
 def compress_absmax(
     absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize absmax to 8 bits; arguments and result as `reference.compress_absmax`. Nothing waits
-    for the device.
+    """Quantize absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
+
+    Nothing waits for the device.
+
+    Args:
+        absmax: [blocks] float32.
+        codes: [blocks] uint8, written.
+        nested_absmax: [ceil(blocks / 256)] float32, written.
+
+    Returns:
+        The mean, 0-d float32: the offset of the quantization.
     """
     offset = absmax.mean()
     blocks = absmax.numel()
@@ -65,14 +80,16 @@ _launch = Launcher(_compress_kernel)
 def compress_tile(
     absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr
 ):
-    """Encode a nested block, `count` ≤ 256 values."""
+    """Encode a nested block of `count` ≤ 256 values; the pointers are _compress_kernel's, at the
+    block.
+    """
     index = tl.arange(0, 256)[None, :]
     mask = index < count
     offset = tl.load(offset_ptr)
-    # behind the end the library quantizes zeros
-    difference = tl.where(mask, tl.load(absmax_ptr + index, mask=mask, other=0.0) - offset, 0.0)
+    absmax = tl.load(absmax_ptr + index, mask=mask, other=0.0)
+    difference = tl.where(mask, absmax - offset, 0.0)  # the library quantizes zeros behind the end
     peak = tl.max(magnitude(difference), axis=1)
-    peak = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
+    peak = tl.where(tl.abs(peak) < SMALLEST_NORMAL, 0.0, peak)
     tl.store(nested_absmax_ptr + tl.arange(0, 1), peak)
     scale = reciprocal(peak, middle_ptr.to(tl.pointer_type(tl.int32)) + 256, PTX)
     quotient = multiply(difference, tl.broadcast_to(scale[:, None], (1, 256)), PTX)
@@ -82,6 +99,7 @@ def compress_tile(
 
 @triton.jit
 def _bisect(quotient, middle_ptr):
+    """Return the codes of quotients, int32, by shuffles; middle_ptr is tables.middle_table."""
     table = tl.zeros(quotient.shape, tl.int64) + middle_ptr.to(tl.int64)
     rows = ()
     for row in tl.static_range(8):
@@ -98,8 +116,9 @@ def _bisect(quotient, middle_ptr):
 
 @triton.jit
 def _plain_bisect(quotient, middle_ptr):
-    """The number of middles below the quotient; a middle itself counts if its index is odd: ties go
-    to even codes.
+    """Return the number of middles below the quotients, int32, without inline assembly.
+
+    A middle itself counts if its index is odd: ties go to even codes.
     """
     code = tl.zeros(quotient.shape, tl.int32)
     for level in tl.static_range(8):

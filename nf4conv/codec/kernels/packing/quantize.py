@@ -1,27 +1,47 @@
-"""Weight → packed 4-bit codes and absmax: one pass, every element read once.
+"""Encodes a tile of a weight with absmax: one pass, every element read once.
 
-A *slot* is 16 bytes of weight, what one thread loads at once: 8 half-precision elements, which
-become one packed 32-bit word, or 4 float32 elements, which become 16 bits. A program encodes SLOTS
-slots, whole blocks of them:
+A program encodes SLOTS slots (slots.py), whole blocks of them:
 
-    words    [SLOTS, 4] int32 as loaded
-    absmax   the largest magnitude in a slot, then over the slots of a block
-    quotient x · (1 / absmax), with the hardware's reciprocal
-    code     a bucket of the quotient's range, found with one rounded operation; then the number of cuts below the
-             bucket plus one exact comparison with the only cut inside it. Both tables sit in the
-             lanes of a warp, one entry each, and are looked up by shuffles (tables.py,
-             docs/kernels.md)
+words     [SLOTS, 4] int32 as loaded
+absmax    the largest magnitude in a slot, then over the slots of a block
+quotient  x · (1 / absmax), with the hardware's reciprocal
+code      a bucket of the quotient's range, found with one rounded operation; then the number of
+          cuts below the bucket plus one exact comparison with the only cut inside it. Both tables
+          sit in the lanes of a warp, one entry each, and are looked up by shuffles (tables.py,
+          docs/kernels.md).
 """
 
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import gather, lane_entry, magnitude, multiply, reciprocal
+from nf4conv.codec.kernels.arithmetic import (
+    LOWEST,
+    SMALLEST_NORMAL,
+    gather,
+    lane_entry,
+    magnitude,
+    multiply,
+    reciprocal,
+)
 from nf4conv.codec.kernels.assembly import encode_assembly, peak_assembly
-from nf4conv.codec.kernels.slots import halves, load_words, split_words
+from nf4conv.codec.kernels.slots import (
+    ELEMENTWISE,
+    FULL,
+    SLOTWISE,
+    halves,
+    load_words,
+    split_words,
+)
 
 CONFIGURATIONS = {2: (512, 4), 4: (256, 4)}
-"""Element size → slots and warps of a program: the fastest of the sweep in docs/kernels.md."""
+"""By bytes of an element, slots and warps of a program: the fastest of the sweep in
+docs/kernels.md.
+"""
+
+_FULL = tl.constexpr(FULL)
+_SLOTWISE = tl.constexpr(SLOTWISE)
+_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
+_COEFFICIENTS = tl.constexpr(64)  # where they begin in tables.bucket_table, for a reciprocal
 
 
 @triton.jit
@@ -33,7 +53,11 @@ def quantize_tile(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Encode a tile: the pointers of quantize_kernel, and `count` ≤ TILE, a multiple of BLOCKSIZE."""
+    """Encode a tile with absmax.
+
+    `tile` has the pointers of quantize_kernel, at the tile, and its number of elements, `count` ≤
+    TILE. TILE is a multiple of BLOCKSIZE.
+    """
     weight_ptr, packed_ptr, absmax_ptr, table_ptr, count = tile
     DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
@@ -55,15 +79,16 @@ def quantize_tile(
         peak = tl.max(tl.maximum(magnitude(even), magnitude(odd)), axis=1)
     peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
     # the lowest float32 where a block holds only NaN
-    peak = tl.maximum(peak, -3.4028234663852886e38)
-    absmax = tl.where(tl.abs(peak) < 1.1754943508222875e-38, 0.0, peak)
+    peak = tl.maximum(peak, LOWEST)
+    absmax = tl.where(tl.abs(peak) < SMALLEST_NORMAL, 0.0, peak)
     block = tl.arange(0, BLOCKS)
-    if ACCESS == 0:
+    if ACCESS == _FULL:
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
-    scale = reciprocal(absmax, table_ptr + 64, PTX)
-    scale = tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    scale = reciprocal(absmax, table_ptr + _COEFFICIENTS, PTX)
+    scale = tl.broadcast_to(scale[:, None], (BLOCKS, BLOCKSIZE // SLOT))
+    scale = tl.reshape(scale, (SLOTS,))
     if PTX:
         table = tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64)
         codes = tl.inline_asm_elementwise(
@@ -81,7 +106,11 @@ def quantize_tile(
 
 @triton.jit
 def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
-    """[SLOTS] int32: the packed codes of a slot in its low 32 (or 16) bits."""
+    """Return the packed codes of each slot in its low 32 (or 16) bits, [SLOTS] int32, without inline
+    assembly.
+
+    even, odd: [SLOTS, 4], or [SLOTS, 2] of float32 weights. scale: [SLOTS], 1 / absmax.
+    """
     scale = tl.broadcast_to(scale[:, None], even.shape)
     high = plain_code(multiply(even, scale, False), table_ptr, IS_FP4, False)
     low = plain_code(multiply(odd, scale, False), table_ptr, IS_FP4, False)
@@ -91,14 +120,15 @@ def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
 
 @triton.jit
 def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """int32 codes of quotients from -1 to 1, or NaN."""
+    """Return the int32 codes of quotients from -1 to 1, or NaN; table_ptr is tables.bucket_table."""
     m = tl.abs(quotient) if IS_FP4 else quotient
     position = m * 16.0 if IS_FP4 else m * 15.25 + 15.0
+    # positions are not negative, so adding half and cutting off rounds; NaN has a bucket of its own
     bucket = tl.where(m == m, position + 0.5, 31.0).to(tl.int32)
     cut = gather(table_ptr, bucket, PTX).to(tl.float32, bitcast=True)
     rank = gather(table_ptr, bucket + 32, PTX) + (m > cut).to(tl.int32)
     if IS_FP4:
-        # ranks 0…7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
+        # ranks 0 … 7 are the codes 0, 1, 6, 7, 4, 5, 2, 3
         return rank ^ ((rank & 2) << 1) | tl.where(quotient < 0.0, 8, 0)
     else:
         return rank
@@ -110,7 +140,7 @@ def store_codes(
 ):
     """Write the packed codes of every slot; bytes behind the last element are left alone."""
     slot = tl.arange(0, SLOTS)
-    if ACCESS == 2:
+    if ACCESS == _ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]
         bytes_of_slot = (codes[:, None] >> (byte * 8)).to(tl.uint8)
         index = slot[:, None] * (SLOT // 2) + byte
@@ -118,7 +148,7 @@ def store_codes(
     else:
         word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
         word_ptr = packed_ptr.to(tl.pointer_type(word)) + slot
-        if ACCESS == 1:
+        if ACCESS == _SLOTWISE:
             tl.store(word_ptr, codes.to(word), mask=slot * SLOT < count)
         else:
             tl.store(word_ptr, codes.to(word))
