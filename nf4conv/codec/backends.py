@@ -1,5 +1,5 @@
-"""Which backend computes on which device: cpu/, kernels/, or reference/ where there is nothing
-faster.
+"""Chooses the backend that computes on a device: cpu/, kernels/, or reference/ where there is
+nothing faster.
 """
 
 import functools

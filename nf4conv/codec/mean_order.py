@@ -1,8 +1,8 @@
-"""Divides a vector among threads as torch's CUDA mean does: the rule that codec/reduction.py and the
-mean kernels share.
+"""Divides a vector among threads as torch's CUDA mean does.
 
-The source is ReduceConfig in ATen/native/cuda/Reduce.cuh, torch 2.10 and later. This file imports no
-torch: the engine without torch needs the rule.
+codec/reduction.py and the mean kernels share this rule. Its source is ReduceConfig in
+ATen/native/cuda/Reduce.cuh, torch 2.10 and later. This file imports no torch, because the engine
+without torch needs the rule.
 """
 
 from typing import Final

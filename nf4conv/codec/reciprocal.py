@@ -60,8 +60,8 @@ def _squares() -> Words:
     t = np.arange(1 << 16, dtype=np.uint32)
     total = np.zeros_like(t)
     for high in range(9, 16):
-        # In t² the product of bit `high` and a lower one occurs twice, and counts from 2^17 on; that
-        # of `high` with itself occurs once.
+        # In t² the product of bit `high` and a lower one occurs twice, and counts from 2^17 on;
+        # that of `high` with itself occurs once.
         below = (t & ((1 << high) - (1 << (16 - high)))) >> (16 - high)
         itself = 1 << (2 * high - 17)
         total += ((t >> high) & 1) * (below + itself)

@@ -1,4 +1,4 @@
-"""The layout of one 4-bit weight on disk: which tensors it becomes, their dtypes and shapes, and the
+"""The layout of one 4-bit weight on disk: the tensors it becomes, their dtypes and shapes, and the
 JSON blob.
 
 A weight `W` of n elements becomes these tensors, in bitsandbytes' order (docs/format.md):
@@ -42,7 +42,7 @@ _MOST_DIMENSIONS: Final = 64  # of a weight; torch has this limit too
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
 DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""By safetensors' dtype tag of a weight that can be quantized, the dtype's name in the JSON blob."""
+"""By safetensors' dtype tag of a weight that can be quantized, its name in the JSON blob."""
 
 TAGS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """By the name in the JSON blob, safetensors' dtype tag."""

@@ -1,8 +1,8 @@
 """Decodes tensors that another quantization encoded: by Triton on a GPU, by torch elsewhere.
 
-sources/tensors.py describes the encodings; run/device/on_torch/reading.py takes the decoder of each.
+sources/tensors.py describes the encodings; run/device/on_torch/reading.py calls the decoders.
 
-scaled.py   multiplies 8-bit values with scales: FP8 in its flavours, MXFP8, INT8, bitsandbytes 8-bit
+scaled.py   multiplies 8-bit values with scales: FP8, MXFP8, INT8 and 8-bit bitsandbytes
 fp4.py      multiplies pairs of E2M1 values with scales: MXFP4 and NVFP4
 packed.py   decodes 4-bit weights of bitsandbytes, or some blocks of one
 """

@@ -1,5 +1,5 @@
-"""Pairs of E2M1 values, the low nibble first, times a scale for each 16 or 32 values of a row: MXFP4
-and NVFP4.
+"""MXFP4 and NVFP4: pairs of E2M1 values, the low nibble first, times a scale for each 16 or 32
+values of a row.
 
 MXFP4                      value = e2m1 × 2^(scale − 127)
                            groups of 32; OCP Microscaling Formats v1.0, section 5.3.3, and

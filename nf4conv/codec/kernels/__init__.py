@@ -11,7 +11,8 @@ tensors.
     assembly.py     holds the hot loops as PTX
     tables.py       makes the small tables that kernels read, once for each device
     launch.py       compiles once, then launches for the price of the driver call
-    ahead.py        compiles kernels to bytes, for programs without torch
+    ahead.py        says what kernels programs without torch take
+    compiling.py    compiles kernels to machine code, for these programs
 
 Functions write into the tensors they are given, launch on the calling thread's current stream and
 validate nothing. Each kernel has a constexpr `PTX`: where it is false, plain Triton replaces every

@@ -1,25 +1,17 @@
-"""Compiles kernels to bytes, ahead of a run: what a program without torch and Triton needs to launch
-them.
+"""Says what kernels a program without torch and Triton takes for a purpose.
 
-The functions that return a `Codec` say what kernels a purpose takes. Each is named by a value of
-bundle.Action, and its `device` is where the kernels will run; on a CPU they are for Triton's
-interpreter, without inline assembly.
+Each function that returns a `Codec` is named by a value of the engine's Action. Its `device` is
+where the kernels will run; on a CPU they are for Triton's interpreter, without inline assembly.
+compiling.py compiles them.
 """
 
-import base64
-import multiprocessing
-import os
-import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_source
 
 from nf4conv.codec.kernels import difference, error
+from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
 from nf4conv.codec.kernels.packing import batch, finite, mean, nested, pack
@@ -37,23 +29,6 @@ _FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 
 _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
 """Kernels by how they may touch memory: the end of their names, and the constexpr."""
-
-_LONGEST: Final = 120
-"""Seconds that compiling in several processes may take before it is done in this one."""
-
-
-class Variant(NamedTuple):
-    """A kernel that is to be compiled.
-
-    Attributes:
-        kernel: the function.
-        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
-        num_warps: warps of 32 threads of each program.
-    """
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -384,82 +359,6 @@ def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> C
         cast.NUM_WARPS,
     )
     return Codec({"cast": kernel}, {}, {"tile": cast.TILE.value})
-
-
-_waiting: list[Variant] = []
-"""The kernels that forked processes are to compile: they find them here, and need no pickle."""
-
-
-def compiled(variants: Sequence[Variant], capability: tuple[int, int]) -> list[dict[str, Any]]:
-    """Compile kernels, in as many processes as there are cores: Triton holds the interpreter's lock
-    meanwhile.
-
-    Args:
-        variants: the kernels.
-        capability: compute capability of the GPU, such as (9, 0).
-
-    Returns:
-        For each kernel "cubin", the machine code in base64; "entry", its name in there; "shared",
-        bytes of shared memory of each program; and "threads" of each program.
-    """
-    _waiting[:] = variants
-    tasks = [(number, capability) for number in range(len(variants))]
-    processes = min(len(tasks), len(os.sched_getaffinity(0)))
-    with multiprocessing.get_context("fork").Pool(processes, _end_quietly) as pool:
-        try:
-            return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
-        except multiprocessing.TimeoutError:
-            # a lock that another thread of ours held when we forked
-            return [_compile(task) for task in tasks]
-
-
-def _end_quietly() -> None:
-    """Keep a process that is ended, with all its work done, from telling the user that it was
-    stopped.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
-    """Compile a kernel of `_waiting`, given its number and the compute capability."""
-    number, (major, minor) = task
-    variant = _waiting[number]
-    kernel = variant.kernel
-    types = {}
-    constants = {}
-    for place, parameter in enumerate(kernel.params):
-        argument = variant.arguments[place]
-        if parameter.is_constexpr:
-            types[parameter.name] = "constexpr"
-            constants[(place,)] = argument
-        elif isinstance(argument, torch.Tensor):
-            types[parameter.name] = _POINTERS[argument.dtype]
-        else:
-            types[parameter.name] = "i64"
-    found = compile_source(
-        ASTSource(kernel, types, constants, {}),
-        target=GPUTarget("cuda", 10 * major + minor, 32),
-        options={"num_warps": variant.num_warps, "enable_fp_fusion": False},
-    )
-    return {
-        "cubin": base64.b64encode(found.asm["cubin"]).decode(),
-        "entry": found.metadata.name,
-        "shared": found.metadata.shared,
-        "threads": 32 * variant.num_warps,
-    }
-
-
-_POINTERS: Final = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-"""Triton's names of pointers to these."""
 
 
 def _bytes(table: torch.Tensor) -> bytes:

@@ -1,15 +1,15 @@
-"""Two vectors of floats → how far they are apart, in float64, as run/device/on_torch/subtract.py
-defines it.
+"""Compares two vectors of floats in float64, as run/device/on_torch/subtract.py defines it.
 
-A program walks over STEPS tiles and writes one partial result of each kind, always the same ones.
+A program walks over STEPS tiles and writes one partial result of each kind: the result is the same
+from run to run.
 """
 
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
 
-TILE = tl.constexpr(1024)
-STEPS = tl.constexpr(16)
+TILE = tl.constexpr(1024)  # elements
+STEPS = tl.constexpr(16)  # tiles of a program
 NUM_WARPS = 4
 
 
@@ -19,8 +19,8 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
 
     Pointers to tensors:
         a_ptr, b_ptr: [n] float32, float16 or bfloat16, each of its own dtype.
-        sums_ptr: [4, programs] float64, written: as of report.measured.PieceDifference, in its
-            order.
+        sums_ptr: [4, programs] float64, written: the fields of report.measured.PieceDifference, in
+            their order.
     """
     infinity = float("inf")
     program = tl.program_id(0).to(tl.int64)
@@ -34,7 +34,8 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
         b = tl.load(b_ptr + index, mask=index < n, other=0.0).to(tl.float32).to(tl.float64)
         unequal = (a != b) & ((a == a) | (b == b))
         distance = tl.abs(a - b)
-        distance = tl.where(unequal, tl.where(distance == distance, distance, infinity), 0.0)
+        distance = tl.where(distance == distance, distance, infinity)
+        distance = tl.where(unequal, distance, 0.0)
         values = tl.where(tl.abs(a) < infinity, a, 0.0)
         squared_difference = tl.fma(distance, distance, squared_difference)
         squared_values = tl.fma(values, values, squared_values)

@@ -1,4 +1,4 @@
-"""Weight and its packed form → error sums: one pass over both, the decoded weight is never written.
+"""Compares a weight with its packed form: one pass over both; the decoded weight is never written.
 
 A program walks over TILES tiles and writes one partial result of each kind; torch adds the partials
 up, in float64 and in a fixed order, so a result is the same from run to run. Squares are taken and
@@ -23,13 +23,25 @@ from nf4conv.codec.kernels.slots import (
 from nf4conv.codec.kernels.tables import bound_table, value_table
 from nf4conv.codec.quant_state import Decoding
 
-CONFIGURATIONS = {2: (256, 4), 4: (256, 4)}  # as of quantize.py
-TILES = tl.constexpr(8)
+CONFIGURATIONS = {2: (256, 4), 4: (256, 4)}
+"""By bytes of an element of the weight, slots and warps of a program."""
+
+TILES = tl.constexpr(8)  # of a program
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compare a weight with its packed form; arguments as `reference.error_sums`."""
-    quant_type, blocksize = decoding.quant_type, decoding.blocksize
+    """Compare a weight with its packed form, by the bound that codec/error_sums.py states.
+
+    Args:
+        weight: [n] float32, float16 or bfloat16, contiguous: the original.
+        packed: [ceil(n / 2)] uint8, contiguous.
+        decoding: of the codes.
+
+    Returns:
+        Sums and extremes, on the weight's device.
+    """
+    quant_type = decoding.quant_type
+    blocksize = decoding.blocksize
     n = weight.numel()
     device = weight.device
     tile, num_warps = configuration(weight.dtype, blocksize, CONFIGURATIONS)
@@ -37,18 +49,34 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
-    tables = (value_table(quant_type, device), bound_table(quant_type, decoding.scales, device))
     if n:
         _launch(
             programs,
-            (weight, packed, *decoding.pointers(), *tables, peaks, squares, outside, n, programs),
+            (
+                weight,
+                packed,
+                *decoding.pointers(),
+                value_table(quant_type, device),
+                bound_table(quant_type, decoding.scales, device),
+                peaks,
+                squares,
+                outside,
+                n,
+                programs,
+            ),
             (blocksize, tile, access(weight, packed, n, tile), weight.is_cuda),
             (weight.dtype, decoding.state2 is None),
             num_warps,
         )
     peak = peaks.amax(1) if n else peaks.new_zeros(2)
     total = squares.sum(1)
-    return ErrorSums(peak[0], peak[1], total[0], total[1], outside.sum())
+    return ErrorSums(
+        max_error=peak[0],
+        max_relative_error=peak[1],
+        squared_error=total[0],
+        squared_weight=total[1],
+        outside=outside.sum(),
+    )
 
 
 _NESTED_ERROR = tl.constexpr(NESTED_ERROR)
@@ -78,9 +106,12 @@ def error_kernel(
     """Compare TILES tiles of a weight with its packed form.
 
     Pointers to tensors:
-        weight_ptr … offset_ptr: as of dequantize_kernel; weight_ptr is [n] float32, float16 or
-        bfloat16.
-        value_ptr, bound_ptr: [32] int32, tables.value_table and bound_table.
+        weight_ptr: [n] float32, float16 or bfloat16.
+        packed_ptr: [ceil(n / 2)] uint8.
+        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 if it is nested.
+        nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32;
+            read if absmax is nested.
+        value_ptr, bound_ptr: [32] int32, tables.value_table and tables.bound_table.
         peaks_ptr: [2, programs] float32, written: the largest error, and that relative to absmax.
         squares_ptr: [2, programs] float64, written: of errors, and of weights.
         outside_ptr: [programs] int64, written: values beyond the format's worst case.
@@ -104,21 +135,16 @@ def error_kernel(
             even, odd = halves(words, DTYPE)
             codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
             absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
-            scale = tl.reshape(
-                tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,)
-            )
-            moved = (
-                tl.reshape(tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
-                * _NESTED_ERROR
-            )
+            # of a slot: the absmax of its block, and how far nesting may have moved it
+            scale = tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT))
+            scale = tl.reshape(scale, (SLOTS,))
+            moved = tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT))
+            moved = tl.reshape(moved, (SLOTS,)) * _NESTED_ERROR
             peak = tl.zeros((SLOTS,), tl.float32)
             for parity in tl.static_range(2):
                 shift = tl.arange(0, SLOT // 2)[None, :] * 8 + (4 - 4 * parity)
-                index = (
-                    tl.arange(0, SLOTS)[:, None] * SLOT
-                    + tl.arange(0, SLOT // 2)[None, :] * 2
-                    + parity
-                )
+                slot_start = tl.arange(0, SLOTS)[:, None] * SLOT
+                index = slot_start + tl.arange(0, SLOT // 2)[None, :] * 2 + parity
                 weight = even if parity == 0 else odd
                 code = codes[:, None] >> shift
                 value = lookup(value_ptr, code, PTX).to(tl.float32, bitcast=True)
@@ -136,9 +162,8 @@ def error_kernel(
                 squared_weight = tl.fma(wide_weight, wide_weight, squared_weight)
             peak = tl.max(tl.reshape(peak, (BLOCKS, BLOCKSIZE // SLOT)), axis=1)
             largest = tl.maximum(largest, peak)
-            relative = tl.maximum(
-                relative, tl.where(absmax != 0.0, tl.abs(tl.div_rn(peak, absmax)), 0.0)
-            )
+            relative_peak = tl.where(absmax != 0.0, tl.abs(tl.div_rn(peak, absmax)), 0.0)
+            relative = tl.maximum(relative, relative_peak)
     tl.store(peaks_ptr + program, tl.max(largest, axis=0))
     tl.store(peaks_ptr + programs + program, tl.max(relative, axis=0))
     tl.store(squares_ptr + program, tl.sum(tl.sum(squared_error, axis=1), axis=0))

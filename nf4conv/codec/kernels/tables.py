@@ -1,4 +1,4 @@
-"""Makes the small tables that the kernels read, of the codebook; each is kept once for each device."""
+"""Makes the small tables that the kernels read; each is kept once for each device."""
 
 import functools
 

@@ -30,7 +30,7 @@ def compress_absmax(
 
 
 def dynamic_cuts(device: torch.device) -> torch.Tensor:
-    """Return the 255 cuts of the dynamic map: a value has the code that is the number of cuts below.
+    """Return the cuts of the dynamic map: a value has the code that is the number of cuts below.
 
     They are the midpoints of the map's values, [255] float32. A value on a midpoint takes the even
     one of its two codes, so the midpoint above an odd code is moved down by one ulp.

@@ -106,7 +106,10 @@ def _codes_by_scale(values: torch.Tensor, scales: torch.Tensor, quant_type: str)
 def _cost(
     known: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, quant_type: str
 ) -> torch.Tensor:
-    """Add up the squared errors of each row, each rounded to units of 1 / COST_UNITS: [rows] int64."""
+    """Add up the squared errors of each row, each rounded to units of 1 / COST_UNITS.
+
+    Returns [rows] int64.
+    """
     table = decoded_values(quant_type, known.device)
     values = table.index_select(0, codes.view(-1).int()).view(codes.shape)
     squared_errors = (known - values * scales[:, None]).square()

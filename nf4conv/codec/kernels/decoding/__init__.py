@@ -1,4 +1,4 @@
-"""What is stored → floats.
+"""Kernels that turn what is stored into floats.
 
 dequantize.py  decodes packed codes with absmax, plain or nested
 scaled.py      decodes 8-bit values with scales

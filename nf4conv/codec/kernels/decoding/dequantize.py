@@ -1,11 +1,13 @@
-"""Packed 4-bit codes and absmax, plain or nested → weight: one pass, one launch.
+"""Decodes packed 4-bit codes with absmax, plain or nested: one pass, one launch.
 
 A *slot* is 16 bytes of output, what one thread stores at once: 8 half-precision elements from one
 packed 32-bit word, or 4 float32 elements from 16 packed bits.
 
-    absmax   once for each block; nested: code[q] · nested_absmax, rounded, then + offset, rounded: never one FMA
-    value    the 16 values sit in the lanes of a warp and are looked up by shuffles (tables.py, docs/kernels.md)
-    product  value · absmax in float32, flushed, then one rounding to the output dtype
+absmax   once for each block; nested: code[q] · nested_absmax, rounded, then + offset, rounded:
+         never one FMA
+value    the 16 values sit in the lanes of a warp and are looked up by shuffles (tables.py,
+         docs/kernels.md)
+product  value · absmax in float32, flushed, then one rounding to the output dtype
 """
 
 import torch
@@ -15,34 +17,51 @@ import triton.language as tl
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.slots import access, configuration, load_packed
+from nf4conv.codec.kernels.slots import (
+    ELEMENTWISE,
+    FULL,
+    SLOTWISE,
+    access,
+    configuration,
+    load_packed,
+)
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Decoding
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
-"""Element size of the output → slots and warps of a program: the fastest of the sweep in
+"""By bytes of an element of the output, slots and warps of a program: the fastest of the sweep in
 docs/kernels.md. The next smaller program would be limited by how fast the card can start programs.
 """
 
 STREAM_BYTES = 24 << 20
-"""A larger output, about half an L2 cache, is marked to leave the cache first; a smaller one stays
-for its reader.
+"""An output larger than this, about half an L2 cache, is marked to leave the cache first; a smaller
+one stays for its reader.
 """
+
+_SLOTWISE = tl.constexpr(SLOTWISE)
+_FULL = tl.constexpr(FULL)
+_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decode blocks of a weight; arguments as `reference.dequantize_blocks`, `packed` and `out` in
-    any shape.
+    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the
+    dtype of `out`.
+
+    Args:
+        packed: ceil(n / 2) uint8, contiguous, of any shape.
+        decoding: of the codes.
+        out: n elements of float32, float16 or bfloat16, contiguous, of any shape; written.
     """
     n = out.numel()
     if n == 0:
         return
     blocksize = decoding.blocksize
     tile, num_warps = configuration(out.dtype, blocksize, CONFIGURATIONS)
+    table = value_table(decoding.quant_type, out.device)
     stream = out.nbytes > STREAM_BYTES
     _launch(
         -(-n // tile),
-        (packed, *decoding.pointers(), value_table(decoding.quant_type, out.device), out, n),
+        (packed, *decoding.pointers(), table, out, n),
         (blocksize, tile, access(out, packed, n, tile), stream, out.is_cuda),
         (out.dtype, decoding.state2 is None),
         num_warps,
@@ -69,16 +88,18 @@ def dequantize_kernel(
 
     Pointers to tensors:
         packed_ptr: [ceil(n / 2)] uint8.
-        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 where it is nested.
+        absmax_ptr: [ceil(n / BLOCKSIZE)] float32, or uint8 if it is nested.
         nested_code_ptr, nested_absmax_ptr, offset_ptr: [256], [ceil(blocks / 256)], [1] float32;
-            read where it is.
+            read if absmax is nested.
         table_ptr: [32] int32, tables.value_table.
         out_ptr: [n] float32, float16 or bfloat16, written.
 
     Constexprs:
         ACCESS: FULL, SLOTWISE or ELEMENTWISE of slots.py.
-        STREAM: whether the output is too large to be found in L2 by who reads it.
-        PTX: whether inline assembly may be used.
+        BLOCKSIZE: elements that share one absmax.
+        TILE: elements of a program, a multiple of BLOCKSIZE.
+        STREAM: True if the output is too large for its reader to find it in L2.
+        PTX: True to use inline assembly; False in the interpreter.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
@@ -92,7 +113,7 @@ def dequantize_kernel(
     absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
     scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
     out_ptr += first
-    if PTX and ACCESS != 2:
+    if PTX and ACCESS != _ELEMENTWISE:
         # decode by shuffles and store 16 bytes a thread
         value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
@@ -105,13 +126,10 @@ def dequantize_kernel(
         )
         decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
         slot = tl.arange(0, SLOTS)[:, None]
-        word_ptr = (
-            tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16)
-            + slot * 4
-            + tl.arange(0, 4)[None, :]
-        )
+        word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16)
+        word_ptr = word_ptr + slot * 4 + tl.arange(0, 4)[None, :]
         policy: tl.constexpr = "evict_first" if STREAM else ""
-        if ACCESS == 1:
+        if ACCESS == _SLOTWISE:
             tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
         else:
             tl.store(word_ptr, decoded, eviction_policy=policy)
@@ -135,16 +153,19 @@ def load_absmax(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Two [BLOCKS] float32: absmax of consecutive blocks, decoded, and nested_absmax, which is 0
-    where there is none.
+    """Load and decode the absmax of consecutive blocks.
 
-    The state is absmax_ptr … offset_ptr of dequantize_kernel.
+    `state` has the pointers absmax_ptr, nested_code_ptr, nested_absmax_ptr and offset_ptr of
+    dequantize_kernel. `count` elements of the tile are there.
+
+    Returns absmax and the nested absmax of each block, 0 if there is none: twice [BLOCKS] float32.
     """
     absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr = state
     block = tl.arange(0, BLOCKS)
-    if ACCESS == 0:
+    if ACCESS == _FULL:
         absmax = tl.load(absmax_ptr + first_block + block)
     else:
+        # blocks behind the last one read it again
         block = tl.minimum(block, (count - 1) // BLOCKSIZE)
         absmax = tl.load(absmax_ptr + first_block + block)
     if absmax_ptr.dtype.element_ty == tl.uint8:
@@ -157,7 +178,12 @@ def load_absmax(
 
 @triton.jit
 def plain_values(words, scale, table_ptr, SLOT: tl.constexpr, PTX: tl.constexpr):
-    """Two [SLOTS, SLOT / 2] float32: the elements of even and of odd index."""
+    """Decode slots without shuffles.
+
+    words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax.
+
+    Returns the elements of even and of odd index: twice [SLOTS, SLOT / 2] float32.
+    """
     shift = tl.arange(0, SLOT // 2)[None, :] * 8
     spread = tl.broadcast_to(scale[:, None], (words.shape[0], SLOT // 2))
     even = tl.load(table_ptr + ((words[:, None] >> (shift + 4)) & 15)).to(tl.float32, bitcast=True)

@@ -1,5 +1,6 @@
-"""E2M1 pairs times scales → weight: one pass, one launch. The arithmetic is that of
-codec/decode/fp4.py.
+"""Decodes MXFP4 and NVFP4, pairs of E2M1 values with scales: one pass, one launch.
+
+The arithmetic is that of codec/decode/fp4.py.
 """
 
 import torch
@@ -9,8 +10,8 @@ import triton.language as tl
 from nf4conv.codec.kernels.decoding.scaled import kind_of, signed, stored, to_float
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
-TILE_ROWS = tl.constexpr(4)
-TILE_PAIRS = tl.constexpr(256)
+TILE_ROWS = tl.constexpr(4)  # of a program
+TILE_PAIRS = tl.constexpr(256)  # of a program
 NUM_WARPS = 4
 
 
@@ -21,22 +22,30 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Decode a matrix; arguments, all contiguous, as `codec.decode.fp4.decode_fp4`.
+    """Decode a matrix; all tensors are contiguous.
 
-    What is decoded is written to `out`, [rows, columns] float32, float16 or bfloat16.
+    Args:
+        values: [rows, columns / 2] uint8 or int8: two values each, the first one in the low nibble.
+        scale: [rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn.
+        divisor: [1] float that all scales are divided by; None if they are not.
+        multiplier: [1] float that all scales are multiplied with; None if they are not.
+        out: [rows, columns] float32, float16 or bfloat16, written.
     """
     rows, pairs = values.shape
     if values.numel() == 0:
         return
     pair_tiles = -(-pairs // TILE_PAIRS.value)
     is_aligned = pairs % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    factors = [scale if factor is None else factor for factor in (divisor, multiplier)]
+    # the kernel takes pointers that it does not read
+    divisors = scale if divisor is None else divisor
+    multipliers = scale if multiplier is None else multiplier
     _launch(
         -(-rows // TILE_ROWS.value) * pair_tiles,
         (
             values.view(torch.uint8),
             stored(scale),
-            *map(stored, factors),
+            stored(divisors),
+            stored(multipliers),
             out,
             rows,
             pairs,
@@ -51,7 +60,7 @@ def decode_fp4(
             is_aligned,
             False,
         ),
-        (out.dtype, *(factor.dtype for factor in factors)),
+        (out.dtype, divisors.dtype, multipliers.dtype),
         NUM_WARPS,
     )
 
@@ -82,6 +91,12 @@ def fp4_kernel(
         divisor_ptr, multiplier_ptr: [1] float; read where DIVIDE, MULTIPLY.
         out_ptr: [rows, 2 * pairs] float32, float16 or bfloat16, written; transposed where
             TRANSPOSED.
+
+    Scalars:
+        pair_tiles: programs for the pairs of one row.
+
+    Constexprs:
+        ALIGNED: True if pointers are multiples of 16 bytes, and rows of 16 pairs.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // pair_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
@@ -93,23 +108,18 @@ def fp4_kernel(
         values_ptr = tl.multiple_of(values_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
     codes = tl.load(values_ptr + row * pairs + pair, mask=inside, other=0).to(tl.int32)
-    scale = to_float(
-        tl.load(scale_ptr + row * groups + pair // GROUP_PAIRS, mask=inside, other=0), SCALE
-    )
+    group_ptr = scale_ptr + row * groups + pair // GROUP_PAIRS
+    scale = to_float(tl.load(group_ptr, mask=inside, other=0), SCALE)
     if DIVIDE:
-        scale = tl.div_rn(
-            scale, tl.zeros(scale.shape, tl.float32) + tl.load(divisor_ptr).to(tl.float32)
-        )
+        divisor = tl.zeros(scale.shape, tl.float32) + tl.load(divisor_ptr).to(tl.float32)
+        scale = tl.div_rn(scale, divisor)
     if MULTIPLY:
         scale = scale * tl.load(multiplier_ptr).to(tl.float32)
     values = tl.interleave(_e2m1(codes & 15) * scale, _e2m1(codes >> 4) * scale)
     column = first * 2 + tl.arange(0, 2 * TILE_PAIRS)[None, :]
-    out_index = column * rows + row if TRANSPOSED else row * pairs * 2 + column
-    tl.store(
-        out_ptr + out_index,
-        values.to(out_ptr.dtype.element_ty),
-        mask=(row < rows) & (column < pairs * 2),
-    )
+    index = column * rows + row if TRANSPOSED else row * pairs * 2 + column
+    inside = (row < rows) & (column < pairs * 2)
+    tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _launch = Launcher(fp4_kernel)
@@ -117,8 +127,9 @@ _launch = Launcher(fp4_kernel)
 
 @triton.jit
 def _e2m1(code):
-    """The value of a 4-bit code: a sign, two bits of exponent, one of mantissa; -0.0 keeps its
-    sign.
+    """Return the values of 4-bit codes: a sign, two bits of exponent, one of mantissa.
+
+    -0.0 keeps its sign.
     """
     magnitude = code & 7
     normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)

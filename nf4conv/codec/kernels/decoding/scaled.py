@@ -1,8 +1,7 @@
-"""8-bit values times scales → weight: one pass, one launch. The arithmetic is that of
-codec/decode/scaled.py.
+"""Decodes 8-bit values with scales: one pass, one launch.
 
-A byte is FP8 E4M3 or E5M2, INT8, or E8M0, a power of two (OCP Microscaling Formats v1.0, section
-5).
+The arithmetic is that of codec/decode/scaled.py. A byte is FP8 E4M3 or E5M2, INT8, or E8M0, a power
+of two (OCP Microscaling Formats v1.0, section 5).
 """
 
 from typing import Final
@@ -13,10 +12,11 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
-TILE_ROWS = tl.constexpr(4)
-TILE_COLUMNS = tl.constexpr(512)
+TILE_ROWS = tl.constexpr(4)  # of a program
+TILE_COLUMNS = tl.constexpr(512)  # of a program
 NUM_WARPS = 4
 
+# Kinds of stored numbers: constexprs of kernels.
 E4M3 = tl.constexpr(0)
 E5M2 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
@@ -30,29 +30,34 @@ KINDS: Final[dict[torch.dtype, int]] = {
     torch.uint8: E8M0.value,
     torch.float8_e8m0fnu: E8M0.value,
 }
-"""What a byte of this dtype means; of other dtypes FLOAT."""
+"""The kind of the bytes of a dtype; other dtypes are FLOAT."""
 
 
 def kind_of(tensor: torch.Tensor) -> int:
-    """Which kind its elements are."""
+    """Return the kind of a tensor's elements."""
     return KINDS.get(tensor.dtype, int(FLOAT.value))
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as kernels take them: bytes as uint8."""
-    return tensor.view(torch.uint8) if tensor.dtype in KINDS else tensor
+    """Return a tensor as kernels take it: bytes as uint8."""
+    if tensor.dtype in KINDS:
+        return tensor.view(torch.uint8)
+    return tensor
 
 
 @triton.jit
 def to_float(stored, KIND: tl.constexpr):
-    """float32, any shape. Exact: subnormal numbers, NaN and the infinities of E5M2 included."""
+    """Return stored numbers of a kind as float32.
+
+    The result is exact, also of subnormal numbers, NaN and the infinities of E5M2.
+    """
     if KIND == FLOAT:
         return stored.to(tl.float32)
     byte = stored.to(tl.int32)
     if KIND == INT8:
         return ((byte << 24) >> 24).to(tl.float32)
     elif KIND == E8M0:
-        # 0 is 2^-127, a subnormal float32
+        # 0 is 2^-127, a subnormal float32; 255 is NaN
         bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
         return bits.to(tl.float32, bitcast=True)
     elif KIND == E5M2:
@@ -60,13 +65,16 @@ def to_float(stored, KIND: tl.constexpr):
     else:
         magnitude = byte & 0x7F
         normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        # subnormal E4M3 are multiples of 2^-9
         value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
         return signed(tl.where(magnitude == 0x7F, float("nan"), value), byte >> 7)
 
 
 @triton.jit
 def signed(value, negative):
-    """A float32 that is not negative, with a sign bit; Triton's own minus would lose that of zero."""
+    """Give float32 numbers that are not negative a sign bit; Triton's own minus would lose that of
+    zero.
+    """
     return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)
 
 
@@ -78,22 +86,38 @@ def decode_scaled(
     *,
     by_127: bool = False,
 ) -> None:
-    """Decode a matrix to `out`, [rows, columns] float32, float16 or bfloat16; all are contiguous.
+    """Decode a matrix; all tensors are contiguous.
 
-    Other arguments as of decode.scaled.decode_scaled; of an axis along which all share a scale
-    there may be only one.
+    Args:
+        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
+        scale: a scale for each block, float32, float16, bfloat16, or E8M0 as float8_e8m0fnu or
+            uint8; a dimension of one serves all rows, or all columns.
+        block: (rows, columns) that share a scale.
+        out: [rows, columns] float32, float16 or bfloat16, written.
+        by_127: True to multiply each product by 1 / 127 too.
     """
     rows, columns = values.shape
     if values.numel() == 0:
         return
-    strides = tuple(
-        0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True)
-    )
+    row_stride, column_stride = scale.stride()
+    if scale.shape[0] == 1:
+        row_stride = 0
+    if scale.shape[1] == 1:
+        column_stride = 0
     column_tiles = -(-columns // TILE_COLUMNS.value)
     is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     _launch(
         -(-rows // TILE_ROWS.value) * column_tiles,
-        (stored(values), stored(scale), out, rows, columns, column_tiles, *strides),
+        (
+            stored(values),
+            stored(scale),
+            out,
+            rows,
+            columns,
+            column_tiles,
+            row_stride,
+            column_stride,
+        ),
         (*block, kind_of(values), kind_of(scale), by_127, is_aligned),
         (scale.dtype, out.dtype),
         NUM_WARPS,
@@ -121,9 +145,17 @@ def scaled_kernel(
 
     Pointers to tensors:
         values_ptr: [rows, columns] 8-bit, of the kind VALUES.
-        scale_ptr: one for each block of HEIGHT rows and WIDTH columns, of the kind SCALE; strides
-            in elements, 0 where one scale serves a whole dimension.
+        scale_ptr: one for each block of HEIGHT rows and WIDTH columns, of the kind SCALE.
         out_ptr: [rows, columns] float32, float16 or bfloat16, written.
+
+    Scalars:
+        column_tiles: programs for the columns of one row.
+        row_stride, column_stride: of the scales, in elements; 0 if one scale serves all rows, or
+            all columns.
+
+    Constexprs:
+        BY_127: True to multiply each product by 1 / 127 too.
+        ALIGNED: True if pointers and rows are multiples of 16 values.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // column_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
@@ -139,7 +171,7 @@ def scaled_kernel(
     scale = to_float(tl.load(scale_ptr + place, mask=inside, other=0), SCALE)
     value = value * scale
     if BY_127:
-        value = value * 0.007874015748031496
+        value = value * 0.007874015748031496  # 1 / 127
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -106,8 +106,9 @@ def quantize_tile(
 
 @triton.jit
 def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
-    """Return the packed codes of each slot in its low 32 (or 16) bits, [SLOTS] int32, without inline
-    assembly.
+    """Return the packed codes of each slot in its low 32 (or 16) bits, [SLOTS] int32.
+
+    This is the plain form, without inline assembly.
 
     even, odd: [SLOTS, 4], or [SLOTS, 2] of float32 weights. scale: [SLOTS], 1 / absmax.
     """
@@ -120,7 +121,10 @@ def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
 
 @triton.jit
 def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """Return the int32 codes of quotients from -1 to 1, or NaN; table_ptr is tables.bucket_table."""
+    """Return the int32 codes of quotients from -1 to 1, or NaN.
+
+    table_ptr is tables.bucket_table.
+    """
     m = tl.abs(quotient) if IS_FP4 else quotient
     position = m * 16.0 if IS_FP4 else m * 15.25 + 15.0
     # positions are not negative, so adding half and cutting off rounds; NaN has a bucket of its own

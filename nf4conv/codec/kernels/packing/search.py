@@ -18,11 +18,16 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec import search
-from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
 from nf4conv.codec.kernels.packing.quantize import plain_code
 from nf4conv.codec.kernels.slots import FULL, SLOTWISE
+from nf4conv.codec.kernels.tables import (
+    SEARCH_CANDIDATES,
+    SEARCH_LEVELS,
+    SEARCH_NEAREST,
+    SEARCH_VALUES,
+)
 
 CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}
 """By bytes of an element, slots and warps of a program: the fastest of the sweep in
@@ -46,10 +51,10 @@ _ONE_EXPONENT = tl.constexpr(127 << 23)  # that of 1.0
 
 # where the parts of tables.search_table begin
 _COEFFICIENTS = tl.constexpr(64)
-_VALUES = tl.constexpr(tables.SEARCH_VALUES)
-_LEVELS = tl.constexpr(tables.SEARCH_LEVELS)
-_CANDIDATES = tl.constexpr(tables.SEARCH_CANDIDATES)
-_NEAREST = tl.constexpr(tables.SEARCH_NEAREST)
+_VALUES = tl.constexpr(SEARCH_VALUES)
+_LEVELS = tl.constexpr(SEARCH_LEVELS)
+_CANDIDATES = tl.constexpr(SEARCH_CANDIDATES)
+_NEAREST = tl.constexpr(SEARCH_NEAREST)
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def search_tile(
     bits = absmax.to(tl.int32, bitcast=True)
     exponent = tl.where(searched, bits & _EXPONENT_BITS, _ONE_EXPONENT)
     power = exponent.to(tl.float32, bitcast=True)
-    inverse = (2 * _ONE_EXPONENT - exponent).to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 1 / power
     normalized_absmax = absmax * inverse
     normalized = multiply(weight, _by_element(inverse, weight), PTX)
     # NaN, and blocks that are not searched, must not reach the sums of integers
@@ -192,9 +197,9 @@ def _nearest(distance, level_ptr, PTX: tl.constexpr):
     Positions and levels are float16, and not negative.
     """
     if PTX:
-        levels = ()
+        levels = ()  # a tuple that grows, which the compiler unrolls
         for level in tl.static_range(8):
-            levels = levels + (tl.load(level_ptr + level),)  # type: ignore[assignment]  # it is unrolled
+            levels = levels + (tl.load(level_ptr + level),)  # type: ignore[assignment]
         nearest = tl.inline_asm_elementwise(
             nearest_assembly(),
             "=r,r,r,r,r,r,r,r,r,r",

@@ -1,9 +1,9 @@
 """PTX of kernel.py: the table of decoded pairs, and what a warp does with a stage of codes.
 
-A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`. It holds
-rows g and g + 8 of the left operand, column g of the right one, and columns 2 t and 2 t + 1 of the
-result; t says which of the 16 k are its own. Which k those are does not matter as long as both
-operands agree. Four lanes of one g are a *quad*.
+A lane is (g, t), g = lane // 4 and t = lane % 4, as in PTX's description of `mma.m16n8k16`. It
+holds rows g and g + 8 of the left operand, column g of the right one, and columns 2 t and 2 t + 1
+of the result; t says which of the 16 k are its own. Which k those are does not matter as long as
+both operands agree. Four lanes of one g are a *quad*.
 
 A function returns the text of one asm statement; its operands are $0, $1, …, the results first. An
 instruction stands on one line, because newer Tritons put `.loc` between lines.

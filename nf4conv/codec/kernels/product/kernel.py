@@ -1,17 +1,17 @@
 """x · Wᵀ with a packed weight: every code is decoded once, in registers, for up to 64 rows of x.
 
 A program takes *units*, rows of W and all k or a part of them, one after the other, and a unit in
-*stages*; codes and scales of the next stage are on their way meanwhile. Weights are the left operand
-of a tensor core's product. The sums over 64 k are multiplied with the scale of their block in
-float32, which no weight is, so two blocks must not meet in one sum:
+*stages*; codes and scales of the next stage are on their way meanwhile. Weights are the left
+operand of a tensor core's product. The sums over 64 k are multiplied with the scale of their block
+in float32, which no weight is, so two blocks must not meet in one sum:
 
 wide  1, 2 or 4 rows of x. A lane loads 16 bytes, half a block, and four lanes two blocks of a row.
       x is given in two columns, in either with zeros for the other block. The columns that are left
       hold another range of k. All warps share the rows, and meet when the sums of SHAPE.held units
       are complete. A program's units are neighbours, and it leaves out the second half of the last
       one where that is another's.
-tile  8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one block
-      of a row.
+tile  8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one
+      block of a row.
 
 Tensors have one element for each thread of a program, so an asm statement is the code of one
 thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, rows of W that are

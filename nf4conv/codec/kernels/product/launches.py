@@ -1,5 +1,6 @@
-"""Chooses the kernel that multiplies x with a packed weight, by the rows of x, and launches it, with
-what comes before and after it.
+"""Chooses the kernel that multiplies x with a packed weight, by the rows of x, and launches it.
+
+What comes before and after the kernel is here too.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ _TILE: Final = 512  # elements of a program of order_kernel and of sum_kernel
 
 @dataclass(eq=False)  # told apart by identity, which is faster
 class Shape:
-    """What product_kernel is compiled for.
+    """The shape of a product: product_kernel is compiled once for each.
 
     Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
     all attributes that the kernel reads, those that are worked out too.

@@ -47,13 +47,13 @@ def compile_kernels(
 def _compiled(
     device: Any, capability: tuple[int, int], purposes: Sequence[Purpose]
 ) -> dict[Purpose, dict[str, Any]]:
-    from nf4conv.codec.kernels import ahead  # importing torch takes seconds
+    from nf4conv.codec.kernels.compiling import compile_kernels  # importing torch takes seconds
 
     codecs = {purpose: make_codec(device, purpose) for purpose in purposes}
     variants = []
     for codec in codecs.values():
         variants += codec.kernels.values()
-    compiled = iter(ahead.compiled(variants, capability))
+    compiled = iter(compile_kernels(variants, capability))
     contents = {}
     for purpose, codec in codecs.items():
         contents[purpose] = {

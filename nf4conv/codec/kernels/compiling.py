@@ -1,0 +1,108 @@
+"""Compiles kernels to machine code, without launching them and without a GPU."""
+
+import base64
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+
+_LONGEST: Final = 120
+"""Seconds that compiling in several processes may take before it is done in this one."""
+
+
+class Variant(NamedTuple):
+    """A kernel that is to be compiled.
+
+    Attributes:
+        kernel: the function.
+        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
+        num_warps: warps of 32 threads of each program.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    num_warps: int
+
+
+_waiting: list[Variant] = []
+"""The kernels that forked processes are to compile: they find them here, and need no pickle."""
+
+
+def compile_kernels(
+    variants: Sequence[Variant], capability: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """Compile kernels, in as many processes as there are cores: Triton holds the interpreter's lock
+    meanwhile.
+
+    Args:
+        variants: the kernels.
+        capability: compute capability of the GPU, such as (9, 0).
+
+    Returns:
+        For each kernel "cubin", the machine code in base64; "entry", its name in there; "shared",
+        bytes of shared memory of each program; and "threads" of each program.
+    """
+    _waiting[:] = variants
+    tasks = [(number, capability) for number in range(len(variants))]
+    processes = min(len(tasks), len(os.sched_getaffinity(0)))
+    with multiprocessing.get_context("fork").Pool(processes, _end_quietly) as pool:
+        try:
+            return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
+        except multiprocessing.TimeoutError:
+            # a lock that another thread of ours held when we forked
+            return [_compile(task) for task in tasks]
+
+
+def _end_quietly() -> None:
+    """Keep a process that is ended, with all its work done, from telling the user that it was
+    stopped.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
+    """Compile a kernel of `_waiting`, given its number and the compute capability."""
+    number, (major, minor) = task
+    variant = _waiting[number]
+    kernel = variant.kernel
+    types = {}
+    constants = {}
+    for place, parameter in enumerate(kernel.params):
+        argument = variant.arguments[place]
+        if parameter.is_constexpr:
+            types[parameter.name] = "constexpr"
+            constants[(place,)] = argument
+        elif isinstance(argument, torch.Tensor):
+            types[parameter.name] = _POINTERS[argument.dtype]
+        else:
+            types[parameter.name] = "i64"
+    found = compile_source(
+        ASTSource(kernel, types, constants, {}),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": variant.num_warps, "enable_fp_fusion": False},
+    )
+    return {
+        "cubin": base64.b64encode(found.asm["cubin"]).decode(),
+        "entry": found.metadata.name,
+        "shared": found.metadata.shared,
+        "threads": 32 * variant.num_warps,
+    }
+
+
+_POINTERS: Final = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+"""Triton's names of pointers to these."""
