@@ -52,43 +52,43 @@ if TYPE_CHECKING:
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.as_json import write_json as write_json
     from nf4conv.report.page import write_page as write_page
-    from nf4conv.report.results import ComparisonReport as ComparisonReport
-    from nf4conv.report.results import DequantizeReport as DequantizeReport
-    from nf4conv.report.results import Environment as Environment
-    from nf4conv.report.results import Evaluation as Evaluation
-    from nf4conv.report.results import FinishReport as FinishReport
-    from nf4conv.report.results import Inspection as Inspection
-    from nf4conv.report.results import PlanReport as PlanReport
-    from nf4conv.report.results import QuantizeReport as QuantizeReport
-    from nf4conv.report.results import VerifyReport as VerifyReport
+    from nf4conv.report.results.checks import ComparisonReport as ComparisonReport
+    from nf4conv.report.results.checks import VerifyReport as VerifyReport
+    from nf4conv.report.results.contents import Environment as Environment
+    from nf4conv.report.results.contents import Evaluation as Evaluation
+    from nf4conv.report.results.contents import Inspection as Inspection
+    from nf4conv.report.results.runs import DequantizeReport as DequantizeReport
+    from nf4conv.report.results.runs import FinishReport as FinishReport
+    from nf4conv.report.results.runs import PlanReport as PlanReport
+    from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
 
 # The module of each public name. A name is imported when it is first used, because `nf4conv --help`
 # and plans must not wait for torch, whose import takes seconds.
 _MODULE_OF: Final = {
     "CodecError": "nf4conv.errors",
     "CompareOptions": "nf4conv.options",
-    "ComparisonReport": "nf4conv.report.results",
+    "ComparisonReport": "nf4conv.report.results.checks",
     "DequantizeOptions": "nf4conv.options",
-    "DequantizeReport": "nf4conv.report.results",
-    "Environment": "nf4conv.report.results",
+    "DequantizeReport": "nf4conv.report.results.runs",
+    "Environment": "nf4conv.report.results.contents",
     "EvaluateOptions": "nf4conv.options",
-    "Evaluation": "nf4conv.report.results",
-    "FinishReport": "nf4conv.report.results",
-    "Inspection": "nf4conv.report.results",
+    "Evaluation": "nf4conv.report.results.contents",
+    "FinishReport": "nf4conv.report.results.runs",
+    "Inspection": "nf4conv.report.results.contents",
     "Nf4convError": "nf4conv.errors",
     "OutputError": "nf4conv.errors",
     "PlanError": "nf4conv.errors",
-    "PlanReport": "nf4conv.report.results",
+    "PlanReport": "nf4conv.report.results.runs",
     "PushOptions": "nf4conv.options",
     "QuantState": "nf4conv.codec.quant_state",
     "QuantizeOptions": "nf4conv.options",
-    "QuantizeReport": "nf4conv.report.results",
+    "QuantizeReport": "nf4conv.report.results.runs",
     "RunOptions": "nf4conv.options",
     "SourceError": "nf4conv.errors",
     "SourceOptions": "nf4conv.options",
     "VerificationError": "nf4conv.errors",
     "VerifyOptions": "nf4conv.options",
-    "VerifyReport": "nf4conv.report.results",
+    "VerifyReport": "nf4conv.report.results.checks",
     "compare_checkpoints": "nf4conv.commands.compare",
     "dequantize_4bit": "nf4conv.codec.ops",
     "dequantize_checkpoint": "nf4conv.commands.dequantize",

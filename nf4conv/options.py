@@ -66,6 +66,11 @@ class RunOptions:
     part: str | None = None
     ray: bool = False
 
+    @property
+    def is_spread(self) -> bool:
+        """Returns True if the run is to be spread over several workers."""
+        return self.ray or self.device == "cuda:all" or "," in self.device
+
 
 @dataclass(frozen=True)
 class SourceOptions:

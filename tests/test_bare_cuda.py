@@ -19,7 +19,7 @@ from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.engines import writing_devices
+from nf4conv.run.writing import writing_devices
 
 pytestmark = pytest.mark.gpu
 

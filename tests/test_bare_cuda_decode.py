@@ -18,7 +18,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantizati
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.engines import writing_devices
+from nf4conv.run.writing import writing_devices
 
 pytestmark = pytest.mark.gpu
 

@@ -36,7 +36,8 @@ from nf4conv.options import (
     SourceOptions,
     VerifyOptions,
 )
-from nf4conv.report.text import inspection_lines, plan_lines, progress
+from nf4conv.report.text.contents import inspection_lines, plan_lines
+from nf4conv.report.text.progress_bar import progress
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

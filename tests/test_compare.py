@@ -30,8 +30,8 @@ from nf4conv.options import (
     RunOptions,
     SourceOptions,
 )
-from nf4conv.report.results import ComparisonReport
-from nf4conv.report.rows import ComparedRow
+from nf4conv.report.results.checks import ComparisonReport
+from nf4conv.report.rows.comparison import ComparedRow
 
 CPU = RunOptions(device="cpu", workers=2)
 TINY = RunOptions(device="cpu", workers=3, buffer_size=1)

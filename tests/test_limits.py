@@ -19,7 +19,7 @@ from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  
 from safetensors.torch import save_file
 
 from nf4conv.report.as_json import write_json
-from nf4conv.report.results import Environment
+from nf4conv.report.results.contents import Environment
 
 # --- memory ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import PushOptions
-from nf4conv.report.results import QuantizeReport
+from nf4conv.report.results.runs import QuantizeReport
 
 REPO = "me/model-nf4"
 TOKEN = "hf_writer"

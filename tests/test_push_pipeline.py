@@ -19,7 +19,7 @@ from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.options import PushOptions, QuantizeOptions, SourceOptions
-from nf4conv.report.results import QuantizeReport
+from nf4conv.report.results.runs import QuantizeReport
 
 REPO = "me/flux-nf4"
 PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")

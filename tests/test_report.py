@@ -21,7 +21,7 @@ from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.report.as_json import write_json
 from nf4conv.report.page import page, write_page
-from nf4conv.report.results import VerifyReport
+from nf4conv.report.results.checks import VerifyReport
 
 CPU = RunOptions(device="cpu")
 UP = "model.layers.1.mlp.up_proj.weight"

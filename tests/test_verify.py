@@ -24,7 +24,7 @@ from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import VerifyOptions
-from nf4conv.report.results import VerifyReport
+from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 CPU = RunOptions(device="cpu", workers=2)

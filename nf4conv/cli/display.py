@@ -8,25 +8,26 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
 import nf4conv
 from nf4conv.cli.chosen import refuse_alone
-from nf4conv.report.text import tell_notes
+from nf4conv.report.text.terminal import tell_notes
 
-Result: TypeAlias = (
-    nf4conv.PlanReport
-    | nf4conv.QuantizeReport
-    | nf4conv.DequantizeReport
-    | nf4conv.FinishReport
-    | nf4conv.VerifyReport
-    | nf4conv.ComparisonReport
-    | nf4conv.Evaluation
-    | nf4conv.Inspection
-    | nf4conv.Environment
-)
+if TYPE_CHECKING:  # importing all of them would take a moment of every command
+    Result: TypeAlias = (
+        nf4conv.PlanReport
+        | nf4conv.QuantizeReport
+        | nf4conv.DequantizeReport
+        | nf4conv.FinishReport
+        | nf4conv.VerifyReport
+        | nf4conv.ComparisonReport
+        | nf4conv.Evaluation
+        | nf4conv.Inspection
+        | nf4conv.Environment
+    )
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Display:
     every: bool = False
     dry_run: bool = False
 
-    def show(self, result: Result, lines: Iterable[str]) -> None:
+    def show(self, result: "Result", lines: Iterable[str]) -> None:
         """Prints a result as JSON or as `lines`, and writes it to the file that was asked for."""
         if self.json_file is not None:
             nf4conv.write_json(result, self.json_file)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from nf4conv.errors import Nf4convError, VerificationError
-from nf4conv.report.text import printable, tell
+from nf4conv.report.text.terminal import printable, tell
 
 
 class _Terminated(BaseException):

@@ -1,6 +1,8 @@
 """Runs the commands: one entrance each, from a source and options to a plan, and to a result.
 
 quantize.py, dequantize.py   write a checkpoint: plan, execute, or both at once
+quantize_one.py              quantizes one checkpoint
+quantize_pipeline.py         quantizes a diffusers pipeline
 finish.py                    makes a checkpoint of what parts have left in a folder
 verify.py                    checks a 4-bit checkpoint, alone or against its source
 compare.py                   compares two checkpoints

@@ -24,11 +24,11 @@ from nf4conv.options import CompareOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import for_submodel, is_included
 from nf4conv.report.compared import compared_kinds, compared_row
 from nf4conv.report.measured import TensorDifference
-from nf4conv.report.results import ComparisonReport, ComparisonSettings
-from nf4conv.report.rows import Status
+from nf4conv.report.results.checks import ComparisonReport, ComparisonSettings
+from nf4conv.report.rows.comparison import Status
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.engines import compare_bytes, compare_values
+from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source

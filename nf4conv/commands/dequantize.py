@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.spread.carry_out import carry_out, is_spread
 from nf4conv.commands.submodels import write_submodels
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
@@ -17,8 +16,8 @@ from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
 from nf4conv.plan.parts import plan_part
 from nf4conv.report.loading import loading_of_plan
-from nf4conv.report.results import DequantizeReport
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.results.runs import DequantizeReport
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.adapters.merging import open_merged
@@ -111,7 +110,9 @@ def _plan_checkpoint(
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is
-    from nf4conv.report.card import read_front_matter  # importing a reader of YAML takes a moment
+    from nf4conv.report.card.front_matter import (
+        read_front_matter,  # importing a reader of YAML takes a moment
+    )
 
     front, complaints = read_front_matter(opened.folder / "README.md", opened.root)
     return replace(plan, front=front, notes=(*plan.notes, *complaints))
@@ -172,7 +173,9 @@ def execute_dequantization(
     progress = progress or ignore
     out = Path(out)
     plan = plan_part(plan, run)
-    if is_spread(run):
+    if run.is_spread:
+        from nf4conv.commands.spread.carry_out import carry_out  # few runs need to import it
+
         return carry_out(plan, execute_dequantization, out, run, progress)
     if isinstance(plan, DequantizationPlan):
         report = _write_one(plan, out, run, progress)
@@ -202,7 +205,7 @@ def _card(
     """Writes the model card of a merged model; None for any other."""
     if not plan.source.adapters:
         return None
-    from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card.cards import merged_card  # importing a reader of YAML takes a moment
 
     return merged_card(plan.source, plan.whole, loading_of_plan(plan), plan.front)
 

@@ -11,7 +11,7 @@ from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.loading import advice, gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
-from nf4conv.report.results import PlanReport
+from nf4conv.report.results.runs import PlanReport
 
 
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:

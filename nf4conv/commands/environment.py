@@ -3,7 +3,7 @@
 import platform
 from typing import Final, NamedTuple
 
-from nf4conv.report.results import Environment
+from nf4conv.report.results.contents import Environment
 from nf4conv.run.device.on_driver.bundle import kernel_folder, version_of
 from nf4conv.run.loop import cores
 

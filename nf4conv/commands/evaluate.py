@@ -34,7 +34,7 @@ from nf4conv.errors import PlanError, SourceError
 from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file
-from nf4conv.report.results import Evaluation
+from nf4conv.report.results.contents import Evaluation
 from nf4conv.sources.opening import open_stored
 
 _WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
@@ -145,7 +145,9 @@ def evaluate_checkpoint(
 
 
 def _write_into_card(folder: Path, evaluation: Evaluation) -> None:
-    from nf4conv.report.card import with_evaluation  # importing a reader of YAML takes a moment
+    from nf4conv.report.card.cards import (
+        with_evaluation,  # importing a reader of YAML takes a moment
+    )
 
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""

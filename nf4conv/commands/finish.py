@@ -11,8 +11,8 @@ from typing import Any
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.shared_folder import SharedFolder
-from nf4conv.report.results import FinishReport
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.results.runs import FinishReport
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import verification_of
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING, read_record
@@ -101,7 +101,8 @@ def _card(plan: Mapping[str, Any], size: int, verified: VerificationSummary | No
     """Puts the figures of all parts into the card that a part has prepared."""
     if plan["model card"] is None:
         return None
-    from nf4conv.report.card import Figures, measured_rows  # importing YAML takes a moment
+    from nf4conv.report.card.sections import measured_rows  # importing YAML takes a moment
+    from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
 
     before, parameters = plan["bytes"], plan["parameters"]
     prepared = measured_rows(Figures(before, 0), parameters)

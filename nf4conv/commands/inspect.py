@@ -18,8 +18,8 @@ from nf4conv.options import SourceOptions
 from nf4conv.report.inspected import inspected_kinds, inspected_rows
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import unusual
-from nf4conv.report.results import Inspection
-from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals
+from nf4conv.report.results.contents import Inspection
+from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.opening import open_stored

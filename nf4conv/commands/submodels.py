@@ -17,7 +17,7 @@ from nf4conv.output.folder import CHECKSUMS
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results import DequantizeReport, QuantizeReport
+from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
 from nf4conv.run.checkpoint import space_needed
 from nf4conv.sources.record import read_record
 from nf4conv.sources.source import source_changes, source_stamps

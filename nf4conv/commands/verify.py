@@ -19,12 +19,12 @@ from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
-from nf4conv.report.results import VerifyReport
+from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.engines import verify_values
 from nf4conv.run.loop import cores
+from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.diffusers.original_names import with_original_names

@@ -9,16 +9,9 @@ from typing import Any, Final, TypeAlias
 
 from nf4conv import __version__
 from nf4conv.output.writer import write_result
-from nf4conv.report.results import (
-    ComparisonReport,
-    Environment,
-    Evaluation,
-    FinishReport,
-    Inspection,
-    PlanReport,
-    RunReport,
-    VerifyReport,
-)
+from nf4conv.report.results.checks import ComparisonReport, VerifyReport
+from nf4conv.report.results.contents import Environment, Evaluation, Inspection
+from nf4conv.report.results.runs import FinishReport, PlanReport, RunReport
 
 SCHEMA_VERSION: Final = 1
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""

@@ -8,14 +8,8 @@ from nf4conv.check.comparing import TensorPair
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
-from nf4conv.report.rows import (
-    ComparedKind,
-    ComparedRow,
-    Status,
-    decibels,
-    format_name,
-    relative_error,
-)
+from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
+from nf4conv.report.rows.figures import decibels, format_name, relative_error
 from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES
 from nf4conv.report.places import by_kind, place_of
-from nf4conv.report.rows import (
+from nf4conv.report.rows.figures import format_name
+from nf4conv.report.rows.inspection import (
     InspectedKind,
     InspectedRow,
     InspectionTotals,
     StoredQuantization,
-    format_name,
 )
 from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.stored_weights import split_component

@@ -9,7 +9,7 @@ from nf4conv.models.config import architecture_of
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.rows import PlanRow
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.text import size
+from nf4conv.report.text.terminal import size
 
 _TASKS: Final = (
     "ForCausalLM",

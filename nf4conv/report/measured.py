@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from nf4conv.report.rows import relative_error
+from nf4conv.report.rows.figures import relative_error
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 

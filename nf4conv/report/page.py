@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nf4conv.output.writer import write_result
 from nf4conv.report.as_json import content_of
-from nf4conv.report.results import VerifyReport
-from nf4conv.report.text import printable
+from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.text.terminal import printable
 
 
 def write_page(report: VerifyReport, path: Path) -> None:

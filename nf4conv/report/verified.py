@@ -9,8 +9,8 @@ from nf4conv import __version__
 from nf4conv.check.checks import ALWAYS, CHECKS, WITH_SOURCE
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import CopyResult, WeightResult
-from nf4conv.report.results import VerifyReport, VerifySettings
-from nf4conv.report.rows import CheckResult, WeightKind, WeightRow
+from nf4conv.report.results.checks import VerifyReport, VerifySettings
+from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 from nf4conv.sources.record import read_record
 from nf4conv.sources.stored_weights import Finding, Structure

@@ -7,7 +7,8 @@ from dataclasses import replace
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import PieceErrors, ScaleErrors, WeightResult
 from nf4conv.report.places import by_kind, place_of
-from nf4conv.report.rows import WeightKind, WeightRow, decibels, relative_error
+from nf4conv.report.rows.figures import decibels, relative_error
+from nf4conv.report.rows.weights import WeightKind, WeightRow
 from nf4conv.report.tolerance import tolerance_of
 from nf4conv.sources.stored_weights import StoredWeight
 

@@ -2,7 +2,9 @@
 
 checkpoint.py    carries out the plan of one checkpoint
 earlier.py       recognises a result that is there already
-engines.py       answers what commands ask of a run
+writing.py       opens the devices that make shards, and divides shards into tasks
+verifying.py     verifies the values of a checkpoint
+comparing.py     compares tensors of two checkpoints
 audit.py         checks what has just been written against its source
 loop.py          runs tasks by a few workers that each read, compute and write
 worker.py        is one thread: its reader, its buffer, its devices

@@ -15,7 +15,8 @@ from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name
 from nf4conv.report.measured import CopyResult, WeightResult
-from nf4conv.report.rows import VerificationSummary, distance
+from nf4conv.report.rows.figures import distance
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.report.weights import weight_faults, weight_row
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.shards import ShardProgress

@@ -24,18 +24,18 @@ from nf4conv.output.writer import ShardWriter, let_go
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results import RunReport
-from nf4conv.report.rows import VerificationSummary
-from nf4conv.run.audit import AuditOfWritten
+from nf4conv.report.results.runs import RunReport
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.device.choice import Devices
-from nf4conv.run.engines import writing_devices, writing_tasks
 from nf4conv.run.grouping import interleave
 from nf4conv.run.loop import MemoryUse, Pipeline, Task, make_pipeline
 from nf4conv.run.shards import ShardProgress, ShardTask, streamed
+from nf4conv.run.writing import writing_devices, writing_tasks
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import source_changes
 
 if TYPE_CHECKING:
+    from nf4conv.run.audit import AuditOfWritten
     from nf4conv.sources.remote.stream import ShardStream
 
 Card: TypeAlias = Callable[[int, VerificationSummary | None], str | None]
@@ -252,15 +252,21 @@ class _Writing:
     def _tasks_of(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask]:
         writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
-        audit = None
-        if self.run.verify:
-            audit = AuditOfWritten(self.devices, self.run.tolerance)
+        audit = self._audit()
         finished = partial(self._finish_shard, shard, writer, audit)
         progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
         return writing_tasks(progress, self.devices, self.pipeline.piece)
 
+    def _audit(self) -> "AuditOfWritten | None":
+        """Returns what looks at everything that is written to a shard, if anything does."""
+        if not self.run.verify:
+            return None
+        from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
+
+        return AuditOfWritten(self.devices, self.run.tolerance)
+
     def _finish_shard(
-        self, shard: Shard, writer: ShardWriter, audit: AuditOfWritten | None, size: int
+        self, shard: Shard, writer: ShardWriter, audit: "AuditOfWritten | None", size: int
     ) -> None:
         """Records a shard of this many bytes, whose file is complete."""
         if audit is not None:
@@ -276,7 +282,7 @@ class _Writing:
         if self.plan.output.largest_size > _memory() // 4:
             let_go(path)  # whoever reads it next would not find all of it in memory anyway
 
-    def _require_faultless(self, audit: AuditOfWritten) -> None:
+    def _require_faultless(self, audit: "AuditOfWritten") -> None:
         faults = list(audit.faults())
         if not faults:
             return

@@ -19,7 +19,8 @@ from nf4conv.cli.options import (
     tolerance_option,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text import comparison_lines, progress
+from nf4conv.report.text.checks import comparison_lines
+from nf4conv.report.text.progress_bar import progress
 
 
 @click.command(

@@ -19,7 +19,9 @@ from nf4conv.cli.options import (
     writing_machine_options,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text import dequantization_lines, plan_lines, progress
+from nf4conv.report.text.contents import plan_lines
+from nf4conv.report.text.progress_bar import progress
+from nf4conv.report.text.runs import dequantization_lines
 
 
 @click.command(

@@ -9,7 +9,7 @@ from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command
 from nf4conv.cli.options import json_options
-from nf4conv.report.text import environment_lines
+from nf4conv.report.text.contents import environment_lines
 
 
 @click.command(cls=Command)

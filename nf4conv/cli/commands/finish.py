@@ -10,7 +10,7 @@ from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import json_options
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text import finish_lines
+from nf4conv.report.text.runs import finish_lines
 
 
 @click.command(

@@ -10,7 +10,7 @@ from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import all_option, json_options, repository_options
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text import inspection_lines
+from nf4conv.report.text.contents import inspection_lines
 
 
 @click.command(

@@ -21,7 +21,9 @@ from nf4conv.cli.options import (
 )
 from nf4conv.cli.parameters import Dtype, Place
 from nf4conv.options import MOE, NON_FINITE, PLANNERS, QUANT_STORAGES, QUANT_TYPES, SCALES
-from nf4conv.report.text import plan_lines, progress, quantization_lines
+from nf4conv.report.text.contents import plan_lines
+from nf4conv.report.text.progress_bar import progress
+from nf4conv.report.text.runs import quantization_lines
 
 
 @click.command(

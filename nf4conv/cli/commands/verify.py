@@ -21,7 +21,8 @@ from nf4conv.cli.options import (
     tolerance_option,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text import progress, verification_lines
+from nf4conv.report.text.checks import verification_lines
+from nf4conv.report.text.progress_bar import progress
 
 
 @click.command(

@@ -22,15 +22,10 @@ from nf4conv.options import RunOptions
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results import RunReport
+from nf4conv.report.results.runs import RunReport
 from nf4conv.sources.unfinished import PARTS, finished_shards
 
 ReportT = TypeVar("ReportT", bound=RunReport)
-
-
-def is_spread(run: RunOptions) -> bool:
-    """Returns True if a run is to be spread over several workers."""
-    return run.ray or run.device == "cuda:all" or "," in run.device
 
 
 def carry_out(

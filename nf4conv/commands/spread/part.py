@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from nf4conv import errors
 from nf4conv.options import RunOptions
-from nf4conv.report.results import RunReport
+from nf4conv.report.results.runs import RunReport
 
 
 @dataclass(frozen=True)

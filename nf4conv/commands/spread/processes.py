@@ -16,7 +16,7 @@ from nf4conv.commands.spread.part import PartWork, make_part
 from nf4conv.commands.spread.places import Place
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
-from nf4conv.report.results import RunReport
+from nf4conv.report.results.runs import RunReport
 
 
 class ProcessCrew:

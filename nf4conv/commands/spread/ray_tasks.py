@@ -11,7 +11,7 @@ from typing import Any, Final
 from nf4conv.commands.spread.part import PartWork, make_part
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.options import RunOptions
-from nf4conv.report.results import RunReport
+from nf4conv.report.results.runs import RunReport
 
 _MOST_CORES: Final = 8  # of a task: more gain nothing
 _PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer

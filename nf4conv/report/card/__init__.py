@@ -7,18 +7,3 @@ front_matter.py   reads the front matter of the original's card, and writes that
 sections.py       writes the sections below the front matter
 subject.py        says what a card is about
 """
-
-from nf4conv.report.card.cards import diffusers_card, merged_card, model_card, with_evaluation
-from nf4conv.report.card.front_matter import read_front_matter
-from nf4conv.report.card.sections import measured_rows
-from nf4conv.report.card.subject import Figures
-
-__all__ = [
-    "Figures",
-    "diffusers_card",
-    "measured_rows",
-    "merged_card",
-    "model_card",
-    "read_front_matter",
-    "with_evaluation",
-]

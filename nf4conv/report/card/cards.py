@@ -10,8 +10,8 @@ from nf4conv.plan.jobs import PackJob, Plan
 from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
 from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
 from nf4conv.report.loading import Loading
-from nf4conv.report.results import Evaluation
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.results.contents import Evaluation
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import name_of
 from nf4conv.sources.source import Source

@@ -9,7 +9,7 @@ from nf4conv import __version__
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
 from nf4conv.report.loading import Loading
-from nf4conv.report.text import printable
+from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
 
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")

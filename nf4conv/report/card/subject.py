@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import Job
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import name_of

@@ -6,33 +6,3 @@ runs.py       describes what `quantize`, `dequantize` and `finish` would do, or 
 checks.py     describes what `verify` and `compare` found
 contents.py   describes what `inspect`, `evaluate` and `env` found
 """
-
-from nf4conv.report.results.checks import (
-    ComparisonReport,
-    ComparisonSettings,
-    VerifyReport,
-    VerifySettings,
-)
-from nf4conv.report.results.contents import Environment, Evaluation, Inspection
-from nf4conv.report.results.runs import (
-    DequantizeReport,
-    FinishReport,
-    PlanReport,
-    QuantizeReport,
-    RunReport,
-)
-
-__all__ = [
-    "ComparisonReport",
-    "ComparisonSettings",
-    "DequantizeReport",
-    "Environment",
-    "Evaluation",
-    "FinishReport",
-    "Inspection",
-    "PlanReport",
-    "QuantizeReport",
-    "RunReport",
-    "VerifyReport",
-    "VerifySettings",
-]

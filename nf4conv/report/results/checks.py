@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nf4conv.report.rows import (
-    CheckResult,
-    ComparedKind,
-    ComparedRow,
-    Status,
-    WeightKind,
-    WeightRow,
-)
+from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
+from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 from nf4conv.sources.stored_weights import Finding
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nf4conv.report.rows import InspectedKind, InspectedRow, InspectionTotals
+from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.stored_weights import Finding
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.rows.weights import VerificationSummary
 
 
 @dataclass(frozen=True)

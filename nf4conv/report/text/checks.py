@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nf4conv.report.places import kind_name
-from nf4conv.report.results import ComparisonReport, VerifyReport
-from nf4conv.report.rows import ComparedKind, ComparedRow, WeightKind, WeightRow
+from nf4conv.report.results.checks import ComparisonReport, VerifyReport
+from nf4conv.report.rows.comparison import ComparedKind, ComparedRow
+from nf4conv.report.rows.weights import WeightKind, WeightRow
 from nf4conv.report.text.tables import (
     count_cell,
     error_cell,

@@ -6,8 +6,9 @@ from typing import Any
 from nf4conv import __version__
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.places import kind_name
-from nf4conv.report.results import Environment, Inspection, PlanReport
-from nf4conv.report.rows import InspectedKind, InspectedRow
+from nf4conv.report.results.contents import Environment, Inspection
+from nf4conv.report.results.runs import PlanReport
+from nf4conv.report.rows.inspection import InspectedKind, InspectedRow
 from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
 from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable, size

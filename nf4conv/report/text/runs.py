@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from nf4conv.report.results import DequantizeReport, FinishReport, QuantizeReport
-from nf4conv.report.rows import VerificationSummary
+from nf4conv.report.results.runs import DequantizeReport, FinishReport, QuantizeReport
+from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.report.text.terminal import printable, size
 
 

@@ -1,71 +1,18 @@
-"""Answers what commands ask of a run: devices, the tasks of a shard, comparisons, verification."""
+"""Verifies the values of a checkpoint: proves what is right, and diagnoses the rest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import RunOptions
-from nf4conv.plan.jobs import Plan
-from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
+from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.verified import Measured
-from nf4conv.run.device.choice import Devices, open_devices, open_devices_for_pairs
-from nf4conv.run.device.on_driver.backend import gpu_named
+from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
-from nf4conv.run.shards import ShardProgress, ShardTask
-from nf4conv.run.tasks.compare_bytes import byte_tasks
-from nf4conv.run.tasks.compare_values import value_tasks
 from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
-from nf4conv.run.tasks.shard import shard_tasks
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
-
-
-def writing_devices(output: Plan, run: RunOptions) -> Devices:
-    """Opens the devices that make the shards of a plan.
-
-    Raises:
-        PlanError: there is no such device as the user named.
-    """
-    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
-    _ = devices.name  # which finds the device, or says that there is none
-    return devices
-
-
-def writing_tasks(progress: ShardProgress, devices: Devices, piece: int) -> list[ShardTask]:
-    """Returns the tasks that make a shard, given how many bytes a worker reads at a time."""
-    tasks = shard_tasks(progress, progress.shard.jobs, devices, piece)
-    progress.expect(len(tasks))
-    return tasks
-
-
-def compare_bytes(
-    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
-) -> None:
-    """Compares tensors that are stored alike, byte by byte, in host memory.
-
-    Raises:
-        PlanError: there is no such device as the user named, although none is needed here.
-    """
-    if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
-        _ = TorchBackend(run.device).name
-    pipeline = make_pipeline([], run, progress)
-    pipeline.run(byte_tasks(results, pipeline.piece))
-
-
-def compare_values(
-    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
-) -> str:
-    """Compares tensors value by value; returns the device that most was done on."""
-    devices, with_kernels, others = open_devices_for_pairs(results, run)
-    pipeline = make_pipeline(devices.backends, run, progress)
-    pipeline.run(
-        chain(
-            value_tasks(with_kernels, devices.main, pipeline.piece),
-            value_tasks(others, devices.torch, pipeline.piece),
-        )
-    )
-    return devices.name
 
 
 def verify_values(

@@ -1,0 +1,252 @@
+"""Quantizes one checkpoint: plans it, prepares the plan, writes the folder or the file."""
+
+import gc
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.format.layout import TAGS
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.plan import quantization
+from nf4conv.plan.jobs import PackJob
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.report.loading import advice, gpu_bytes, loading_of_plan
+from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.run.checkpoint import require_apart, write_checkpoint
+from nf4conv.run.device.protocol import CastError, NonFiniteError
+from nf4conv.run.earlier import found_or_written
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.source import Source
+
+if TYPE_CHECKING:
+    from nf4conv.output.push import Push
+
+
+def plan_checkpoint(
+    source: str | Path, options: QuantizeOptions, where: SourceOptions | None
+) -> QuantizationPlan:
+    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline."""
+    quantization.check_options(options)
+    with _without_garbage_collection():
+        opened = _open(source, options, where)
+        if options.single_file:
+            from nf4conv.sources.diffusers import original_names  # few runs need to import it
+
+            opened = original_names.with_original_names(opened)
+            options = original_names.within_blocks(opened, options)
+        front, complaints = read_card(opened.folder / "README.md", opened.root)
+        plan = quantization.plan_source(opened, options)
+        return replace(plan, front=front, notes=(*plan.notes, *complaints))
+
+
+def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:
+    """Opens the source; with --lora, with adapters merged into it."""
+    if not options.lora:
+        return open_source(source, where)
+    from nf4conv.sources.adapters.merging import open_merged  # few runs need to import it
+
+    return open_merged(source, where, options.lora)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keeps Python from looking for dead objects.
+
+    Planning makes many small objects that live on: looking through them takes a quarter of the
+    time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+    from nf4conv.report.card.front_matter import (
+        read_front_matter,  # importing a reader of YAML takes a moment
+    )
+
+    return read_front_matter(card, root)
+
+
+def execute_one(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    push: PushOptions | None,
+) -> QuantizeReport:
+    require_apart(plan.source.folder, out)
+    plan = prepared(plan, run)
+    if plan.options.single_file:
+        return _write_one_file(plan, out, run, progress, push)
+    with open_push(push, run) as repository:
+        announce = None if repository is None else repository.offer
+        report = write_one(plan, out, run, progress, announce)
+        return pushed(report, repository, out, plan)
+
+
+def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
+    """Opens the repository to upload to before anything is computed.
+
+    So whatever is wrong with it is known at once.
+    """
+    if push is None or push.push_to_hub is None:
+        return nullcontext()
+    from nf4conv.output.push import Push  # importing huggingface_hub takes a while
+
+    return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
+
+
+def pushed(
+    report: QuantizeReport, repository: "Push | None", out: Path, plan: QuantizationPlan
+) -> QuantizeReport:
+    """Commits what has been uploaded, and adds the address to the report."""
+    if repository is None:
+        return report
+    message = f"Quantize to {plan.output.format.quant_type} with nf4conv"
+    return replace(report, pushed=repository.commit(out, message))
+
+
+def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
+    """Returns the plan to carry out.
+
+    With --non-finite keep, weights are looked through for NaN and infinity first.
+
+    Raises:
+        PlanError: nothing is left to pack.
+    """
+    if plan.options.non_finite == "keep":
+        plan = _without_non_finite(plan, run)
+    if not plan.is_submodel and not plan.packs_anything:
+        raise PlanError(
+            f"{plan.source}: no tensor of this checkpoint would be packed; "
+            f"--dry-run shows why each is kept"
+        )
+    return plan
+
+
+def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
+    """Keeps every weight that holds NaN or infinity, after a pass over all weights to find them."""
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
+
+    jobs = [job for job in plan.output.jobs if isinstance(job, PackJob)]
+    found = find_unpackable(jobs, plan.output.format, run, plan.source)
+    if not found:
+        return plan
+    notes = []
+    for name, (count, what) in found.items():
+        notes.append(f"{name}: kept unquantized, {count:,} values are {what}")
+    anew = quantization.plan_source(plan.source, plan.options, frozenset(found))
+    _, complaints = read_card(plan.source.folder / "README.md", plan.source.root)
+    return replace(
+        anew,
+        front=plan.front,
+        notes=(*anew.notes, *complaints, *notes),
+        is_submodel=plan.is_submodel,
+    )
+
+
+def write_one(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    announce: Callable[[str, Path], None] | None = None,
+) -> QuantizeReport:
+    """Carries out the prepared plan of one checkpoint.
+
+    `announce` is told name and path of each finished shard.
+    """
+    card = partial(_card, plan)
+    write = partial(write_checkpoint, plan, out, run, progress, card, announce)
+    try:
+        written = found_or_written(plan, out, run, progress, write)
+    except NonFiniteError as error:
+        raise _describe_non_finite(error.job, plan, run) from error
+    report = written.report
+    totals, loading = plan.totals(), loading_of_plan(plan)
+    if plan.part is None:
+        report = replace(report, bytes_before=_source_bytes(plan.source))
+    return QuantizeReport.of_run(
+        report,
+        packed=totals.packed,
+        parameters=totals.parameters,
+        bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(report.bytes_after),
+        loading="" if loading is None else loading.call(str(out)),
+        advice=advice(plan.rows()),
+        verification=written.verification,
+    )
+
+
+def _source_bytes(source: Source) -> int:
+    return sum(tensor.nbytes for tensor in source.tensors)
+
+
+def _card(
+    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
+) -> str | None:
+    """Writes the model card; None for a submodel or a single file."""
+    if plan.is_submodel or plan.options.single_file:
+        return None
+    from nf4conv.report.card.cards import model_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment
+
+    return model_card(
+        plan.source,
+        plan.whole,
+        plan.config,
+        plan.front,
+        Figures(_source_bytes(plan.source), bytes_after, verified),
+        loading_of_plan(plan),
+        plan.options.base_model,
+    )
+
+
+def _write_one_file(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    push: PushOptions | None,
+) -> QuantizeReport:
+    """Carries out a plan by way of a folder beside the file.
+
+    An interrupted run leaves the folder to be resumed.
+    """
+    if run.checksum or (push is not None and push.push_to_hub is not None):
+        raise PlanError("--single-file: --push-to-hub and --checksum are for folders")
+    if out.suffix != ".safetensors":
+        raise PlanError(f"{out}: --single-file writes one file, such as OUT.safetensors")
+    if out.exists() and not run.overwrite:
+        raise OutputError(f"{out}: exists; choose another file, or --overwrite")
+    folder = out.with_name(f"{out.name}.unfinished")
+    report = write_one(plan, folder, run, progress)
+    (folder / plan.output.shards[0].name).replace(out)
+    shutil.rmtree(folder)
+    return replace(report, out=str(out))
+
+
+def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) -> SourceError:
+    """Counts what cannot be packed in a weight, and says so."""
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
+
+    found = find_unpackable([job], plan.output.format, run, plan.source)
+    if job.source.name not in found:
+        return CastError(job.source, TAGS[plan.output.format.dtype])
+    count, what = found[job.source.name]
+    return SourceError(
+        f"{job.source.file}: {job.source.name}: {count:,} of {job.source.elements:,} values are "
+        f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
+    )

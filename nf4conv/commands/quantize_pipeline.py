@@ -1,0 +1,178 @@
+"""Quantizes a diffusers pipeline: each submodel by its own rules, and one result of all."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nf4conv.choose.wishes import unmatched
+from nf4conv.commands.quantize_one import (
+    open_push,
+    plan_checkpoint,
+    prepared,
+    pushed,
+    read_card,
+    write_one,
+)
+from nf4conv.commands.submodels import bytes_on_disk, write_submodels
+from nf4conv.errors import PlanError
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.plan import diffusers, quantization
+from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.report.loading import advice, gpu_bytes, loading_of_pipeline
+from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.rows.weights import VerificationSummary, WeightRow
+from nf4conv.run.checkpoint import require_apart
+from nf4conv.sources.diffusers.folder import DiffusersFolder, is_packed_by_default
+from nf4conv.sources.opening import open_stored
+
+if TYPE_CHECKING:
+    from nf4conv.output.push import Push
+
+
+def plan_pipeline(
+    folder: DiffusersFolder, options: QuantizeOptions
+) -> DiffusersPlan[QuantizationPlan]:
+    submodels = {}
+    for name, place in folder.submodels.items():
+        submodels[name] = _plan_submodel(folder, name, options, place)
+    front, complaints = read_card(folder.folder / "README.md", folder.folder)
+    parts = [(name, part.source) for name, part in submodels.items()]
+    plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
+    _require_packed_submodel(plan)
+    return plan
+
+
+def _plan_submodel(
+    folder: DiffusersFolder, name: str, options: QuantizeOptions, where: SourceOptions
+) -> QuantizationPlan:
+    """Plans a submodel; keeps its tensors as they are if nothing in it is packed."""
+    skip_modules = diffusers.applying(options.skip_modules, name)
+    mine = replace(diffusers.for_submodel(name, options), skip_modules=skip_modules)
+    if is_packed_by_default(name) and diffusers.is_included(name, options):
+        plan = plan_checkpoint(folder.place, mine, where)
+        if plan.packs_anything:
+            return replace(plan, is_submodel=True)
+    return quantization.plan_unchanged_submodel(open_stored(folder.place, where), mine)
+
+
+def _require_packed_submodel(plan: DiffusersPlan[QuantizationPlan]) -> None:
+    if not plan.totals().packed:
+        raise PlanError(
+            f"{plan.folder.place}: no tensor of this diffusers pipeline would be packed; "
+            f"--dry-run shows why each is kept"
+        )
+
+
+def execute_pipeline(
+    plan: DiffusersPlan[QuantizationPlan],
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    push: PushOptions | None,
+) -> QuantizeReport:
+    require_apart(plan.folder.folder, out)
+    submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}
+    plan = replace(plan, submodels=submodels)
+    _require_packed_submodel(plan)
+    with open_push(push, run) as repository:
+        report = write_submodels(
+            plan,
+            out,
+            run,
+            progress,
+            write=partial(_write_submodel, repository),
+            join=partial(_joined, plan),
+            card=partial(_pipeline_card, plan),
+        )
+        return pushed(report, repository, out, next(iter(submodels.values())))
+
+
+def _write_submodel(
+    repository: "Push | None",
+    plan: QuantizationPlan,
+    folder: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> QuantizeReport:
+    """Carries out the plan of a submodel.
+
+    On the Hub, the name of its folder stands before the names of its files.
+    """
+    if repository is None:
+        return write_one(plan, folder, run, progress)
+    offer = repository.offer
+
+    def announce(name: str, path: Path) -> None:
+        offer(f"{folder.name}/{name}", path)
+
+    return write_one(plan, folder, run, progress, announce)
+
+
+def _joined(
+    plan: DiffusersPlan[QuantizationPlan],
+    report: QuantizeReport,
+    reports: Sequence[QuantizeReport],
+) -> QuantizeReport:
+    """Adds what only a quantization reports to the joined report of all submodels."""
+    totals = plan.totals()
+    return replace(
+        report,
+        packed=totals.packed,
+        parameters=totals.parameters,
+        bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(report.bytes_after),
+        loading=loading_of_pipeline(plan).call(report.out),
+        advice=advice(plan.rows()),
+        verification=_verification(plan, reports),
+    )
+
+
+def _verification(
+    plan: DiffusersPlan[QuantizationPlan], reports: Sequence[QuantizeReport]
+) -> VerificationSummary | None:
+    """Joins the summaries of all submodels; None if nothing was verified.
+
+    Without verification no report has one. With it, no submodel is skipped.
+    """
+    found: list[VerificationSummary] = []
+    for report in reports:
+        if report.verification is None:
+            return None
+        found.append(report.verification)
+    rows: list[WeightRow] = []
+    for name, part in zip(plan.submodels, found, strict=True):
+        rows += [row.inside(name) for row in part.weights]
+    if rows:
+        return VerificationSummary.of(rows, sum(part.copied for part in found))
+    # An earlier run verified them, and its figures are all that is left. They do not tell the
+    # median of all weights.
+    return VerificationSummary(
+        packed=sum(part.packed for part in found),
+        copied=sum(part.copied for part in found),
+        largest_relative_error=max(part.largest_relative_error for part in found),
+        median_relative_error=float("nan"),
+        bytes_differing=sum(part.bytes_differing for part in found),
+    )
+
+
+def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
+    """Writes the model card of a diffusers pipeline."""
+    from nf4conv.report.card.cards import diffusers_card  # importing YAML takes a moment
+    from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
+
+    figures, originals = {}, {}
+    for name, part in plan.submodels.items():
+        after = bytes_on_disk(Path(report.out), name, part)
+        figures[name] = Figures(part.totals().bytes_before, after)
+        originals[name] = (part.source, part.output)
+    return diffusers_card(
+        plan.front,
+        loading_of_pipeline(plan),
+        originals,
+        figures,
+        report.verification,
+        next(iter(plan.submodels.values())).options.base_model,
+    )

@@ -1,0 +1,42 @@
+"""Compares tensors: their bytes in host memory, or their values on a device."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from nf4conv.options import RunOptions
+from nf4conv.report.measured import TensorDifference
+from nf4conv.run.device.choice import open_devices_for_pairs
+from nf4conv.run.device.on_driver.backend import gpu_named
+from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.loop import make_pipeline
+from nf4conv.run.tasks.compare_bytes import byte_tasks
+from nf4conv.run.tasks.compare_values import value_tasks
+
+
+def compare_bytes(
+    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
+) -> None:
+    """Compares tensors that are stored alike, byte by byte, in host memory.
+
+    Raises:
+        PlanError: there is no such device as the user named, although none is needed here.
+    """
+    if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
+        _ = TorchBackend(run.device).name
+    pipeline = make_pipeline([], run, progress)
+    pipeline.run(byte_tasks(results, pipeline.piece))
+
+
+def compare_values(
+    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
+) -> str:
+    """Compares tensors value by value; returns the device that most was done on."""
+    devices, with_kernels, others = open_devices_for_pairs(results, run)
+    pipeline = make_pipeline(devices.backends, run, progress)
+    pipeline.run(
+        chain(
+            value_tasks(with_kernels, devices.main, pipeline.piece),
+            value_tasks(others, devices.torch, pipeline.piece),
+        )
+    )
+    return devices.name
