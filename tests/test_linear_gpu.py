@@ -143,5 +143,5 @@ def test_fused_kernels_are_what_runs() -> None:
     for m in (1, launches.SHAPES[-1].rows):
         nf4conv.linear_4bit(torch.randn(m, 512, device="cuda").half(), packed, state)
     nf4conv.linear_4bit(torch.randn(1, 512, device="cuda"), packed, state)
-    runs = linear._weights[id(state)].runs
-    assert [run is not False for run in runs.values()] == [True, True, False]
+    products = linear._weights[id(state)].products
+    assert [product is not None for product in products.values()] == [True, True, False]
