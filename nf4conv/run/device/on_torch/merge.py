@@ -89,7 +89,7 @@ def _needs_all_rows(change: Change) -> bool:
 
 
 def _prepared(change: Change) -> Change:
-    """Cuts factors to those of one matrix, and convert what all its rows need to float64."""
+    """Cuts factors to those of one matrix, and converts what all its rows need to float64."""
     if not isinstance(change, Factors):
         return change
     delta = change.delta
@@ -110,7 +110,7 @@ def _prepared(change: Change) -> Change:
 def _merge_rows(
     base: torch.Tensor, changes: Sequence[Change], first: int, out: torch.Tensor
 ) -> None:
-    """Makes prepared changes to some rows and write the result to `out`, [rows, columns].
+    """Makes prepared changes to some rows and writes the result to `out`, [rows, columns].
 
     The arithmetic is that of PEFT: Linear.merge, DoraLinearVariant.merge_unsafe,
     TrainableTokensLayer.merge.
@@ -120,23 +120,40 @@ def _merge_rows(
     total = base
     for number, change in enumerate(changes, start=1):
         target = out if number == len(changes) else None
-        match change:
-            case NewRows():
-                total = _with_new_rows(total, change, first)
-            case AddedVector():
-                added = change.vector.double()
-                total = torch.add(total, added, alpha=change.scale, out=target)
-            case Factors(magnitude=None):
-                added = _product(change, first, base.shape[0])
-                total = torch.add(total, added, alpha=change.delta.scale, out=target)
-            case Factors():
-                added = _product(change, first, base.shape[0])
-                added *= change.delta.scale
-                # the norm is that of the base with this delta alone, whatever was merged before
-                factor = _row_factor(change, base + added, first)
-                total = torch.mul(total + added, factor, out=target)
+        if isinstance(change, NewRows):
+            total = _with_new_rows(total, change, first)
+        elif isinstance(change, AddedVector):
+            added = change.vector.double()
+            total = torch.add(total, added, alpha=change.scale, out=target)
+        else:
+            total = _with_factors(base, total, change, first, target)
     if total is not out:
         out.copy_(total)
+
+
+def _with_factors(
+    base: torch.Tensor,
+    total: torch.Tensor,
+    factors: Factors,
+    first: int,
+    target: torch.Tensor | None,
+) -> torch.Tensor:
+    """Adds up · down to some rows, and scales them if there is a magnitude.
+
+    Args:
+        base: the rows before any change.
+        total: the rows after the changes so far.
+        factors: the change.
+        first: how many rows of the whole matrix are before them.
+        target: where the result is written; None for new memory.
+    """
+    added = _product(factors, first, base.shape[0])
+    if factors.magnitude is None:
+        return torch.add(total, added, alpha=factors.delta.scale, out=target)
+    added *= factors.delta.scale
+    # the norm is that of the base with this delta alone, whatever was merged before
+    factor = _row_factor(factors, base + added, first)
+    return torch.mul(total + added, factor, out=target)
 
 
 def _product(factors: Factors, first: int, rows: int) -> torch.Tensor:

@@ -21,16 +21,16 @@ def convert(buffers: DriverBuffers, parts: Sequence[CopyPart]) -> Iterator[Conve
     Raises:
         CastError: finite values become infinite; raised once all values have been given.
     """
-    job, piece = parts[0]
-    size = HEAD + bytes_of(job.dtype, piece.tensor.elements)
-    if len(parts) == 1 and size > len(buffers.result.view):
-        yield from _bit_by_bit(buffers, parts[0])
+    first = parts[0]
+    is_alone = len(parts) == 1
+    if is_alone and HEAD + _size(first) > len(buffers.result.view):
+        yield from _bit_by_bit(buffers, first)
     else:
         yield from _at_once(buffers, parts)
     if not buffers.is_flagged():
         return
-    if len(parts) == 1:
-        raise CastError(job.source, job.dtype)
+    if is_alone:
+        raise CastError(first.job.source, first.job.dtype)
     for part in parts:  # which of them is it?
         yield from convert(buffers, [part])
 
@@ -43,27 +43,40 @@ def _at_once(buffers: DriverBuffers, parts: Sequence[CopyPart]) -> Iterator[Conv
         return buffers.output.address + HEAD
 
     tensors = [part.piece.tensor for part in parts]
-    loaded = load(batch, tensors, parts[0].job.steps, room_for_result)
+    steps = parts[0].job.steps
+    loaded = load(batch, tensors, steps, room_for_result)
     base = buffers.output.address
+    end = loaded.addresses[-1] - base
     with buffers.timed(Activity.COMPUTE):
-        buffers.execute(batch.stop, loaded.launches, loaded.addresses[-1] - base)
-    for (job, piece), address in zip(parts, loaded.addresses, strict=False):
+        buffers.execute(batch.stop, loaded.launches, end)
+    for part, address in zip(parts, loaded.addresses, strict=False):
         start = address - base
-        values = buffers.result.view[start : start + bytes_of(job.dtype, piece.tensor.elements)]
-        yield Converted(job, bytes_of(job.dtype, piece.start), values)
+        stop = start + _size(part)
+        values = buffers.result.view[start:stop]
+        yield Converted(part.job, _start(part), values)
+
+
+def _size(part: CopyPart) -> int:
+    """Returns the bytes of a part in the dtype that it is stored in."""
+    return bytes_of(part.job.dtype, part.piece.tensor.elements)
+
+
+def _start(part: CopyPart) -> int:
+    """Returns the bytes of the converted tensor before a part."""
+    return bytes_of(part.job.dtype, part.piece.start)
 
 
 def _bit_by_bit(buffers: DriverBuffers, part: CopyPart) -> Iterator[Converted]:
     """Converts what cannot be cut, and is larger than the buffer that it comes down to."""
-    job, piece = part
     batch = BatchInput(buffers)
-    loaded = load(batch, [piece.tensor], job.steps)
+    loaded = load(batch, [part.piece.tensor], part.job.steps)
     with buffers.timed(Activity.COMPUTE):
         buffers.execute(batch.stop, loaded.launches, HEAD)
     room = buffers.result.view[HEAD:]
-    size = bytes_of(job.dtype, piece.tensor.elements)
+    size = _size(part)
+    address = loaded.addresses[0]
     for at in range(0, size, len(room)):
         values = room[: size - at]
         with buffers.timed(Activity.COMPUTE):
-            buffers.fetch(HEAD, loaded.addresses[0] + at, len(values))
-        yield Converted(job, bytes_of(job.dtype, piece.start) + at, values)
+            buffers.fetch(HEAD, address + at, len(values))
+        yield Converted(part.job, _start(part) + at, values)

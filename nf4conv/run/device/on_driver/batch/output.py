@@ -46,9 +46,10 @@ class OutputLayout:
         self.visible = HEAD
         self.sizes = sizes
         self.blocks = [block_count(size, blocksize) for size in sizes]
+        nested_blocks = [block_count(count, NESTED_BLOCKSIZE) for count in self.blocks]
         self.packed_starts = starts(-(-size // 2) for size in sizes)
         self.codes_starts = starts(self.blocks)
-        self.nested_starts = starts(block_count(count, NESTED_BLOCKSIZE) for count in self.blocks)
+        self.nested_starts = starts(nested_blocks)
         self.absmax_starts = self.codes_starts
         self.sums_starts: list[int] = []
 

@@ -43,29 +43,41 @@ def pack(
     tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     loaded = load(batch, tensors, packing_steps(pieces[0].job.source, format))
     kernels = buffers.gpu.kernels[packing_purpose(format)]
+    addresses = loaded.addresses
+    launches = loaded.launches
     with buffers.timed(Activity.COMPUTE):
-        absmax = _absmax_addresses(buffers, out, pieces[0].start // format.blocksize, gathered)
-        rows = []
-        codes = buffers.output.address + out.packed
-        for number, elements in enumerate(out.sizes):
-            address = codes + out.packed_starts[number]
-            rows.append(Row(loaded.addresses[number], address, absmax[number], elements))
-        launches = loaded.launches
-        first, last = loaded.addresses[0], loaded.addresses[-1]
-        launches.append(_look_for_non_finite(buffers, kernels, first, last))
+        first_block = pieces[0].start // format.blocksize
+        absmax = _absmax_addresses(buffers, out, first_block, gathered)
+        rows = _packing_rows(buffers, out, addresses, absmax)
+        launches.append(_look_for_non_finite(buffers, kernels, addresses[0], addresses[-1]))
         launches += _quantize(batch, kernels, rows)
         if gathered is None and format.double_quant:
             launches += _compress(batch, kernels, out, absmax)
         if measurement is not None:
             launches += measurement.launches(out, rows)
         buffers.execute(batch.stop, launches, out.visible)
-    _check_finite(buffers, kernels, pieces, loaded.addresses)
+    _check_finite(buffers, kernels, pieces, addresses)
     view = buffers.result.view
-    return Packed(
-        codes=view[out.packed : out.packed + out.packed_starts[-1]],
-        scales=_scales(view, out, format) if gathered is None else None,
-        errors=[] if measurement is None else measurement.errors(view, out),
-    )
+    codes = _region(view, out.packed, out.packed_starts[-1])
+    scales = None
+    if gathered is None:
+        scales = _scales(view, out, format)
+    errors = []
+    if measurement is not None:
+        errors = measurement.errors(view, out)
+    return Packed(codes, scales, errors)
+
+
+def _packing_rows(
+    buffers: DriverBuffers, out: OutputLayout, weights: Sequence[int], absmax: Sequence[int]
+) -> list[Row]:
+    """Returns the row of each weight, given the addresses of the weights and of their absmax."""
+    codes = buffers.output.address + out.packed
+    rows = []
+    for number, elements in enumerate(out.sizes):
+        address = codes + out.packed_starts[number]
+        rows.append(Row(weights[number], address, absmax[number], elements))
+    return rows
 
 
 def compress(buffers: DriverBuffers, gathered: Gathered, elements: int, format: Format) -> Scales:
@@ -188,9 +200,13 @@ def _average(
 def _scales(view: memoryview, out: OutputLayout, format: Format) -> Scales:
     """Returns the scales that have come down to the host."""
     if not format.double_quant:
-        absmax = view[out.absmax : out.absmax + 4 * out.absmax_starts[-1]]
+        absmax = _region(view, out.absmax, 4 * out.absmax_starts[-1])
         return Scales(absmax, None, None)
-    codes = view[out.codes : out.codes + out.codes_starts[-1]]
-    nested_absmax = view[out.nested_absmax : out.nested_absmax + 4 * out.nested_starts[-1]]
-    offsets = view[out.offsets : out.offsets + 4 * len(out.blocks)].cast("f").tolist()
-    return Scales(codes, nested_absmax, offsets)
+    codes = _region(view, out.codes, out.codes_starts[-1])
+    nested_absmax = _region(view, out.nested_absmax, 4 * out.nested_starts[-1])
+    offsets = _region(view, out.offsets, 4 * len(out.blocks))
+    return Scales(codes, nested_absmax, offsets.cast("f").tolist())
+
+
+def _region(view: memoryview, start: int, size: int) -> memoryview:
+    return view[start : start + size]

@@ -43,15 +43,14 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
         programs = [-(-pair.a.elements // kernels.numbers["tile"]) for pair in pairs]
         places = [HEAD + _SUMS * place for place in starts(programs)]
         buffers.reserve(result=places[-1])
+        function = kernels.functions["subtract"]
+        sums = buffers.output.address
         for number, pair in enumerate(pairs):
-            arguments = (
-                addresses[2 * number],
-                addresses[2 * number + 1],
-                buffers.output.address + places[number],
-                pair.a.elements,
-                programs[number],
-            )
-            launches.append(Launch(kernels.functions["subtract"], programs[number], arguments))
+            count = programs[number]
+            a = addresses[2 * number]
+            b = addresses[2 * number + 1]
+            arguments = (a, b, sums + places[number], pair.a.elements, count)
+            launches.append(Launch(function, count, arguments))
         buffers.execute(batch.stop, launches, places[-1])
     return [_added_up(buffers.result.view[start:stop]) for start, stop in pairwise(places)]
 
@@ -64,10 +63,7 @@ def _decode(
     Returns:
         The launches, and the address of each tensor's values.
     """
-    sizes = []
-    for tensor in tensors:
-        is_encoded = tensor.encoding is not None
-        sizes.append(aligned(bytes_of(tensor.dtype, tensor.elements)) if is_encoded else 0)
+    sizes = [_room(tensor) for tensor in tensors]
     offsets = starts(sizes)
     base = batch.buffers.scratch(offsets[-1])
     launches = []
@@ -81,6 +77,13 @@ def _decode(
     return launches, addresses
 
 
+def _room(tensor: TensorInfo) -> int:
+    """Returns the bytes of scratch memory that a tensor is decoded to; 0 for one that is not."""
+    if tensor.encoding is None:
+        return 0
+    return aligned(bytes_of(tensor.dtype, tensor.elements))
+
+
 def _added_up(view: memoryview) -> PieceDifference:
     """Adds up the sums of all programs: four rows, with a column for each program."""
     sums = view.cast("d").tolist()
@@ -89,4 +92,9 @@ def _added_up(view: memoryview) -> PieceDifference:
     values = sums[programs : 2 * programs]
     largest = sums[2 * programs : 3 * programs]
     differing = sums[3 * programs :]
-    return PieceDifference(fsum(squares), fsum(values), max(largest), round(sum(differing)))
+    return PieceDifference(
+        squared_difference=fsum(squares),
+        squared_values=fsum(values),
+        largest_difference=max(largest),
+        differing=round(sum(differing)),
+    )
