@@ -27,7 +27,7 @@ def quantize_4bit(
     """Quantize a weight to 4 bits.
 
     The result has the bytes that bitsandbytes' CUDA library gives, on any device. With
-    `scales="search"` it has as many bytes and a smaller error.
+    `scales="search"` it has as many bytes, the same on every device, and a smaller error.
 
     Args:
         tensor: the weight, of any shape: n elements of float32, float16 or bfloat16, on any device.
