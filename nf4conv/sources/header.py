@@ -25,7 +25,7 @@ LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 METADATA_KEY: Final = "__metadata__"
 
 MOST_TENSORS: Final = 1_000_000
-"""Tensors of a checkpoint: some times what the largest one has, and no more than memory can bear."""
+"""Most tensors of a checkpoint: more than the largest one has, and what memory can bear."""
 
 MOST_DIMENSIONS: Final = 64  # as torch
 LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere

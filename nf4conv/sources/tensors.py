@@ -324,7 +324,7 @@ Delta: TypeAlias = LowRankDelta | VectorDelta | RowsDelta
 
 
 def is_in_4_bits(tensor: TensorInfo) -> bool:
-    """Returns True if bitsandbytes packed the tensor, or the tensor that adapters are merged into."""
+    """Returns True if bitsandbytes packed the tensor, or what adapters are merged into."""
     return isinstance(tensor.unmerged.encoding, Bitsandbytes4bit)
 
 

@@ -1,12 +1,19 @@
 """Reads a LoRA adapter as PEFT saves it: its config, and the headers of its tensors.
 
-    P.lora_A.weight [rank, in], P.lora_B.weight [out, rank]       added to P.weight: scale · B · A
-    P.lora_B.bias                                                 added to P.bias: scale · it
-    P.lora_magnitude_vector [out]                                 DoRA: the norms that the rows then get
-    P.lora_embedding_A [rank, n], P.lora_embedding_B [width, rank]     added to P.weight: scale · (B · A) transposed
-    P.token_adapter.trainable_tokens_delta                        rows in the place of those of P.weight
-    P.base_layer.lora_A.weight …                                  of one more parameter of P (target_parameters)
-    everything else                                               in the place of the tensor of that name
+    P.lora_A.weight [rank, in] and P.lora_B.weight [out, rank]
+        added to P.weight: scale · B · A
+    P.lora_B.bias
+        added to P.bias: scale · it
+    P.lora_magnitude_vector [out]
+        DoRA: the norms that the rows then get
+    P.lora_embedding_A [rank, n] and P.lora_embedding_B [width, rank]
+        added to P.weight: scale · (B · A), transposed
+    P.token_adapter.trainable_tokens_delta
+        rows that replace those of P.weight
+    P.base_layer.lora_A.weight …
+        changes one more parameter of P (target_parameters)
+    everything else
+        replaces the tensor of that name
 
 P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.2:
 tuners/lora/layer.py, utils/save_and_load.py).
@@ -58,7 +65,7 @@ _OTHER_ARITHMETIC: Final = {
 """Keys of adapter_config.json that stand for another arithmetic than LoRA's, and its name."""
 
 _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights for which PEFT changes the base's weights when the adapter is made."""
+"""Values of init_lora_weights for which PEFT changes the base when it makes the adapter."""
 
 _DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
 
@@ -197,7 +204,7 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
 
 
 def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
-    """Fetches an adapter from the Hub, and returns its folder in the cache and where it came from."""
+    """Fetches an adapter from the Hub; returns its folder in the cache and where it came from."""
     repo, _, revision = place.partition("@")
     if Path(place).exists() or not is_repo_id(repo):
         raise SourceError(f"{place}: no such folder; an adapter is a folder, or a name on the Hub")

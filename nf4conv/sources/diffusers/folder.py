@@ -53,7 +53,7 @@ class DiffusersFolder:
 
 
 def is_packed_by_default(submodel: str) -> bool:
-    """Returns True if the linear layers of a submodel are packed; other submodels stay as they are."""
+    """Returns True if a submodel's linear layers are packed; other submodels stay as they are."""
     return _PACKED.fullmatch(submodel) is not None
 
 

@@ -5,9 +5,9 @@ The config only says who made them and, where shapes do not tell, how large the 
 share a scale.
 
     stored                                                         by
-    W                 F8, I8   W_scale_inv, W_scale, P.scale …     transformers fp8 and fbgemm_fp8, DeepSeek, Mistral,
-                                                                   compressed-tensors, ModelOpt,
-                                                                   MXFP8
+    W                 F8, I8   W_scale_inv, W_scale, P.scale …     transformers fp8, fbgemm_fp8,
+                                                                   DeepSeek, Mistral, ModelOpt,
+                                                                   compressed-tensors, MXFP8
     W                 F8       nothing                             plain casts
     P.weight_packed   U8       P.weight_scale [, _global_scale]    compressed-tensors NVFP4, MXFP4
     W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
@@ -34,8 +34,8 @@ _UNREAD_DTYPES: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
 _ENDS_OF_ACTIVATIONS: Final = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale",
-    ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_scale",
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
+    ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_scale",
     ".weight_format",
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""

@@ -73,30 +73,23 @@ def is_stack_of_matrices(tensor: TensorInfo) -> bool:
 
 
 def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
-    """Returns a matrix of a stack [matrices, rows, columns] for which `is_stack_of_matrices` holds."""
+    """Returns one matrix of a stack for which `is_stack_of_matrices` holds."""
     shape = tensor.shape[1:]
     encoding = tensor.encoding
     if encoding is None:
         return _cut_rows(tensor, index, index + 1)._replace(shape=shape)
-    matrix: Encoding
-    match encoding:
-        case Merged():
-            deltas = tuple(_delta_of_expert(delta, index) for delta in encoding.deltas)
-            matrix = Merged(matrix_of(encoding.base, index), deltas, encoding.first_row)
-        case Scaled():
-            scale = encoding.scale
-            if scale is not None:
-                scale = _matrix_part(scale, tensor.shape[0], index)
-            values = _matrix_part(encoding.values, tensor.shape[0], index)
-            matrix = Scaled(values, scale, encoding.block)
-        case Fp4():
-            matrix = replace(
-                encoding,
-                values=_matrix_part(encoding.values, tensor.shape[0], index),
-                scale=_matrix_part(encoding.scale, tensor.shape[0], index),
-            )
-        case _:
-            raise AssertionError(f"{tensor.name}: {encoding.name} is no stack of matrices")
+    if isinstance(encoding, Merged):
+        deltas = tuple(_delta_of_expert(delta, index) for delta in encoding.deltas)
+        merged = Merged(matrix_of(encoding.base, index), deltas, encoding.first_row)
+        return tensor._replace(shape=shape, encoding=merged)
+    if not isinstance(encoding, (Scaled, Fp4)):
+        raise AssertionError(f"{tensor.name}: {encoding.name} is no stack of matrices")
+    matrices = tensor.shape[0]
+    values = _matrix_part(encoding.values, matrices, index)
+    if encoding.scale is None:
+        return tensor._replace(shape=shape, encoding=replace(encoding, values=values))
+    scale = _matrix_part(encoding.scale, matrices, index)
+    matrix = replace(encoding, values=values, scale=scale)
     return tensor._replace(shape=shape, encoding=matrix)
 
 
@@ -144,23 +137,25 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
     if encoding is None:
         return _cut_rows(tensor, start, stop)
     shape = (stop - start, *tensor.shape[1:])
-    cut: Encoding
-    match encoding:
-        case Merged():
-            base = rows_of(encoding.base, start, stop)
-            cut = Merged(base, encoding.deltas, encoding.first_row + start)
-        case Scaled():
-            values = _cut_rows(encoding.values, start, stop)
-            cut = Scaled(values, _scale_rows(encoding, rows, start, stop), encoding.block)
-        case Bitsandbytes8bit() | Fp4():
-            values = _cut_rows(encoding.values, start, stop)
-            cut = replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
-        case Bitsandbytes4bit():
-            columns = tensor.shape[1]
-            return packed_part(tensor, start * columns, stop * columns)._replace(shape=shape)
-        case Strided() | Joined():
-            raise AssertionError(f"{tensor.name}: {encoding.name} cannot be cut into rows")
-    return tensor._replace(shape=shape, encoding=cut)
+    if isinstance(encoding, Bitsandbytes4bit):
+        columns = tensor.shape[1]
+        return packed_part(tensor, start * columns, stop * columns)._replace(shape=shape)
+    return tensor._replace(shape=shape, encoding=_encoded_rows(tensor, encoding, start, stop))
+
+
+def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int) -> Encoding:
+    """Cuts rows start … stop out of what a tensor is decoded from."""
+    if isinstance(encoding, Merged):
+        base = rows_of(encoding.base, start, stop)
+        return Merged(base, encoding.deltas, encoding.first_row + start)
+    if isinstance(encoding, Scaled):
+        values = _cut_rows(encoding.values, start, stop)
+        scale = _scale_rows(encoding, tensor.shape[0], start, stop)
+        return Scaled(values, scale, encoding.block)
+    if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
+        values = _cut_rows(encoding.values, start, stop)
+        return replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
+    raise AssertionError(f"{tensor.name}: {encoding.name} cannot be cut into rows")
 
 
 def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInfo | None:
@@ -363,5 +358,5 @@ def pieces_alike(
 
 
 def _is_cut_anywhere(tensor: TensorInfo) -> bool:
-    """Returns True if cuts in a tensor follow the flat order of its elements, whatever its shape."""
+    """Returns True if cuts follow the flat order of a tensor's elements, whatever its shape."""
     return tensor.encoding is None or packed_in_order(tensor) is not None
