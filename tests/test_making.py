@@ -33,11 +33,26 @@ def test_the_record(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
     assert (record["schema_version"], record["command"], record["version"]) == (
-        1,
+        2,
         "quantize",
         nf4conv.__version__,
     )
     assert record["options"]["blocksize"] == 128
+    assert record["options"]["quant_type"] is None  # left open
+    assert record["weights"] == [
+        {
+            "origin": "packed",
+            "from": "bfloat16",
+            "quant_type": "nf4",
+            "blocksize": 128,
+            "double_quant": True,
+            "quant_storage": "uint8",
+            "scales": "absmax",
+            "dtype": "bfloat16",
+            "count": 12,
+        }
+    ]
+    assert record["not_packed"] == {"bfloat16": 3}
     assert record["source"]["id"] == "source"
     assert str(tmp_path) not in json.dumps(record)
 

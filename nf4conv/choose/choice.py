@@ -52,7 +52,7 @@ def choose(source: Source, options: QuantizeOptions, non_finite: frozenset[str])
     selection = without_odd_sizes(source, selection, format)
     if options.single_file:
         selection = _kept_as_stored(selection)
-    unchanged = weights_that_stay(source, selection.decisions, format, options.dtype)
+    unchanged = weights_that_stay(source, selection.decisions, format, options)
     return Choice(selection, format, unchanged)
 
 

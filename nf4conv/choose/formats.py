@@ -10,7 +10,6 @@ from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
-from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -26,12 +25,8 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
         options: what the user asked for.
     """
     default = Format("nf4", 64, True, dtype)
-    scales = default.scales
     if source is not None:
-        stored = common_format(source.tensors)
-        if stored is not None:
-            default = stored
-            scales = recorded_scales(source.folder)
+        default = common_format(source.tensors, source.folder) or default
     double_quant = options.double_quant
     if double_quant is None:
         double_quant = default.double_quant
@@ -41,7 +36,7 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
         double_quant=double_quant,
         dtype=dtype,
         quant_storage=options.quant_storage or default.quant_storage,
-        scales=options.scales or scales,
+        scales=options.scales or default.scales,
     )
 
 

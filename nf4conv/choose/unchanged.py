@@ -10,7 +10,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
+from nf4conv.options import QuantizeOptions
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
@@ -34,10 +35,12 @@ class Stored(NamedTuple):
         parts: for each component but the quant state, in the order of `layout.components`: the
             tensor to copy, or its bytes.
         blob: the JSON of the quant state.
+        scales: how its blocks were scaled, of codebook.SCALES.
     """
 
     parts: tuple[TensorInfo | bytes, ...]
     blob: bytes
+    scales: str
 
 
 def stored_format(tensor: TensorInfo) -> Format | None:
@@ -54,17 +57,34 @@ def stored_format(tensor: TensorInfo) -> Format | None:
     )
 
 
-def common_format(tensors: Iterable[TensorInfo]) -> Format | None:
-    """Returns the format in which most elements are packed; None where nothing is in 4 bits."""
+def common_format(tensors: Iterable[TensorInfo], folder: Path) -> Format | None:
+    """Returns the format in which most elements are packed; None where nothing is in 4 bits.
+
+    Its scales are those of most elements in 4 bits.
+
+    Args:
+        tensors: the tensors of a checkpoint.
+        folder: where the checkpoint is.
+    """
     elements: Counter[Format] = Counter()
+    elements_by_scales: Counter[str] = Counter()
+    scales_of = recorded_scales(folder)
     for tensor in tensors:
         format = stored_format(tensor.unmerged)
         if format is not None:
             elements[format] += tensor.elements
+            elements_by_scales[_scales_of(tensor.unmerged, scales_of)] += tensor.elements
     if not elements:
         return None
     format, _ = elements.most_common(1)[0]
-    return format
+    scales, _ = elements_by_scales.most_common(1)[0]
+    return replace(format, scales=scales)
+
+
+def _scales_of(tensor: TensorInfo, scales_of: Callable[[str], str]) -> str:
+    """Returns how a weight in 4 bits was scaled, by its name on disk."""
+    assert isinstance(tensor.encoding, Bitsandbytes4bit)
+    return scales_of(tensor.encoding.values.name)
 
 
 def _small_parts(tensor: TensorInfo) -> Iterator[TensorInfo]:
@@ -88,7 +108,7 @@ class _Renewed:
 
 
 def _copied_from(
-    tensor: TensorInfo, format: Format, read: Callable[[TensorInfo], bytes]
+    tensor: TensorInfo, format: Format, scales: str, read: Callable[[TensorInfo], bytes]
 ) -> Stored | str:
     """Returns what a weight is copied from, or a text that says why it has to be packed anew.
 
@@ -96,6 +116,7 @@ def _copied_from(
         tensor: a weight of a 4-bit source.
         format: the format that is asked for. Its dtype does not matter, which is that of other
             tensors, nor do its scales: a search finds nothing better than what has no error.
+        scales: how the weight was scaled.
         read: reads one of the `_small_parts` of the weight.
     """
     encoding = tensor.encoding
@@ -109,7 +130,7 @@ def _copied_from(
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return f"its quant state is damaged: {error}"
     renewed = _Renewed(quant_state, _quant_map_of(stored, encoding, read))
-    fault = _fault_of(tensor, encoding, renewed, format.scales, read)
+    fault = _fault_of(tensor, encoding, renewed, scales, read)
     if fault is not None:
         return fault
 
@@ -121,7 +142,7 @@ def _copied_from(
             parts.append(renewed.quant_map)
         else:
             parts.append(components[component.suffix])
-    return Stored(tuple(parts), quant_state)
+    return Stored(tuple(parts), quant_state, scales)
 
 
 def _quant_state_of(stored: Format, blob: bytes) -> bytes:
@@ -168,7 +189,7 @@ def _fault_of(
 
     # a checkpoint of this weight alone
     structure = Structure(
-        Path(), {tensor.name: encoding.values}, read=read_as_written, scales=scales
+        Path(), {tensor.name: encoding.values}, read=read_as_written, scales=lambda _: scales
     )
     check_weight(structure, tensor.name, components)
     for finding in structure.findings:
@@ -178,7 +199,10 @@ def _fault_of(
 
 
 def weights_that_stay(
-    source: Source, decisions: Mapping[str, Pack | Keep], format: Format, dtype: str | None
+    source: Source,
+    decisions: Mapping[str, Pack | Keep],
+    format: Format,
+    options: QuantizeOptions,
 ) -> dict[str, Stored | str]:
     """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
 
@@ -188,7 +212,7 @@ def weights_that_stay(
         source: the checkpoint.
         decisions: what becomes of each tensor, by name.
         format: how weights are to be packed.
-        dtype: name of the dtype that the user asked for; None if the choice was left open.
+        options: what the user asked for.
 
     Returns:
         For each weight in 4 bits that is to be packed, by name: what its components are copied
@@ -204,13 +228,14 @@ def weights_that_stay(
         if stored.decodes_like(format):
             parts += _small_parts(tensor)
     small = read_together(source, parts)
-    is_searched = recorded_scales(source.folder) == "search"
+    scales_of = recorded_scales(source.folder)
     found: dict[str, Stored | str] = {}
     for tensor, stored in packed:
-        if dtype not in (None, stored.dtype):
+        scales = _scales_of(tensor, scales_of)
+        if options.dtype not in (None, stored.dtype):
             found[tensor.name] = f"stored as {stored.dtype}"
-        elif is_searched and format.scales == "absmax":
+        elif scales == "search" and options.scales == "absmax":
             found[tensor.name] = "stored with searched scales"
         else:
-            found[tensor.name] = _copied_from(tensor, format, lambda part: small[part.name])
+            found[tensor.name] = _copied_from(tensor, format, scales, lambda part: small[part.name])
     return found

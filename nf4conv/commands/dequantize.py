@@ -207,7 +207,7 @@ def _card(
         return None
     from nf4conv.report.card.cards import merged_card  # importing a reader of YAML takes a moment
 
-    return merged_card(plan.source, plan.whole, loading_of_plan(plan), plan.front)
+    return merged_card(plan, loading_of_plan(plan))
 
 
 def _no_card(report: DequantizeReport) -> None:

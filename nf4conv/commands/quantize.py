@@ -14,7 +14,7 @@ from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import plan_part
-from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.quantization import QuantizationPlan, require_searched
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
 
@@ -103,6 +103,7 @@ def plan_quantization(
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
         return quantize_pipeline.plan_pipeline(open_diffusers(source, where), options)
+    require_searched(source, [plan])
     return replace(
         plan,
         notes=(*plan.notes, *unmatched(options, [("", plan.source)])),

@@ -181,6 +181,7 @@ def write_one(
     return QuantizeReport.of_run(
         report,
         packed=totals.packed,
+        stay=totals.stay,
         parameters=totals.parameters,
         bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(report.bytes_after),
@@ -203,15 +204,8 @@ def _card(
     from nf4conv.report.card.cards import model_card  # importing a reader of YAML takes a moment
     from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment
 
-    return model_card(
-        plan.source,
-        plan.whole,
-        plan.config,
-        plan.front,
-        Figures(_source_bytes(plan.source), bytes_after, verified),
-        loading_of_plan(plan),
-        plan.options.base_model,
-    )
+    figures = Figures(_source_bytes(plan.source), bytes_after, verified)
+    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model)
 
 
 def _write_one_file(

@@ -42,6 +42,7 @@ def plan_pipeline(
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
     _require_packed_submodel(plan)
+    quantization.require_searched(folder.place, list(submodels.values()))
     return plan
 
 
@@ -121,6 +122,7 @@ def _joined(
     return replace(
         report,
         packed=totals.packed,
+        stay=totals.stay,
         parameters=totals.parameters,
         bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(report.bytes_after),
@@ -163,15 +165,14 @@ def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport
     from nf4conv.report.card.cards import diffusers_card  # importing YAML takes a moment
     from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
 
-    figures, originals = {}, {}
+    figures = {}
     for name, part in plan.submodels.items():
         after = bytes_on_disk(Path(report.out), name, part)
         figures[name] = Figures(part.totals().bytes_before, after)
-        originals[name] = (part.source, part.output)
     return diffusers_card(
         plan.front,
         loading_of_pipeline(plan),
-        originals,
+        plan.submodels,
         figures,
         report.verification,
         next(iter(plan.submodels.values())).options.base_model,

@@ -5,6 +5,7 @@ dequantization.py   plans the dequantization of one checkpoint
 diffusers.py        holds the plans of a diffusers pipeline's submodels
 jobs.py             holds one job for each output tensor, shards of jobs, and the whole
 arrange.py          divides jobs into shards and gives every tensor its offset
+provenance.py       says of each weight in 4 bits what it is, and what it was made from
 writing.py          holds everything that is known about an output checkpoint
 rows.py             describes what becomes of each tensor
 fingerprint.py      tells plans apart, so that a run is resumed only by its like

@@ -14,13 +14,13 @@ neighbouring small tensors are neighbours too, and can be written together.
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import DTYPE_NAMES, TAGS, Format
+from nf4conv.format.layout import TAGS, Format
 from nf4conv.plan.jobs import (
     ALIGNMENTS,
     FLOAT_TAGS,
@@ -32,6 +32,7 @@ from nf4conv.plan.jobs import (
     Shard,
     entry_size,
     footprint,
+    kept_format,
 )
 from nf4conv.sources.header import LENGTH_BYTES, METADATA_KEY
 from nf4conv.sources.tensors import TensorInfo
@@ -89,7 +90,7 @@ def _jobs(
         )
     if isinstance(stored, Stored):
         [matrix] = decision.matrices
-        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype])
+        own = kept_format(format, tensor, stored)
         return [PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)]
     if stored is not None:
         reason = f"{reason}, packed anew: {stored}"

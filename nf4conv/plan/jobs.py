@@ -5,7 +5,7 @@ Everything that a dry run prints comes from here.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.unchanged import Stored
-from nf4conv.format.layout import Component, Format, components
+from nf4conv.format.layout import DTYPE_NAMES, Component, Format, components
 from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, TensorInfo
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
@@ -189,6 +189,24 @@ class CopyJob:
 
 
 Job: TypeAlias = PackJob | CopyJob
+
+
+def kept_format(format: Format, tensor: TensorInfo, stored: Stored) -> Format:
+    """Returns the format of a weight that stays as it is among weights of another format.
+
+    Args:
+        format: format of the weights that are packed.
+        tensor: the weight, as it is in the source.
+        stored: what it is copied from.
+    """
+    return replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
+
+
+def format_of(job: PackJob, format: Format) -> Format:
+    """Returns the format of a weight, given that of the weights that are packed."""
+    if job.stored is None:
+        return format
+    return kept_format(format, job.source, job.stored)
 
 
 def component_name(job: PackJob, component: Component) -> str:

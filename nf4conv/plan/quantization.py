@@ -3,7 +3,7 @@
 choose what is packed → choose the format → find what stays as it is → place every output tensor
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +36,13 @@ class QuantizationPlan(WritingPlan):
     is_submodel: bool = False
 
     @property
+    def searches_in_vain(self) -> bool:
+        """Returns True if a search was asked for, and no weight of any part has searched scales."""
+        if self.options.scales != "search" or not self.weights:
+            return False
+        return all(weight.format.scales != "search" for weight in self.weights.values())
+
+    @property
     def packs_anything(self) -> bool:
         """Returns True if any part of the plan packs a weight."""
         return any(isinstance(job, PackJob) for job in self.whole.jobs)
@@ -61,10 +68,12 @@ class QuantizationPlan(WritingPlan):
 
     def totals(self) -> QuantizationTotals:
         """Adds up the rows."""
-        packed = sum(isinstance(job, PackJob) for job in self.output.jobs)
+        weights = [job for job in self.output.jobs if isinstance(job, PackJob)]
+        packed = len(weights)
         jobs = sum(len(shard.jobs) for shard in self.output.shards)
         return QuantizationTotals(
             packed=packed,
+            stay=sum(1 for job in weights if job.stored is not None),
             copied=jobs - packed,
             shards=len(self.output.shards),
             parameters=self.parameters,
@@ -118,13 +127,35 @@ def plan_source(
     notes = (
         *source.notes,
         *choice.selection.lines,
-        *_notes_on_unchanged(choice.unchanged),
+        *_notes_on_unchanged(choice.unchanged, options),
         *notes_on_links(source),
     )
     return QuantizationPlan(options, source, output, config, notes, non_finite)
 
 
-def _notes_on_unchanged(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
+def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
+    """Refuses a search from which no weight of any plan would have its scales.
+
+    Args:
+        source: the checkpoint or pipeline, as errors name it.
+        plans: the plan of the checkpoint, or those of all submodels.
+
+    Raises:
+        PlanError: all weights would stay as they are, in 4 bits.
+    """
+    in_vain = [plan for plan in plans if plan.searches_in_vain]
+    if not in_vain or any(plan.weights and not plan.searches_in_vain for plan in plans):
+        return
+    raise PlanError(
+        f"{source}: --scales search needs the 16-bit model: its weights are in 4 bits already, and "
+        f"no search finds what they lost. Quantize the original, or leave --scales out to keep "
+        f"them as they are"
+    )
+
+
+def _notes_on_unchanged(
+    unchanged: Mapping[str, Stored | str], options: QuantizeOptions
+) -> Iterator[str]:
     if not unchanged:
         return
     packed_anew = [(name, why) for name, why in unchanged.items() if isinstance(why, str)]
@@ -133,6 +164,17 @@ def _notes_on_unchanged(unchanged: Mapping[str, Stored | str]) -> Iterator[str]:
     if packed_anew:
         name, why = packed_anew[0]
         yield f"{len(packed_anew):,} weights are packed anew, such as {name}: {why}"
+    if options.scales != "search":
+        return
+    unsearched = []
+    for name, stored in unchanged.items():
+        if isinstance(stored, Stored) and stored.scales != "search":
+            unsearched.append(name)
+    if unsearched:
+        yield (
+            f"{len(unsearched):,} weights keep scales that were not searched, such as "
+            f"{unsearched[0]}: a search needs the 16-bit model, and they are in 4 bits already"
+        )
 
 
 def _config(source: Source, choice: Choice, options: QuantizeOptions) -> Mapping[str, Any] | None:

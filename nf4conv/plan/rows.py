@@ -122,7 +122,8 @@ class QuantizationTotals:
     """Sums up the rows of a quantization.
 
     Attributes:
-        packed: the number of weights that are packed.
+        packed: the number of weights in 4 bits of the output.
+        stay: how many of them were in 4 bits already, and stay bit for bit.
         copied: the number of tensors that are kept.
         shards: the number of output files.
         parameters: the number of elements of all tensors.
@@ -134,6 +135,7 @@ class QuantizationTotals:
     """
 
     packed: int
+    stay: int
     copied: int
     shards: int
     parameters: int
@@ -151,6 +153,7 @@ class QuantizationTotals:
     def __add__(self, other: "QuantizationTotals") -> "QuantizationTotals":
         return QuantizationTotals(
             packed=self.packed + other.packed,
+            stay=self.stay + other.stay,
             copied=self.copied + other.copied,
             shards=self.shards + other.shards,
             parameters=self.parameters + other.parameters,

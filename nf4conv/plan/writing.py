@@ -12,6 +12,13 @@ from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
+from nf4conv.plan.provenance import (
+    Provenance,
+    count_dtypes,
+    groups_of,
+    not_packed,
+    provenance_of,
+)
 from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
 from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard
@@ -90,12 +97,19 @@ class WritingPlan:
 
         Reads samples of a source that is on this disk.
         """
-        options = asdict(self.options)
-        if self.command == "quantize":
-            # what the user left open has been decided by now
-            decided = asdict(self.output.format)
-            options |= {key: decided[key] for key in options if key in decided}
-        return record_of(self.source, self.command, __version__, options)
+        return record_of(
+            self.source,
+            self.command,
+            __version__,
+            asdict(self.options),
+            groups_of(self.weights),
+            count_dtypes(not_packed(self.whole, self.weights)),
+        )
+
+    @cached_property
+    def weights(self) -> Mapping[str, Provenance]:
+        """Returns what each weight in 4 bits of all parts is, by its name."""
+        return provenance_of(self.source, self.whole)
 
     @property
     def parameters(self) -> int:

@@ -142,11 +142,17 @@ def _bits_per_parameter(sizes: Mapping[str, int], parameters: int) -> float:
     return 8 * sum(sizes.values()) / max(parameters, 1)
 
 
+def _scales_of(structure: Structure) -> str:
+    """Returns how the weights were scaled; "absmax, search" where some were searched."""
+    found = {weight.format.scales for weight in structure.weights.values()}
+    return ", ".join(sorted(found)) or "absmax"
+
+
 def _settings(options: VerifyOptions, structure: Structure, device: str) -> VerifySettings:
     return VerifySettings(
         tolerance="default" if options.tolerance is None else options.tolerance,
         exact=options.exact,
-        scales=structure.scales,
+        scales=_scales_of(structure),
         device=device,
         nf4conv=__version__,
         torch=version("torch"),

@@ -93,6 +93,7 @@ def weight_row(result: WeightResult, options: VerifyOptions) -> WeightRow:
         shape=weight.shape,
         nested_offset=weight.nested_offset,
         double_quant=format.double_quant,
+        scales=format.scales,
         parameters=weight.elements,
         bytes=weight.nbytes,
         tolerance=tolerance,

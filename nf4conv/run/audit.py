@@ -9,11 +9,9 @@ more is right (tasks/prove.py); torch looks at the rest (tasks/diagnose.py).
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
-from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.jobs import CopyJob, PackJob, component_name
+from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.rows.figures import distance
 from nf4conv.report.rows.weights import VerificationSummary
@@ -120,9 +118,7 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
             start,
             start + component.nbytes,
         )
-    format = progress.format
-    if job.stored is not None:
-        format = replace(format, dtype=DTYPE_NAMES[job.source.dtype])
+    format = format_of(job, progress.format)
     values = parts.pop("")
     nested_offset = json.loads(blob).get("nested_offset")
     return StoredWeight(values, parts, format, job.matrix.shape, nested_offset, blob)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
@@ -15,6 +15,16 @@ from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
+
+_OF_WEIGHTS: Final = (
+    "quant_type",
+    "blocksize",
+    "double_quant",
+    "quant_storage",
+    "scales",
+    "dtype",
+)
+"""Options of `quantize` that each group of weights in nf4conv.json answers."""
 
 
 def found_or_written(
@@ -106,15 +116,40 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) 
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of nf4conv.json with those of its options and its source among them."""
-    flat = {**record, **record["options"], **record["source"]}
+    """Returns the fields of nf4conv.json with those of its options and its source among them.
+
+    Options that say how weights are packed are those of the weights that are there: it makes no
+    difference whether they were asked for or left open.
+    """
+    flat = {"schema_version": record.get("schema_version"), **record["options"], **record["source"]}
+    if record.get("command") == "quantize":
+        for option in _OF_WEIGHTS:
+            flat[option] = _among_weights(record, option)
+    flat.update(record)
     del flat["options"], flat["source"]
     return flat
+
+
+def _among_weights(record: Mapping[str, Any], option: str) -> object:
+    """Returns the value that all groups of weights share, or the list of their values."""
+    groups = record.get("weights")
+    if not isinstance(groups, list):
+        return None
+    values: list[object] = []
+    for group in groups:
+        value = group.get(option) if isinstance(group, dict) else None
+        if value not in values:
+            values.append(value)
+    return values[0] if len(values) == 1 else values
 
 
 def _difference(key: str, old: object, new: object) -> str:
     if key.endswith("sha256"):
         return "the source has changed since"
+    if key == "schema_version":
+        return "another release of nf4conv wrote it"
+    if key in ("weights", "not_packed"):
+        return "tensors of it were made otherwise"
     return f"{key.replace('_', '-')} was {json.dumps(old)} and is {json.dumps(new)} now"
 
 

@@ -2,23 +2,29 @@
 
 It holds no path and no time, so that equal runs write equal bytes.
 
-    schema_version    1
+    schema_version    2
     command           "quantize" or "dequantize"
     version           of nf4conv
-    options           of the command, those that decide the result
+    options           of the command, as they were given; null for what was left open
+    weights           groups of the weights in 4 bits as they are, whatever was asked for (see
+                      `GroupOfWeights`)
+    not_packed        how many other tensors there are of each dtype
     source            id                "org/name@commit", or the name of a folder
                       headers_sha256    of names, dtypes, shapes and places of all tensors
                       samples_sha256    of some bytes of a source on this disk
                       adapters          that were merged into it
     verified          with --verify: what was measured
 
-By it, a rerun of a finished job knows that there is nothing left to do.
+By it, a rerun of a finished job knows that there is nothing left to do. Release 0.1.0 wrote schema
+1, which has neither weights nor not_packed: its options hold what was decided for all weights.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +36,17 @@ from nf4conv.sources.source import AdapterFiles, Source
 
 MAKING: Final = "nf4conv.json"
 
-_LARGEST: Final = 2**20  # bytes of a record
+SCHEMA_VERSION: Final = 2
+"""Grows when a reader must know that a field has another meaning."""
+
+PACKED: Final = "packed"
+"""Origin of a weight that the command packed."""
+
+KEPT: Final = "kept as found"
+"""Origin of a weight that was in 4 bits already, and whose codes and scales stay bit for bit."""
+
+_LARGEST: Final = 2**24  # bytes of a record
+_NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name that is a number
 
 _SAMPLES: Final = 4096  # of all files, roughly
 _MOST_SAMPLES: Final = 256  # of a file
@@ -38,8 +54,34 @@ _FEWEST_SAMPLES: Final = 8  # of a file
 _SAMPLE: Final = 4096  # bytes
 
 
+@dataclass(frozen=True)
+class GroupOfWeights:
+    """Describes weights of a checkpoint that were made alike, as nf4conv.json does.
+
+    Attributes:
+        origin: PACKED or KEPT. Empty if the record does not say.
+        made_from: what the source has in their place, such as "bfloat16" or "bitsandbytes
+            nf4+/64". "from" in the file. Empty if the record does not say.
+        scales: how the blocks were scaled, of codebook.SCALES.
+        count: the number of weights. None if the record does not say.
+        names: their names, in which "*" stands for any number between two dots. None for the group
+            of all weights that no other group names.
+    """
+
+    origin: str
+    made_from: str
+    scales: str
+    count: int | None
+    names: tuple[str, ...] | None
+
+
 def record_of(
-    source: Source, command: str, version: str, options: Mapping[str, Any]
+    source: Source,
+    command: str,
+    version: str,
+    options: Mapping[str, Any],
+    weights: Sequence[Mapping[str, Any]] = (),
+    not_packed: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Returns the content of nf4conv.json, but for what verification measured.
 
@@ -47,7 +89,9 @@ def record_of(
         source: what the checkpoint is made from.
         command: "quantize" or "dequantize".
         version: of nf4conv.
-        options: of the command, those that decide the result.
+        options: of the command, as they were given.
+        weights: groups of the weights in 4 bits.
+        not_packed: the number of other tensors by their dtype.
 
     Raises:
         SourceError: the source cannot be read.
@@ -55,10 +99,12 @@ def record_of(
     deciding = dict(options)
     deciding.pop("lora", None)  # may be paths; the adapters are described with the source
     record = {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "command": command,
         "version": version,
         "options": deciding,
+        "weights": weights,
+        "not_packed": not_packed or {},
         "source": _describe(source),
     }
     read_back: dict[str, Any] = json.loads(json.dumps(record))  # tuples are lists then
@@ -109,13 +155,71 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def recorded_scales(folder: Path) -> str:
-    """Returns which of SCALES a checkpoint was made with: absmax, unless it says otherwise."""
-    record = read_record(folder)
-    if record is None:
-        return "absmax"
-    scales = record["options"].get("scales")
+def recorded_weights(record: Mapping[str, Any]) -> list[GroupOfWeights]:
+    """Returns the groups of weights that a record describes, whoever wrote it.
+
+    Args:
+        record: the content of an nf4conv.json, as `read_record` returns it.
+    """
+    described = record.get("weights")
+    if not isinstance(described, list):
+        # schema 1: one choice for all weights
+        scales = _scales_or_absmax(record["options"].get("scales"))
+        return [GroupOfWeights("", "", scales, None, None)]
+    return [_group_of(group) for group in described if isinstance(group, dict)]
+
+
+def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
+    origin = group.get("origin")
+    made_from = group.get("from")
+    count = group.get("count")
+    names = group.get("names")
+    if isinstance(names, list):
+        names = tuple(name for name in names if isinstance(name, str))
+    else:
+        names = None
+    return GroupOfWeights(
+        origin=origin if isinstance(origin, str) else "",
+        made_from=made_from if isinstance(made_from, str) else "",
+        scales=_scales_or_absmax(group.get("scales")),
+        count=count if type(count) is int else None,
+        names=names,
+    )
+
+
+def _scales_or_absmax(scales: object) -> str:
     return scales if isinstance(scales, str) and scales in SCALES else "absmax"
+
+
+def recorded_scales(folder: Path) -> Callable[[str], str]:
+    """Returns a function that tells how a weight was scaled, of codebook.SCALES, given its name.
+
+    It says "absmax" unless the nf4conv.json in the folder says otherwise.
+
+    Args:
+        folder: where the checkpoint is.
+    """
+    record = read_record(folder)
+    groups = [] if record is None else recorded_weights(record)
+    others = "absmax"
+    named_scales: dict[str, str] = {}
+    for group in groups:
+        if group.names is None:
+            others = group.scales
+        else:
+            named_scales.update(dict.fromkeys(group.names, group.scales))
+
+    def scales_of(name: str) -> str:
+        if not named_scales:
+            return others
+        return named_scales.get(name) or named_scales.get(any_number(name), others)
+
+    return scales_of
+
+
+def any_number(name: str) -> str:
+    """Returns a name with "*" in the place of each number between two dots."""
+    return _NUMBER.sub("*", name)
 
 
 def name_of(folder: Path) -> str:

@@ -112,7 +112,7 @@ class Structure:
         plain: the tensors that belong to no packed weight, by name.
         findings: what is wrong so far.
         read: reads a small tensor.
-        scales: what all weights are said to be scaled by, of codebook.SCALES.
+        scales: tells how a weight is said to be scaled, of codebook.SCALES, given its name.
     """
 
     folder: Path
@@ -121,7 +121,7 @@ class Structure:
     plain: dict[str, TensorInfo] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     read: Callable[[TensorInfo], bytes] = read_bytes
-    scales: str = "absmax"
+    scales: Callable[[str], str] = lambda _: "absmax"
 
     def note(
         self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True
@@ -183,10 +183,11 @@ def check_weight(
     if len(states) != 1 or any(fault.suffix != "quant_map" for fault in missing):
         return None
     is_nested = "nested_absmax" in components
-    fields = _read_state(structure, components[states[0]], states[0], is_nested)
+    scales = structure.scales(owner)
+    fields = _read_state(structure, components[states[0]], states[0], is_nested, scales)
     if fields is None:
         return None
-    weight = _weight_of(values, components, fields, structure.scales)
+    weight = _weight_of(values, components, fields, scales)
     _check_maps(structure, weight)
     return weight if _check_layout(structure, weight) else None
 
@@ -248,7 +249,7 @@ def _missing(components: Mapping[str, TensorInfo]) -> Iterator[_Fault]:
 
 
 def _read_state(
-    structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool
+    structure: Structure, blob: TensorInfo, suffix: str, is_nested: bool, scales: str
 ) -> Mapping[str, Any] | None:
     """Reads the JSON of a quant state and notes its faults.
 
@@ -257,11 +258,12 @@ def _read_state(
         blob: the tensor with the JSON.
         suffix: its suffix, which names the quant type.
         is_nested: True if there is a nested_absmax.
+        scales: how the weight is said to be scaled.
 
     Returns:
         The fields; None if there are faults that leave the weight unreadable.
     """
-    fields, faults = _parsed_state(structure, blob, is_nested)
+    fields, faults = _parsed_state(structure, blob, is_nested, scales)
     if not faults and suffix != f"{QUANT_STATE_PREFIX}{fields['quant_type']}":
         structure.note("quant state", blob.file, blob.name, f"says {fields['quant_type']} inside")
     for text in faults:
@@ -270,7 +272,7 @@ def _read_state(
 
 
 def _parsed_state(
-    structure: Structure, blob: TensorInfo, is_nested: bool
+    structure: Structure, blob: TensorInfo, is_nested: bool, scales: str
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Returns the fields of a quant state, and what is wrong with them."""
     if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
@@ -279,7 +281,7 @@ def _parsed_state(
         fields = json.loads(structure.read(blob))
         if not isinstance(fields, dict):
             return {}, ["not a JSON object"]
-        return fields, list(_state_faults(fields, is_nested, structure.scales))
+        return fields, list(_state_faults(fields, is_nested, scales))
     except (ValueError, RecursionError) as error:
         return {}, [f"not JSON: {error}"]
 

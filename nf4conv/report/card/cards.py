@@ -1,12 +1,15 @@
 """Composes the cards of checkpoints, merged models and diffusers pipelines."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import nf4conv.report.card.sections as sections
-from nf4conv.plan.jobs import PackJob, Plan
+from nf4conv.plan.jobs import CopyJob
+from nf4conv.plan.provenance import Provenance, not_packed
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
 from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
 from nf4conv.report.loading import Loading
@@ -20,10 +23,7 @@ _EVALUATION_TITLE: Final = "## Against the original"
 
 
 def model_card(
-    source: Source,
-    plan: Plan,
-    config: Mapping[str, Any] | None,
-    original: OriginalCard,
+    plan: WritingPlan,
     figures: Figures,
     loading: Loading | None,
     base_model: str | None = None,
@@ -31,10 +31,7 @@ def model_card(
     """Composes the card of a quantized checkpoint.
 
     Args:
-        source: the original.
-        plan: what was written.
-        config: the content of the output's config.json. None if it has none.
-        original: the original's own card, from which license and language are taken over.
+        plan: what was written, and from what.
         figures: sizes, and what was verified.
         loading: how the result is loaded. None if nothing says how.
         base_model: what the user calls the original. None to find that out.
@@ -42,21 +39,23 @@ def model_card(
     Returns:
         The content of README.md.
     """
+    source = plan.source
     if loading is not None:
         library = loading.library
     else:
         library = "transformers" if source.stem == "model" else "diffusers"
     subject = Subject(
         name=name_original(source, base_model),
-        original=original,
+        original=plan.front,
         library=library,
-        format=plan.format,
-        jobs=list(plan.jobs),
+        weights=Counter(plan.weights.values()).most_common(),
+        jobs=list(plan.whole.jobs),
+        not_packed=list(not_packed(plan.whole, plan.weights)),
         figures=figures,
         adapters=source.adapters,
     )
     parts = [
-        sections.settings(subject, _compute_dtype(config)),
+        sections.settings(subject, _compute_dtype(plan.config)),
         sections.kept_table(subject.jobs),
         sections.use(loading),
     ]
@@ -81,24 +80,24 @@ def _quantized_card(subject: Subject, parts: Sequence[str]) -> str:
     )
 
 
-def merged_card(source: Source, plan: Plan, loading: Loading | None, original: OriginalCard) -> str:
-    """Composes the card of a model that adapters are merged into, and that is not in 4 bits.
+def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
+    """Composes the card of a model that adapters are merged into, and that is not packed.
 
     Args:
-        source: the original, with its adapters.
-        plan: what was written.
+        plan: what was written, and from what. Some weights may have stayed in 4 bits.
         loading: how the result is loaded. None if nothing says how.
-        original: the original's own card, from which license and language are taken over.
 
     Returns:
         The content of README.md.
     """
+    source = plan.source
     subject = Subject(
         name=name_original(source, None),
-        original=original,
+        original=plan.front,
         library="transformers",
-        format=plan.format,
+        weights=Counter(plan.weights.values()).most_common(),
         jobs=[],
+        not_packed=[],
         figures=Figures(0, 0),
         adapters=source.adapters,
     )
@@ -107,7 +106,7 @@ def merged_card(source: Source, plan: Plan, loading: Loading | None, original: O
             merged_front_matter(subject),
             sections.merged_introduction(subject, source.folder.name),
             sections.use(loading),
-            sections.original_text(original),
+            sections.original_text(subject.original),
         ]
     )
 
@@ -115,7 +114,7 @@ def merged_card(source: Source, plan: Plan, loading: Loading | None, original: O
 def diffusers_card(
     original: OriginalCard,
     loading: Loading,
-    submodels: Mapping[str, tuple[Source, Plan]],
+    submodels: Mapping[str, WritingPlan],
     figures: Mapping[str, Figures],
     verified: VerificationSummary | None,
     base_model: str | None = None,
@@ -125,7 +124,7 @@ def diffusers_card(
     Args:
         original: the original's own card, from which license and language are taken over.
         loading: how the result is loaded.
-        submodels: the original of each submodel and what was written of it, by its name.
+        submodels: what was written of each submodel, and from what, by its name.
         figures: the sizes of each submodel, by its name.
         verified: what `--verify` measured of all submodels. None without it.
         base_model: what the user calls the original. None to find that out.
@@ -133,17 +132,23 @@ def diffusers_card(
     Returns:
         The content of README.md.
     """
-    plans = {name: plan for name, (_, plan) in submodels.items()}
-    source, plan = _first_packed(submodels)
+    weights: Counter[Provenance] = Counter()
+    kept: list[CopyJob] = []
+    for plan in submodels.values():
+        weights.update(plan.weights.values())
+        kept += not_packed(plan.output, plan.weights)
+    plans = {name: plan.output for name, plan in submodels.items()}
     jobs = [job for plan in plans.values() for job in plan.jobs]
     bytes_before = sum(part.bytes_before for part in figures.values())
     bytes_after = sum(part.bytes_after for part in figures.values())
+    first = next(iter(submodels.values()))
     subject = Subject(
-        name=_name_pipeline(source, base_model),
+        name=_name_pipeline(first.source, base_model),
         original=original,
         library="diffusers",
-        format=plan.format,
+        weights=weights.most_common(),
         jobs=jobs,
+        not_packed=kept,
         figures=Figures(bytes_before, bytes_after, verified),
     )
     parts = [
@@ -153,14 +158,6 @@ def diffusers_card(
         sections.use(loading),
     ]
     return _quantized_card(subject, parts)
-
-
-def _first_packed(submodels: Mapping[str, tuple[Source, Plan]]) -> tuple[Source, Plan]:
-    """Finds a submodel with packed weights. The others keep dtypes of their own."""
-    for source, plan in submodels.values():
-        if any(isinstance(job, PackJob) for job in plan.jobs):
-            return source, plan
-    raise AssertionError("no submodel of the pipeline is packed")
 
 
 def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:

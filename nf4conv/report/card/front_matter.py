@@ -94,15 +94,20 @@ def quantized_front_matter(subject: Subject) -> str:
     """Returns the front matter of a quantized model."""
     front = _common_fields(subject)
     tags = _original_tags(subject)
-    tags += ["bitsandbytes", "4-bit", subject.format.quant_type, "nf4conv"]
+    tags += ["bitsandbytes", "4-bit", *subject.quant_types, "nf4conv"]
     front["tags"] = list(dict.fromkeys(tags))
     return _as_yaml(front)
 
 
 def merged_front_matter(subject: Subject) -> str:
-    """Returns the front matter of a model that adapters are merged into, and that is not packed."""
+    """Returns the front matter of a model that adapters are merged into.
+
+    Some of its weights may have stayed in 4 bits.
+    """
     front = _common_fields(subject)
     tags = [tag for tag in _original_tags(subject) if tag not in _OWN_TAGS]
+    if subject.weights:
+        tags += ["bitsandbytes", "4-bit", *subject.quant_types]
     front["tags"] = list(dict.fromkeys([*tags, "nf4conv"]))
     return _as_yaml(front)
 

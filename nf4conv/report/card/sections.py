@@ -1,16 +1,19 @@
 """Writes the sections of a card below the front matter, in Markdown."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from nf4conv import __version__
+from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
+from nf4conv.plan.provenance import Provenance
 from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
 from nf4conv.report.loading import Loading
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.record import KEPT, PACKED
 
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 """Characters that Markdown, or HTML in it, takes for more than themselves."""
@@ -19,11 +22,13 @@ _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 def introduction(subject: Subject) -> str:
     """Returns the title, and a sentence on what the model was made from."""
     title = f"# {escaped(subject.name.short)} in 4 bits\n"
-    quant_type = subject.format.quant_type.upper()
-    return (
-        f"{title}\n{_original_link(subject)}{_merged_with(subject)}, its linear layers packed to "
-        f"bitsandbytes {quant_type} with nf4conv {__version__}.\n"
-    )
+    quant_types = " and ".join(quant_type.upper() for quant_type in subject.quant_types)
+    original = f"{_original_link(subject)}{_merged_with(subject)}"
+    if all(weight.origin == KEPT for weight, _ in subject.weights):
+        made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
+    else:
+        made = f"its linear layers packed to bitsandbytes {quant_types} with"
+    return f"{title}\n{original}, {made} nf4conv {__version__}.\n"
 
 
 def merged_introduction(subject: Subject, folder: str) -> str:
@@ -35,7 +40,11 @@ def merged_introduction(subject: Subject, folder: str) -> str:
     """
     origin = subject.name.origin
     base = folder if origin is None else repo_link(origin.repo)
-    return f"# A merged model\n\n{base}{_merged_with(subject)}, by nf4conv {__version__}.\n"
+    made = f"{base}{_merged_with(subject)}, by nf4conv {__version__}."
+    kept = _count(subject, is_kept=True)
+    if kept:
+        made += f" {kept:,} weights are in bitsandbytes' 4 bits, as they were."
+    return f"# A merged model\n\n{made}\n"
 
 
 def _original_link(subject: Subject) -> str:
@@ -70,22 +79,67 @@ def settings(subject: Subject, compute_dtype: str | None) -> str:
         subject: what the card is about.
         compute_dtype: the dtype that layers compute in. None if the config does not say.
     """
-    format = subject.format
     packed = [job for job in subject.jobs if isinstance(job, PackJob)]
     packed_parameters = sum(job.elements for job in packed)
     parameters = sum(job.elements for job in subject.jobs)
     share = 100 * packed_parameters / parameters
     rows = {
-        "4-bit data type": format.quant_type.upper(),
-        "block size": str(format.blocksize),
-        "double quantization": "yes" if format.double_quant else "no",
-        "scales": "absmax" if format.scales == "absmax" else "searched",
-        "what is not packed": format.dtype,
+        "4-bit data type": _shared(subject, lambda weight: weight.format.quant_type.upper()),
+        "block size": _shared(subject, lambda weight: str(weight.format.blocksize)),
+        "double quantization": _shared(subject, _double_quantization),
+        "scales": _shared(subject, _scales),
     }
+    kept_dtypes = _dtypes(subject.not_packed)
+    if kept_dtypes:
+        rows["what is not packed"] = " and ".join(kept_dtypes)
     if compute_dtype is not None:
         rows["computed in"] = compute_dtype
     rows["packed"] = f"{len(packed):,} weights, {share:.1f} % of {parameters:,} parameters"
+    kept = _count(subject, is_kept=True)
+    if kept:
+        rows["kept bit for bit"] = f"{kept:,} weights, which were in 4 bits before"
+    decoded = _count(subject, is_kept=False)
+    if decoded:
+        rows["packed from 4 bits"] = f"{decoded:,} weights, which were decoded first"
     return _two_columns(rows) + measured_rows(subject.figures, parameters)
+
+
+def _shared(subject: Subject, value_of: Callable[[Provenance], str]) -> str:
+    """Returns the value that all weights in 4 bits share, or each with the number of its weights."""
+    counts: dict[str, int] = {}
+    for weight, count in subject.weights:
+        value = value_of(weight)
+        counts[value] = counts.get(value, 0) + count
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{value} ({count:,} weights)" for value, count in counts.items())
+
+
+def _double_quantization(weight: Provenance) -> str:
+    return "yes" if weight.format.double_quant else "no"
+
+
+def _scales(weight: Provenance) -> str:
+    return "absmax" if weight.format.scales == "absmax" else "searched"
+
+
+def _count(subject: Subject, *, is_kept: bool) -> int:
+    """Counts the weights that the source has in 4 bits, and that were kept, or packed anew."""
+    total = 0
+    for weight, count in subject.weights:
+        if weight.is_from_4_bits and (weight.origin == KEPT) is is_kept:
+            total += count
+    return total
+
+
+def _dtypes(jobs: Sequence[CopyJob]) -> list[str]:
+    """Returns the float dtypes that tensors are stored in, that of most bytes first."""
+    sizes: dict[str, int] = {}
+    for job in jobs:
+        if job.dtype in DTYPE_NAMES:
+            dtype = DTYPE_NAMES[job.dtype]
+            sizes[dtype] = sizes.get(dtype, 0) + job.nbytes
+    return sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype))
 
 
 def measured_rows(figures: Figures, parameters: int) -> str:
@@ -151,20 +205,32 @@ def use(loading: Loading | None) -> str:
 
 def check(subject: Subject) -> str:
     """Returns the section that says what the packed bytes are, and how to verify them."""
-    if subject.format.scales == "absmax":
-        meaning = (
-            "Every packed byte is the one that bitsandbytes' CUDA kernels make of the original "
-            "weight."
-        )
-    else:
-        meaning = (
-            "Every block has the scale, of either sign, that a search found to make its squared "
-            "error small; bitsandbytes decodes it like any other."
-        )
+    meanings = " ".join(_meanings(subject))
     return (
-        f"## Check\n\n{meaning} `nf4conv verify . --source {_source_arguments(subject)}` checks "
+        f"## Check\n\n{meanings} `nf4conv verify . --source {_source_arguments(subject)}` checks "
         f"the files and measures the error of each weight.\n"
     )
+
+
+def _meanings(subject: Subject) -> Iterator[str]:
+    """Yields a sentence for each kind of packed bytes that there is."""
+    kept = _count(subject, is_kept=True)
+    packed = {weight.format.scales for weight, _ in subject.weights if weight.origin == PACKED}
+    if kept:
+        which = f"{kept:,} of the weights were in 4 bits before" if packed else "The weights"
+        verb = ", and have" if packed else " have"
+        yield f"{which}{verb} the codes and scales of the original, bit for bit."
+    other = "other " if kept else ""
+    if "absmax" in packed:
+        yield (
+            f"Every {other}packed byte is the one that bitsandbytes' CUDA kernels make of the "
+            f"original weight."
+        )
+    if "search" in packed:
+        yield (
+            f"Every {other}block has the scale, of either sign, that a search found to make its "
+            f"squared error small; bitsandbytes decodes it like any other."
+        )
 
 
 def _source_arguments(subject: Subject) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from nf4conv.format.layout import Format
-from nf4conv.plan.jobs import Job
+from nf4conv.plan.jobs import CopyJob, Job
+from nf4conv.plan.provenance import Provenance
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.original_card import OriginalCard
@@ -57,8 +57,9 @@ class Subject:
         name: the original.
         original: the original's own card.
         library: the library that loads the result, as the Hub spells it.
-        format: the format of the packed weights.
+        weights: what the weights in 4 bits are, most weights first.
         jobs: the tensors that were written. Empty for a merged model.
+        not_packed: those of them that belong to no weight in 4 bits.
         figures: sizes, and what was verified.
         adapters: the LoRA adapters that were merged into the model.
     """
@@ -66,10 +67,16 @@ class Subject:
     name: OriginalName
     original: OriginalCard
     library: str
-    format: Format
+    weights: Sequence[tuple[Provenance, int]]
     jobs: Sequence[Job]
+    not_packed: Sequence[CopyJob]
     figures: Figures
     adapters: tuple[AdapterFiles, ...] = ()
+
+    @property
+    def quant_types(self) -> list[str]:
+        """The 4-bit data types, that of most weights first."""
+        return list(dict.fromkeys(weight.format.quant_type for weight, _ in self.weights))
 
 
 def name_original(source: Source, base_model: str | None) -> OriginalName:

@@ -17,7 +17,8 @@ class VerifySettings:
     Attributes:
         tolerance: the largest relative error that passes; "default" for that of the format.
         exact: True if every byte had to be the one that quantizing the source gives.
-        scales: how the scales were made, by the record of the checkpoint: "absmax" or "search".
+        scales: how the weights were scaled, by the record of the checkpoint: "absmax", "search", or
+            "absmax, search" where some were searched.
         device: the device that measured the values.
         nf4conv: the version of nf4conv.
         torch: the version of torch.
@@ -78,15 +79,17 @@ class VerifyReport:
 
         Each entry is the format, such as "nf4/64", and the smallest and largest usual error.
         """
-        scales = "absmax"
-        if self.made is not None and self.made["options"].get("scales") == "search":
-            scales = "search"
-        compared = [row for row in self.weights if row.relative_error is not None]
-        formats = {(row.quant_type, row.blocksize) for row in compared}
+        scales_found: dict[tuple[str, int], set[str]] = {}
+        for row in self.weights:
+            if row.relative_error is not None:
+                scales_found.setdefault((row.quant_type, row.blocksize), set()).add(row.scales)
         usual = []
-        for quant_type, blocksize in sorted(formats):
-            errors = RELATIVE_ERRORS[scales, quant_type][blocksize]
-            usual.append((f"{quant_type}/{blocksize}", errors.normal, errors.heavy))
+        for quant_type, blocksize in sorted(scales_found):
+            found = scales_found[quant_type, blocksize]
+            errors = [RELATIVE_ERRORS[scales, quant_type][blocksize] for scales in found]
+            smallest = min(error.normal for error in errors)
+            largest = max(error.heavy for error in errors)
+            usual.append((f"{quant_type}/{blocksize}", smallest, largest))
         return usual
 
     @property

@@ -116,7 +116,8 @@ class QuantizeReport(RunReport):
     The fields up to `notes` are those of every run, see RunReport.
 
     Attributes:
-        packed: the number of weights that were packed.
+        packed: the number of weights in 4 bits of the output.
+        stay: how many of them were in 4 bits already, and stay bit for bit.
         parameters: the number of elements of all tensors.
         bits_per_parameter: bits per parameter of the output's weight files.
         gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes.
@@ -130,6 +131,7 @@ class QuantizeReport(RunReport):
     command: ClassVar[str] = "quantize"
 
     packed: int
+    stay: int
     parameters: int
     bits_per_parameter: float
     gpu_bytes: int
@@ -144,6 +146,7 @@ class QuantizeReport(RunReport):
         run: RunReport,
         *,
         packed: int,
+        stay: int,
         parameters: int,
         bits_per_parameter: float,
         gpu_bytes: int,
@@ -155,6 +158,7 @@ class QuantizeReport(RunReport):
         return cls(
             **_fields_of(run),
             packed=packed,
+            stay=stay,
             parameters=parameters,
             bits_per_parameter=bits_per_parameter,
             gpu_bytes=gpu_bytes,

@@ -22,6 +22,7 @@ class WeightRow:
         nested_offset: the number that is added to the decoded absmax. None without double
             quantization.
         double_quant: True if its absmax is quantized.
+        scales: how its blocks were scaled, "absmax" or "search", as nf4conv.json says of it.
         parameters: the number of elements of the weight.
         bytes: the size of all its components.
         relative_error: ‖W - Ŵ‖ / ‖W‖. None without a source.
@@ -51,6 +52,7 @@ class WeightRow:
     shape: tuple[int, ...]
     nested_offset: float | None
     double_quant: bool
+    scales: str
     parameters: int
     bytes: int
     relative_error: float | None = None

@@ -12,6 +12,7 @@ from nf4conv.report.rows.inspection import InspectedKind, InspectedRow
 from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
 from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable, size
+from nf4conv.sources.record import recorded_weights
 
 
 def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
@@ -55,6 +56,18 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
         version = made.get("version")
         source = made["source"].get("id")
         yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
+        yield from _recorded_weights(made, totals.packed)
+
+
+def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
+    """Yields what nf4conv.json says of the weights; nothing if it speaks of other weights."""
+    groups = recorded_weights(made)
+    counts = [group.count or 0 for group in groups]
+    if sum(counts) != packed or not packed:
+        return
+    for group, count in zip(groups, counts, strict=True):
+        scales = "searched scales" if group.scales == "search" else "absmax"
+        yield printable(f"{count:,} weights {group.origin}, from {group.made_from}, {scales}")
 
 
 def _gpu_line(count: int) -> str:

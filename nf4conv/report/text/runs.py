@@ -11,8 +11,11 @@ from nf4conv.report.text.terminal import printable, size
 
 def quantization_lines(report: QuantizeReport) -> Iterator[str]:
     """Yields what was done, how to load the result, and how to push it."""
+    stay = ""
+    if report.stay:
+        stay = f"{report.stay:,} weights that were in 4 bits stay as they are, "
     yield (
-        f"{report.out}: {report.packed:,} weights packed, "
+        f"{report.out}: {report.packed - report.stay:,} weights packed, {stay}"
         f"{report.copied:,} tensors kept{_kept_from_before(report)}"
     )
     if report.part is not None:

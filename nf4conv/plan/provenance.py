@@ -1,0 +1,206 @@
+"""Says of each weight in 4 bits of a planned checkpoint what it is, and what it was made from.
+
+nf4conv.json and the model card repeat it. It is read off the jobs, never off the options: a weight
+that stays as it is has the scales that it had before, whatever was asked for.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from nf4conv.choose.unchanged import stored_format
+from nf4conv.errors import CodecError
+from nf4conv.format.layout import (
+    DTYPE_NAMES,
+    QUANT_STATE_PREFIX,
+    STORAGE_DTYPES,
+    Format,
+    parse_quant_state,
+)
+from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
+from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
+from nf4conv.sources.source import Source, read_together
+from nf4conv.sources.stored_weights import split_component
+from nf4conv.sources.tensors import (
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    Fp4,
+    Merged,
+    TensorInfo,
+    is_in_4_bits,
+)
+
+
+class Provenance(NamedTuple):
+    """Says what a weight in 4 bits is, and what it was made from."""
+
+    origin: str  # PACKED or KEPT
+    made_from: str  # what the source has, such as "bfloat16" or "bitsandbytes nf4+/64"
+    is_from_4_bits: bool  # True if that is in bitsandbytes' 4 bits
+    format: Format
+
+    def described(self) -> dict[str, Any]:
+        """Returns the fields of nf4conv.json, except number and names of weights."""
+        return {
+            "origin": self.origin,
+            "from": self.made_from,
+            "quant_type": self.format.quant_type,
+            "blocksize": self.format.blocksize,
+            "double_quant": self.format.double_quant,
+            "quant_storage": self.format.quant_storage,
+            "scales": self.format.scales,
+            "dtype": self.format.dtype,
+        }
+
+
+def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
+    """Returns what each weight in 4 bits of an output checkpoint is, by its name.
+
+    Reads the quant states of weights whose tensors are copied one by one.
+
+    Args:
+        source: the checkpoint that is read.
+        plan: all output files.
+    """
+    found = {}
+    copies: dict[str, CopyJob] = {}
+    states: dict[str, TensorInfo] = {}
+    for job in plan.jobs:
+        if isinstance(job, PackJob):
+            found[job.name] = _of_job(job, plan.format)
+            continue
+        owner, suffix = split_component(job.name)
+        if suffix:
+            copies[job.name] = job
+        if suffix.startswith(QUANT_STATE_PREFIX):
+            states[owner] = job.source
+    if states:
+        values = {job.name: job for job in plan.jobs if job.name in states}
+        found.update(_copied(source, states, values, copies))
+    return found
+
+
+def _of_job(job: PackJob, format: Format) -> Provenance:
+    return Provenance(
+        origin=PACKED if job.stored is None else KEPT,
+        made_from=_made_from(job.source),
+        is_from_4_bits=is_in_4_bits(job.source),
+        format=format_of(job, format),
+    )
+
+
+def _made_from(tensor: TensorInfo) -> str:
+    """Returns what a tensor of the source is stored as, in the words of nf4conv.json."""
+    encoding = tensor.encoding
+    if encoding is None:
+        return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    if isinstance(encoding, Bitsandbytes4bit):
+        return f"bitsandbytes {stored_format(tensor)}"
+    if isinstance(encoding, Merged):
+        return f"{_made_from(encoding.base)}, merged with adapters"
+    if isinstance(encoding, Bitsandbytes8bit):
+        return "bitsandbytes int8"
+    if isinstance(encoding, Fp4):
+        return "fp4 (e2m1)"
+    _, values = encoding.parts[0]
+    return _made_from(values)
+
+
+def _copied(
+    source: Source,
+    states: Mapping[str, TensorInfo],
+    values: Mapping[str, Job],
+    components: Mapping[str, CopyJob],
+) -> Iterator[tuple[str, Provenance]]:
+    """Yields name and provenance of weights whose tensors are copied one by one.
+
+    A weight whose quant state cannot be read is left out: nothing can be said of it.
+
+    Args:
+        source: the checkpoint that is read.
+        states: the quant state of each weight, by the weight's name.
+        values: the job that copies the codes of each of them.
+        components: the jobs that copy the tensors beside them, by the name of the tensor.
+    """
+    contents = read_together(source, list(states.values()))
+    scales_of = recorded_scales(source.folder)
+    for name, state in states.items():
+        job = values.get(name)
+        if not isinstance(job, CopyJob):
+            continue
+        try:
+            fields = parse_quant_state(contents[state.name], may_say_more=True)
+        except CodecError:
+            continue
+        format = Format(
+            quant_type=fields["quant_type"],
+            blocksize=fields["blocksize"],
+            double_quant=f"{name}.nested_absmax" in components,
+            dtype=fields["dtype"],
+            quant_storage=STORAGE_DTYPES.get(job.dtype, "uint8"),
+            scales=scales_of(name),
+        )
+        yield name, Provenance(KEPT, f"bitsandbytes {format}", True, format)
+
+
+def groups_of(weights: Mapping[str, Provenance]) -> list[dict[str, Any]]:
+    """Returns the weights of nf4conv.json: groups that were made alike, the largest first.
+
+    The largest group is that of all weights that no other group names. So the file stays small,
+    however many weights there are.
+
+    Args:
+        weights: what each weight in 4 bits is, by its name.
+    """
+    names: defaultdict[Provenance, list[str]] = defaultdict(list)
+    for name, provenance in weights.items():
+        names[provenance].append(name)
+    sizes = Counter({provenance: len(members) for provenance, members in names.items()})
+    in_order = sorted(names, key=lambda provenance: (-sizes[provenance], str(provenance)))
+    groups = [{**provenance.described(), "count": sizes[provenance]} for provenance in in_order]
+    if len(groups) > 1:
+        shared = _shared_patterns(names.values())
+        for group, provenance in zip(groups[1:], in_order[1:], strict=True):
+            group["names"] = _patterns(names[provenance], shared)
+    return groups
+
+
+def _shared_patterns(groups: Iterable[Sequence[str]]) -> set[str]:
+    """Returns the names with any number that stand for weights of several groups."""
+    seen: set[str] = set()
+    shared: set[str] = set()
+    for group in groups:
+        patterns = {any_number(name) for name in group}
+        shared |= patterns & seen
+        seen |= patterns
+    return shared
+
+
+def _patterns(names: Sequence[str], shared: set[str]) -> list[str]:
+    """Returns names of weights, those with any number in place of all that only differ in it."""
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = any_number(name)
+        found[name if pattern in shared else pattern] = None
+    return sorted(found)
+
+
+def not_packed(plan: Plan, weights: Mapping[str, Provenance]) -> Iterator[CopyJob]:
+    """Yields the tensors of an output checkpoint that belong to no weight in 4 bits.
+
+    Args:
+        plan: all output files.
+        weights: what each weight in 4 bits is, by its name.
+    """
+    for job in plan.jobs:
+        if not isinstance(job, CopyJob):
+            continue
+        owner, _ = split_component(job.name)
+        if owner not in weights:
+            yield job
+
+
+def count_dtypes(jobs: Iterable[CopyJob]) -> dict[str, int]:
+    """Returns the number of tensors of each dtype, in the order of the dtypes' names."""
+    counts = Counter(DTYPE_NAMES.get(job.dtype, job.dtype) for job in jobs)
+    return dict(sorted(counts.items()))

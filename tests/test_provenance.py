@@ -1,0 +1,530 @@
+"""What a result says of itself is what is in it: 4-bit sources × options that contradict them.
+
+nf4conv.json, the card, config.json, the report, `inspect` and `verify` must agree with the tensors,
+whatever was asked for.
+"""
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents
+from click.testing import CliRunner
+from four_bit import CONFIG, pack, write
+from safetensors.torch import load_file, save_file
+
+from nf4conv import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    dequantize_checkpoint,
+    inspect_checkpoint,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
+from nf4conv.cli import main
+from nf4conv.errors import OutputError, PlanError
+from nf4conv.format.codebook import SCALES
+from nf4conv.format.layout import Format
+from nf4conv.plan.provenance import Provenance, groups_of
+from nf4conv.sources.record import PACKED, any_number, recorded_scales
+
+CPU = RunOptions(device="cpu", workers=2)
+LAYERS = 3
+MODULES = ("self_attn.q_proj", "mlp.up_proj")
+NAMES = [f"model.layers.{layer}.{module}.weight" for layer in range(LAYERS) for module in MODULES]
+Q_PROJS = [name for name in NAMES if "q_proj" in name]
+
+
+def random(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def weight(name: str) -> torch.Tensor:
+    rows = 64 if name in Q_PROJS else 128
+    return random(rows, 64, NAMES.index(name))
+
+
+def others() -> dict[str, torch.Tensor]:
+    return {
+        "model.embed_tokens.weight": random(256, 64, 100),
+        "lm_head.weight": random(256, 64, 101),
+    }
+
+
+def write_plain(folder: Path) -> Path:
+    folder.mkdir()
+    tensors = {name: weight(name) for name in NAMES} | others()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_other_tool(folder: Path, blocksizes: dict[str, int]) -> Path:
+    """A checkpoint of another tool, without nf4conv.json, in some block size for each module."""
+    tensors = others()
+    for name in NAMES:
+        [blocksize] = [size for module, size in blocksizes.items() if module in name]
+        tensors |= pack(name, weight(name), blocksize=blocksize)
+    return write(folder, tensors)
+
+
+def write_adapter(folder: Path) -> Path:
+    """An adapter of the q_proj of all layers."""
+    folder.mkdir()
+    factors = {}
+    for seed, name in enumerate(Q_PROJS):
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        factors[f"{module}.lora_A.weight"] = random(4, 64, seed)
+        factors[f"{module}.lora_B.weight"] = random(64, 4, seed + 50)
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def as_of_0_1_0(folder: Path, out: Path, **decided: Any) -> Path:
+    """A result with the record that release 0.1.0 wrote."""
+    shutil.copytree(folder, out)
+    record = json.loads((out / "nf4conv.json").read_text())
+    del record["weights"], record["not_packed"]
+    record["schema_version"] = 1
+    record["options"] |= {"quant_type": "nf4", "blocksize": 64, "scales": "absmax"} | decided
+    (out / "nf4conv.json").write_text(json.dumps(record, indent=2))
+    return out
+
+
+SEARCH = QuantizeOptions(scales="search")
+SINGLE_FP4 = QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False)
+MADE = {
+    "nf4": QuantizeOptions(),
+    "searched": SEARCH,
+    "fp4": SINGLE_FP4,
+    "searched fp4": replace(SINGLE_FP4, scales="search"),
+    "fsdp": QuantizeOptions(quant_storage="bfloat16"),
+}
+
+OPTIONS = {
+    "nothing": QuantizeOptions(),
+    "nf4": QuantizeOptions(quant_type="nf4"),
+    "fp4": QuantizeOptions(quant_type="fp4"),
+    "64": QuantizeOptions(blocksize=64),
+    "128": QuantizeOptions(blocksize=128),
+    "double": QuantizeOptions(double_quant=True),
+    "single": QuantizeOptions(double_quant=False),
+    "uint8": QuantizeOptions(quant_storage="uint8"),
+    "bfloat16 codes": QuantizeOptions(quant_storage="bfloat16"),
+    "bfloat16": QuantizeOptions(dtype="bfloat16"),
+    "float16": QuantizeOptions(dtype="float16"),
+    "absmax": QuantizeOptions(scales="absmax"),
+    "search": SEARCH,
+    "search 128": QuantizeOptions(scales="search", blocksize=128),
+    "lora": QuantizeOptions(lora=("ADAPTER",)),
+    "search lora": QuantizeOptions(scales="search", lora=("ADAPTER",)),
+}
+
+# of each source, what becomes of its weights with each of the OPTIONS: "=" all stay as they are,
+# "+" all are packed anew, "q" and "u" only the q_proj or only the up_proj are, "!" it is refused
+TABLE = {
+    "plain": "++++ ++++ ++++ ++++",
+    "nf4": "==+= +=+= ==+= !+qq",
+    "searched": "==+= +=+= ==++ =+qq",
+    "fp4": "=+=+ =+== ==+= !!qq",
+    "searched fp4": "=+=+ =+== ==++ ==qq",
+    "fsdp": "==+= +=+= ==+= !+qq",
+    "other tool": "==+= +=+= ==+= !+qq",
+    "two block sizes": "qq+q uq+q qq+q quqq",
+    "two kinds of scales": "==+= +=+= ==+q =+qq",
+    "0.1.0": "==+= +=+= ==+= !+qq",
+    "0.1.0 searched": "==+= +=+= ==++ =+qq",
+}
+ANEW: dict[str, Callable[[str], bool]] = {
+    "=": lambda name: False,  # noqa: ARG005
+    "+": lambda name: True,  # noqa: ARG005
+    "q": lambda name: name in Q_PROJS,
+    "u": lambda name: name not in Q_PROJS,
+}
+
+
+class World:
+    """All sources of the table, each with the scales that its weights are known to have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.adapter = write_adapter(folder / "adapter")
+        self.plain = write_plain(folder / "plain")
+        self.sources = {"plain": self.plain}
+        self.scales = {"plain": dict.fromkeys(NAMES, "")}
+        for name, options in MADE.items():
+            out = folder / name
+            quantize_checkpoint(self.plain, out, options, CPU)
+            self._add(name, out, options.scales or "absmax")
+        alike = {"q_proj": 64, "up_proj": 64}
+        self._add("other tool", write_other_tool(folder / "other", alike), "absmax")
+        # most elements are in blocks of 64
+        unlike = {"q_proj": 128, "up_proj": 64}
+        self._add("two block sizes", write_other_tool(folder / "unlike", unlike), "absmax")
+        mixed = folder / "mixed"
+        merged = replace(SEARCH, lora=(str(self.adapter),))
+        quantize_checkpoint(self.sources["nf4"], mixed, merged, CPU)
+        self._add("two kinds of scales", mixed, "absmax")
+        self.scales["two kinds of scales"] |= dict.fromkeys(Q_PROJS, "search")
+        self._add("0.1.0", as_of_0_1_0(self.sources["nf4"], folder / "old"), "absmax")
+        searched = as_of_0_1_0(self.sources["searched"], folder / "old searched", scales="search")
+        self._add("0.1.0 searched", searched, "search")
+
+    def _add(self, name: str, folder: Path, scales: str) -> None:
+        self.sources[name] = folder
+        self.scales[name] = dict.fromkeys(NAMES, scales)
+
+    def options(self, name: str) -> QuantizeOptions:
+        asked = OPTIONS[name]
+        return replace(asked, lora=(str(self.adapter),)) if asked.lora else asked
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("provenance"))
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: part.view(torch.uint8).numpy().tobytes() for name, part in tensors.items()}
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "nf4conv.json").read_text())
+    return record
+
+
+def recorded_of_each(folder: Path) -> dict[str, dict[str, Any]]:
+    """What nf4conv.json says of each weight, read as its documentation says."""
+    groups = record_of(folder)["weights"]
+    found = {}
+    for name in NAMES:
+        named = [
+            group for group in groups if {name, any_number(name)} & set(group.get("names", []))
+        ]
+        if not named:
+            named = [group for group in groups if "names" not in group]
+        [found[name]] = named
+    assert Counter(map(str, found.values())) == {str(group): group["count"] for group in groups}
+    return {name: dict(group) for name, group in found.items()}
+
+
+def faults(folder: Path, source: Path | None = None, **options: Any) -> list[str]:
+    report = verify_checkpoint(folder, source, VerifyOptions(**options), CPU)
+    return [finding.line() for finding in report.findings if finding.is_fault]
+
+
+def own_card(folder: Path) -> str:
+    """The card without the original's, which is below it."""
+    above, check, below = (folder / "README.md").read_text().partition("\n## Check\n")
+    return above + check + below.partition("\n---\n")[0]
+
+
+def rows_of_card(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE))
+
+
+def shared(values: list[str]) -> str:
+    """A value of all weights, or each with its number of weights, as a card shows it."""
+    counts = Counter(values)
+    if len(counts) == 1:
+        return values[0]
+    return ", ".join(f"{value} ({count} weights)" for value, count in counts.most_common())
+
+
+class Expected:
+    """What a result has to be, known from the source and the options alone.
+
+    Args:
+        source: the checkpoint.
+        options: what is asked for.
+        scales_before: how each weight of the source was scaled; empty for a source in 16 bits.
+        is_anew: says whether a weight is packed anew, given its name.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        options: QuantizeOptions,
+        scales_before: dict[str, str],
+        is_anew: Callable[[str], bool],
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.anew = {name for name in NAMES if is_anew(name)}
+        self.stay = len(NAMES) - len(self.anew)
+        elements: Counter[str] = Counter()
+        for name in NAMES:
+            elements[scales_before[name]] += weight(name).numel()
+        [(most, _)] = elements.most_common(1)
+        self.scales = {}
+        for name in NAMES:
+            packed = options.scales or most or "absmax"
+            self.scales[name] = packed if name in self.anew else scales_before[name]
+        config = json.loads((source / "config.json").read_text())
+        self.dtype = options.dtype or config["dtype"]
+        self.made_from = {}
+        for row in inspect_checkpoint(source).tensors:
+            start = row.dtype
+            if row.quantization is not None:
+                start = f"bitsandbytes {row.format}"
+                if row.quantization.storage != "uint8":
+                    start += f" in {row.quantization.storage}"
+            if options.lora and row.name in Q_PROJS:
+                start += ", merged with adapters"
+            self.made_from[row.name] = start
+
+    def check_plan(self) -> None:
+        rows = {row.name: row for row in plan_quantization(self.source, self.options).rows()}
+        for name in NAMES:
+            assert rows[name].action == ("pack" if name in self.anew else "stay"), name
+
+    def make(self, out: Path) -> None:
+        report = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
+        assert (report.packed, report.stay, report.copied) == (len(NAMES), self.stay, 2)
+        note = any("a search needs the 16-bit model" in note for note in report.notes)
+        unsearched = {self.scales[name] for name in NAMES if name not in self.anew} - {"search"}
+        assert note is (self.options.scales == "search" and bool(unsearched))
+        before, after = tensors_of(self.source), tensors_of(out)
+        for name in set(NAMES) - self.anew:
+            for part in before:
+                if part == name or part.startswith(f"{name}."):
+                    assert after[part] == before[part], part
+
+    def check_record(self, out: Path) -> None:
+        stored = {row.name: row for row in inspect_checkpoint(out).tensors}
+        for name, group in recorded_of_each(out).items():
+            row = stored[name]
+            found = row.quantization
+            assert found is not None
+            assert group.pop("count")
+            group.pop("names", None)
+            assert group == {
+                "origin": "packed" if name in self.anew else "kept as found",
+                "from": self.made_from[name],
+                "quant_type": found.quant_type,
+                "blocksize": found.blocksize,
+                "double_quant": found.double_quant,
+                "quant_storage": found.storage,
+                "scales": self.scales[name],
+                "dtype": row.dtype,
+            }, name
+        record = record_of(out)
+        assert record["not_packed"] == {self.dtype: 2}
+        asked = {key: value for key, value in vars(self.options).items() if key != "lora"}
+        assert record["options"] == json.loads(json.dumps(asked))
+
+    def check_card(self, out: Path) -> None:
+        text = own_card(out)
+        card = rows_of_card(text)
+        groups = list(recorded_of_each(out).values())
+        words = {"absmax": "absmax", "search": "searched"}
+        double_quant = ["yes" if group["double_quant"] else "no" for group in groups]
+        scales = shared([words[group["scales"]] for group in groups])
+        assert card["4-bit data type"] == shared([group["quant_type"].upper() for group in groups])
+        assert card["block size"] == shared([str(group["blocksize"]) for group in groups])
+        assert card["double quantization"] == shared(double_quant)
+        assert sorted(card["scales"].split(", ")) == sorted(scales.split(", "))
+        assert card["what is not packed"] == self.dtype
+        kept = f"{self.stay} weights, which were in 4 bits before" if self.stay else None
+        assert card.get("kept bit for bit") == kept
+        from_4_bits = [name for name in self.anew if self.made_from[name].startswith("bits")]
+        anew = f"{len(from_4_bits)} weights, which were decoded first" if from_4_bits else None
+        assert card.get("packed from 4 bits") == anew
+        packed_scales = {self.scales[name] for name in self.anew}
+        assert ("that bitsandbytes' CUDA kernels make" in text) is ("absmax" in packed_scales)
+        assert ("that a search found" in text) is ("search" in packed_scales)
+        assert ("codes and scales of the original, bit for bit" in text) is bool(self.stay)
+        assert ("its linear layers packed to" in text) is bool(self.anew)
+
+    def check_config(self, out: Path) -> None:
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        for group in recorded_of_each(out).values():
+            assert config["bnb_4bit_quant_type"] == group["quant_type"]
+            assert config["bnb_4bit_use_double_quant"] is group["double_quant"]
+            assert config["bnb_4bit_quant_storage"] == group["quant_storage"]
+
+    def check_inspect(self, out: Path) -> None:
+        inspected = inspect_checkpoint(out)
+        record = record_of(out)
+        assert inspected.made == record
+        assert not [finding for finding in inspected.findings if finding.is_fault]
+        shown = CliRunner().invoke(main, ["inspect", str(out)]).stdout
+        for group in record["weights"]:
+            scales = {"absmax": "absmax", "search": "searched scales"}[group["scales"]]
+            line = f"{group['count']} weights {group['origin']}, from {group['from']}, {scales}"
+            assert line in shown.splitlines()
+
+    def check_verify(self, out: Path) -> None:
+        assert faults(out) == []
+        assert faults(out, self.source, exact=True, lora=self.options.lora) == []
+        verified = verify_checkpoint(out, run=CPU)
+        assert {row.name: row.scales for row in verified.weights} == self.scales
+        assert verified.settings.scales == ", ".join(sorted(set(self.scales.values())))
+
+    def check_rerun(self, out: Path) -> None:
+        before = contents(out)
+        again = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
+        assert again.already_complete
+        assert contents(out) == before
+
+    def check(self, out: Path) -> None:
+        self.check_plan()
+        self.make(out)
+        self.check_record(out)
+        self.check_card(out)
+        self.check_config(out)
+        self.check_inspect(out)
+        self.check_verify(out)
+        self.check_rerun(out)
+
+
+def cells() -> list[Any]:
+    found = []
+    for source, row in TABLE.items():
+        for option, fate in zip(OPTIONS, row.replace(" ", ""), strict=True):
+            found.append(pytest.param(source, option, fate, id=f"{source} × {option}"))
+    return found
+
+
+@pytest.mark.parametrize(("source", "option", "fate"), cells())
+def test_a_result_says_what_is_in_it(world: World, tmp_path: Path, source, option, fate):
+    folder, options = world.sources[source], world.options(option)
+    if fate == "!":
+        with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
+            plan_quantization(folder, options)
+        with pytest.raises(PlanError, match="leave --scales out"):
+            quantize_checkpoint(folder, tmp_path / "out", options, CPU)
+        assert not (tmp_path / "out").exists()
+        return
+    out = tmp_path / "out"
+    made = Expected(folder, options, world.scales[source], ANEW[fate])
+    made.check(out)
+
+    # once more, as it is
+    again = tmp_path / "again"
+    Expected(out, QuantizeOptions(), made.scales, ANEW["="]).check(again)
+    assert tensors_of(again) == tensors_of(out)
+
+
+AGAIN = {
+    "fp4": (QuantizeOptions(quant_type="fp4"), "+"),
+    "single": (QuantizeOptions(double_quant=False), "+"),
+    "128": (QuantizeOptions(blocksize=128), "+"),
+    "float16": (QuantizeOptions(dtype="float16"), "+"),
+    "float32 codes": (QuantizeOptions(quant_storage="float32"), "="),
+    "absmax": (QuantizeOptions(scales="absmax"), "q"),
+    "search": (SEARCH, "="),
+}
+
+
+@pytest.mark.parametrize("option", AGAIN)
+def test_a_result_of_mixed_origin_is_quantized_again(world: World, tmp_path: Path, option: str):
+    """The first generation has weights that were kept, and others that were searched."""
+    options, fate = AGAIN[option]
+    first = tmp_path / "first"
+    mixed = "two kinds of scales"
+    made = Expected(world.sources[mixed], QuantizeOptions(), world.scales[mixed], ANEW["="])
+    made.check(first)
+    Expected(first, options, made.scales, ANEW[fate]).check(tmp_path / "second")
+
+
+def test_what_was_kept_is_still_that_of_the_16_bit_model(world: World, tmp_path: Path):
+    """The case of issue 31: a search was asked for, and the record said that it took place."""
+    for name in ("nf4", "fsdp", "fp4", "searched", "searched fp4"):
+        out = tmp_path / name
+        options = QuantizeOptions(quant_storage="float16")
+        quantize_checkpoint(world.sources[name], out, options, CPU)
+        assert faults(out, world.plain, exact=True) == [], name
+
+
+def test_what_is_asked_for_and_what_is_left_open_make_the_same_job(world: World, tmp_path: Path):
+    quantize_checkpoint(world.plain, tmp_path / "out", run=CPU)
+    spelled = QuantizeOptions("nf4", 64, True, dtype="bfloat16", scales="absmax")
+    assert quantize_checkpoint(world.plain, tmp_path / "out", spelled, CPU).already_complete
+    for options, message in (
+        (SEARCH, 'scales was "absmax" and is "search" now'),
+        (QuantizeOptions(quant_type="fp4"), 'quant-type was "nf4" and is "fp4" now'),
+        (QuantizeOptions(dtype="float16"), 'dtype was "bfloat16" and is "float16" now'),
+        (QuantizeOptions(exclude=("*q_proj*",)), r"exclude was \[\] and is"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            quantize_checkpoint(world.plain, tmp_path / "out", options, CPU)
+
+
+def test_a_result_of_another_release_is_another_job(world: World):
+    with pytest.raises(OutputError, match="another release of nf4conv wrote it"):
+        quantize_checkpoint(world.plain, world.sources["0.1.0"], run=CPU)
+
+
+@pytest.mark.parametrize("source", ["searched", "two kinds of scales"])
+def test_what_dequantize_leaves_in_4_bits_keeps_its_provenance(
+    world: World, tmp_path: Path, source: str
+):
+    out = tmp_path / "out"
+    options = DequantizeOptions(exclude=("*.layers.1.*",))
+    dequantize_checkpoint(world.sources[source], out, options, CPU)
+    left = [name for name in NAMES if ".layers.1." in name]
+    record = record_of(out)
+    assert sum(group["count"] for group in record["weights"]) == len(left)
+    assert {group["origin"] for group in record["weights"]} == {"kept as found"}
+    assert record["not_packed"] == {"bfloat16": 2 + len(NAMES) - len(left)}
+    scales_of = recorded_scales(out)
+    for name in left:
+        assert scales_of(name) == world.scales[source][name]
+    assert faults(out) == []
+    quantize_checkpoint(out, tmp_path / "again", run=CPU)
+    assert faults(tmp_path / "again", out, exact=True) == []
+
+
+def test_the_record_stays_small_and_names_what_is_unlike(world: World, tmp_path: Path):
+    out = tmp_path / "out"
+    options = QuantizeOptions(scales="search", lora=(str(world.adapter),))
+    quantize_checkpoint(world.sources["nf4"], out, options, CPU)
+    named = [group.get("names") for group in record_of(out)["weights"]]
+    assert named == [None, ["model.layers.*.self_attn.q_proj.weight"]]
+
+
+def test_groups_of_100_000_weights_take_little_room():
+    formats = [Format("nf4", 64, True, "bfloat16", scales=scales) for scales in SCALES]
+    kinds = [Provenance(PACKED, "bfloat16", False, format) for format in formats]
+    names = [f"model.layers.{number % 100}.experts.{number}.w1.weight" for number in range(10**5)]
+    weights = {name: kinds[number % 7 == 0] for number, name in enumerate(names)}
+    weights |= {name.replace("w1", "w2"): kinds[1] for name in names[:1000]}
+    groups = groups_of(weights)
+    assert [group["count"] for group in groups] == [10**5 - 14286, 14286 + 1000]
+    found = set(groups[1]["names"])
+    for name, kind in weights.items():
+        assert bool({name, any_number(name)} & found) is (kind is kinds[1])
+    assert len(found) == 14286 + 1  # one pattern for all of w2
+
+
+@pytest.mark.parametrize(
+    "weights",
+    ["x", [], [1], [{}], [{"scales": 3, "names": 5, "count": "x", "origin": []}], [{"names": [1]}]],
+    ids=str,
+)
+def test_weights_in_a_record_of_somebody_else_s_making_stop_nothing(
+    world: World, tmp_path: Path, weights: Any
+):
+    out = tmp_path / "out"
+    shutil.copytree(world.sources["nf4"], out)
+    record = record_of(out) | {"weights": weights}
+    (out / "nf4conv.json").write_text(json.dumps(record))
+    assert CliRunner().invoke(main, ["inspect", str(out)]).exit_code == 0
+    assert faults(out, world.plain, exact=True) == []
+    with pytest.raises(OutputError, match="holds the result of another job"):
+        quantize_checkpoint(world.plain, out, run=CPU)
+    quantize_checkpoint(out, tmp_path / "again", run=CPU)
