@@ -167,7 +167,8 @@ class QuantizeOptions:
             repository that the source is from, or the one that its config.json names.
         scales: how to scale each block. "absmax" writes the bytes of bitsandbytes. "search" chooses
             a scale, of either sign, that makes the squared error of the block smaller in as many
-            bytes. None (default) is "absmax" for a source that is not in 4 bits.
+            bytes. It needs the 16-bit model: weights that stay in 4 bits are not searched. None
+            (default) is "absmax" for a source that is not in 4 bits.
     """
 
     quant_type: str | None = None

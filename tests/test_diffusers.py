@@ -21,6 +21,7 @@ from nf4conv.commands.verify import execute_verification, plan_verification, ver
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import (
     CompareOptions,
+    DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     SourceOptions,
@@ -148,6 +149,51 @@ def test_searched_scales_of_every_component(pipeline, tmp_path):
         ).items():
             assert torch.equal(after[f"{weight}{part}"], expected), part
     assert verify_checkpoint(tmp_path / "out", pipeline, VerifyOptions(exact=True), RUN).passed
+
+
+def recorded(folder: Path, submodel: str) -> list[tuple[str, str, int]]:
+    groups = json.loads((folder / submodel / "nf4conv.json").read_bytes())["weights"]
+    return [(group["origin"], group["scales"], group["count"]) for group in groups]
+
+
+def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
+    """A text encoder in 4 bits stays as it is, and is not said to be searched."""
+    quantized, mixed, out = (tmp_path / name for name in ("quantized", "mixed", "out"))
+    execute_quantization(plan_quantization(pipeline), quantized, RUN)
+    shutil.copytree(pipeline, mixed)
+    shutil.rmtree(mixed / "text_encoder")
+    shutil.copytree(quantized / "text_encoder", mixed / "text_encoder")
+    search = QuantizeOptions(scales="search")
+    report = execute_quantization(plan_quantization(mixed, search), out, RUN)
+    assert report.stay == 1
+    assert any("text_encoder: 1 weights keep scales" in note for note in report.notes)
+    assert recorded(out, "text_encoder") == [("kept as found", "absmax", 1)]
+    assert recorded(out, "transformer") == [("packed", "search", 2)]
+    assert recorded(out, "vae") == []
+    card = (out / "README.md").read_text()
+    assert "| scales | searched (2 weights), absmax (1 weights) |" in card
+    for source in (None, mixed):
+        assert verify_checkpoint(out, source, VerifyOptions(exact=bool(source)), RUN).passed
+    with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
+        plan_quantization(quantized, search)
+
+
+def test_a_component_that_is_left_alone_keeps_its_provenance(pipeline, tmp_path):
+    searched, out, decoded = (tmp_path / name for name in ("searched", "out", "decoded"))
+    options = QuantizeOptions(scales="search", quant_type="fp4", double_quant=False)
+    execute_quantization(plan_quantization(pipeline, options), searched, RUN)
+    only = QuantizeOptions(include=("transformer/*",), quant_type="nf4", scales="absmax")
+    execute_quantization(plan_quantization(searched, only), out, RUN)
+    assert recorded(out, "text_encoder") == [("kept as found", "search", 1)]
+    assert recorded(out, "transformer") == [("packed", "absmax", 2)]
+    card = (out / "README.md").read_text()
+    assert "| 4-bit data type | NF4 (2 weights), FP4 (1 weights) |" in card
+    assert verify_checkpoint(out, searched, VerifyOptions(), RUN).passed
+    part = DequantizeOptions(include=("transformer/*",))
+    execute_dequantization(plan_dequantization(searched, part), decoded, RUN)
+    assert recorded(decoded, "text_encoder") == [("kept as found", "search", 1)]
+    assert recorded(decoded, "transformer") == []
+    assert verify_checkpoint(decoded, run=RUN).passed
 
 
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):

@@ -52,7 +52,7 @@ def test_the_record(source: Path, tmp_path: Path):
             "count": 12,
         }
     ]
-    assert record["not_packed"] == {"bfloat16": 3}
+    assert record["not_packed"] == {"bfloat16": 7}
     assert record["source"]["id"] == "source"
     assert str(tmp_path) not in json.dumps(record)
 

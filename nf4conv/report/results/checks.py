@@ -42,8 +42,8 @@ class VerifyReport:
         passed: True if no finding is a fault.
         checks: the checks that ran, by name.
         findings: everything that is wrong or worth knowing. `is_fault` marks what is wrong.
-        made: the record that the checkpoint's nf4conv.json holds: command, version, options and
-            source. None if it has no such file.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options,
+            weights and source. None if it has no such file.
         weights: one row for each packed weight.
         kinds: the same rows, summed over the weights of one kind of module.
         sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and

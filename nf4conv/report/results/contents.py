@@ -17,8 +17,8 @@ class Inspection:
         files: the names of the weight files.
         config: what config.json says about a quantization. None if it says nothing.
         model_type: `model_type` of the config. None if there is none.
-        made: the record that the checkpoint's nf4conv.json holds: command, version, options and
-            source. None if it has no such file.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options,
+            weights and source. None if it has no such file.
         notes: a line for each kind of module whose tensors are not all stored alike.
         gpu_bytes: an estimate of the GPU memory, in bytes, that loading the checkpoint takes.
         tensors: one row for each tensor. All components of a packed weight share one row.
