@@ -14,7 +14,8 @@ from test_resume import OPTIONS, RUN
 
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
-from nf4conv.output.writer import let_go, write_file
+from nf4conv.output.writer import write_file
+from nf4conv.system.files import let_go
 from nf4conv.sources.reader import Reader
 
 BLOCK = 2**20

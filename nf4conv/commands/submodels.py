@@ -22,6 +22,7 @@ from nf4conv.run.checkpoint import space_needed
 from nf4conv.sources.record import read_record
 from nf4conv.sources.source import source_changes, source_stamps
 from nf4conv.sources.unfinished import is_unfinished
+from nf4conv.system.files import space_taken
 
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 
@@ -57,6 +58,8 @@ def write_submodels(
     with opened as workspace:
         if run.verify:
             workspace.forget()  # submodels of an earlier run, which nobody may have looked at
+        for name in plan.submodels:
+            workspace.require_name(name)
         index = plan.folder.index
         # it is there if an earlier run ended between its last two steps
         (out / index.name).unlink(missing_ok=True)
@@ -136,7 +139,7 @@ def _space_needed(folder: Path, plan: WritingPlan) -> int:
 
     What lies there is deleted, or kept as a part of the result.
     """
-    present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    present = sum(space_taken(path) for path in folder.rglob("*") if path.is_file())
     return max(space_needed(plan, ()) - present, 0)
 
 

@@ -8,19 +8,22 @@ OUT/config.json                 last of all: without it no loader takes the fold
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
 from nf4conv.output.crc32 import crc32_of_file
-from nf4conv.output.writer import ShardWriter, sync_folder, write_file
+from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.reader import digest_of, read_chunks
+from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import (
     RECORD,
     SHARDS,
@@ -30,8 +33,14 @@ from nf4conv.sources.unfinished import (
     is_model,
     record_name,
 )
+from nf4conv.system.files import space_taken, sync_folder
+from nf4conv.system.locking import remove_lock
+from nf4conv.system.names import FolderNames
 
 CHECKSUMS: Final = "SHA256SUMS"
+OWN_NAMES: Final = ("config.json", "README.md", MAKING, CHECKSUMS)
+"""Names of files that are written anew, and so no file of the source gets."""
+
 LOCK: Final = "lock"
 
 _READS_AT_A_TIME: Final = 4
@@ -157,7 +166,7 @@ class OutputFolder:
             OutputError: there is less room.
         """
         leftovers = (*self._private.glob("*.partial"), *self.downloads.rglob("*"))
-        reusable = sum(leftover.stat().st_blocks * 512 for leftover in leftovers)
+        reusable = sum(space_taken(leftover) for leftover in leftovers)
         free = shutil.disk_usage(self.out).free + reusable
         if needed > free:
             raise OutputError(
@@ -175,6 +184,7 @@ class OutputFolder:
         Raises:
             OutputError: the file cannot be created.
         """
+        self.require_name(name)
         temporary = self._private / f"{name}.partial"
         return ShardWriter(temporary, self.out / name, header_size, data_size)
 
@@ -218,14 +228,43 @@ class OutputFolder:
         """
         self._write(name, [content])
 
-    def copy(self, name: str, source: Path) -> None:
+    def require_name(self, name: str) -> None:
+        """Checks that a file or folder can have a name here.
+
+        Raises:
+            OutputError: the system reserves it, or takes it for another one of the result.
+        """
+        reason = self._names.take(name)
+        if reason is not None:
+            raise OutputError(f"{self.out / name}: cannot be written here: {reason}")
+
+    def copy(self, name: str, source: Path) -> bool:
         """Copies a file of the source, of any size, into the result.
+
+        A file whose name cannot be written here is left out, with a warning.
+
+        Args:
+            name: its path with slashes in the result.
+            source: the file.
+
+        Returns:
+            True if it was copied.
 
         Raises:
             SourceError: it cannot be read.
             OutputError: it cannot be written.
         """
+        reason = self._names.take(name)
+        if reason is not None:
+            logging.getLogger("nf4conv").warning("%s: %s; it is not copied", name, reason)
+            return False
         self._write(name, read_chunks(source))
+        return True
+
+    @cached_property
+    def _names(self) -> FolderNames:
+        """The names that are taken in the folder, once its work folder is there."""
+        return FolderNames(self._work, OWN_NAMES)
 
     def _write(self, name: str, chunks: Iterable[bytes]) -> None:
         path = self.out / name
@@ -268,10 +307,14 @@ class OutputFolder:
         """Removes everything but the result."""
         with suppress(FileNotFoundError):  # another process has been faster
             self._remove_leftovers()
-        (self._work / LOCK).unlink(missing_ok=True)
+        self._prepare_removal_of_lock()
+        remove_lock(self._work / LOCK)
         # a run that has come in since finds out itself that there is nothing to do
         with suppress(OSError):
             self._work.rmdir()
+
+    def _prepare_removal_of_lock(self) -> None:
+        """Does what the system wants done before the lock's file can be removed."""
 
     def _remove_leftovers(self) -> None:
         # first: what is there without it is nothing to go on with

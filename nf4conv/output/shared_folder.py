@@ -150,8 +150,7 @@ class SharedFolder(OutputFolder):
             self._private.mkdir()
         for name, digest in plan[_AUXILIARY].items():
             staged = self._work / _AUXILIARY / digest
-            self.copy(name, staged)
-            if self._written[name] != digest:
+            if self.copy(name, staged) and self._written[name] != digest:
                 staged.unlink()
                 raise OutputError(
                     f"{self.out}/{name}: not what was written; run any of the parts again"

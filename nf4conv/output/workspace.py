@@ -16,7 +16,6 @@ fingerprint is refused. A finished shard is kept if it still is what was written
 what it was when it was read.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from typing import Any, Final
 from nf4conv.errors import OutputError, named
 from nf4conv.output.fingerprints import as_json, require_same_run
 from nf4conv.output.folder import LOCK, OutputFolder
-from nf4conv.output.writer import sync_folder, write_file
+from nf4conv.output.writer import write_file
 from nf4conv.sources.unfinished import (
     HOW_TO_FINISH,
     PARTS,
@@ -38,6 +37,8 @@ from nf4conv.sources.unfinished import (
     WORK_FOLDER,
     is_unfinished,
 )
+from nf4conv.system.files import sync_folder
+from nf4conv.system.locking import IS_REMOVED_WHILE_HELD, hold, open_lock
 
 _MARKS: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a loader takes a folder for something whole, beside an index."""
@@ -74,7 +75,7 @@ class Workspace(OutputFolder):
         self._stamps = as_json(stamps)
         with named(out, OutputError, inside=True):
             self.check_occupied(overwrite=overwrite)
-            self._lock = self._acquire()
+            self._lock: int | None = self._acquire()
             try:
                 if overwrite:
                     self._clear()
@@ -82,14 +83,24 @@ class Workspace(OutputFolder):
                     self._resume()
                 self._save()
             except BaseException:
-                os.close(self._lock)
+                self._unlock()
                 raise
 
     def __enter__(self) -> "Workspace":
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Lets the lock go. Does nothing the second time."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _prepare_removal_of_lock(self) -> None:
+        if not IS_REMOVED_WHILE_HELD:
+            self._unlock()
 
     def _acquire(self) -> int:
         """Returns the descriptor of the lock, which is held for as long as it is open.
@@ -107,13 +118,12 @@ class Workspace(OutputFolder):
     def _try_to_lock(self) -> int | None:
         """Returns the descriptor of the lock; None if a run that ends has just removed the file."""
         path = self._work / LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            lock = os.open(path, flags, 0o666)
+            lock = open_lock(path)
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(lock)
             is_current = os.path.samestat(os.fstat(lock), path.stat())
         except FileNotFoundError:
             is_current = False

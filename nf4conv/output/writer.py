@@ -7,12 +7,12 @@ fsync and the final name.
 import os
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from nf4conv.errors import OutputError, named
 from nf4conv.output.crc32 import Piece, crc32_of_pieces
 from nf4conv.sources.header import build_header, read_header
+from nf4conv.system.files import create, create_to_write, sync
 
 
 class ShardWriter:
@@ -45,9 +45,8 @@ class ShardWriter:
         self._pieces: list[Piece] = []
         with named(temporary, OutputError):
             temporary.unlink(missing_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor = os.open(temporary, flags, 0o666)
-            os.ftruncate(self._descriptor, header_size + data_size)
+            self._file = create_to_write(temporary)
+            self._file.truncate(header_size + data_size)
 
     def place(self, offset: int) -> tuple[Path, int]:
         """Returns where data is for now, to read it back.
@@ -74,7 +73,7 @@ class ShardWriter:
         self._pieces.append(Piece(position, position + len(data), zlib.crc32(data)))
         with named(self._final, OutputError):
             while data:
-                count = os.pwrite(self._descriptor, data, position)
+                count = self._file.write(data, position)
                 data = data[count:]
                 position += count
 
@@ -104,8 +103,8 @@ class ShardWriter:
         size = self._header_size + self._data_size + len(tail)
         ranges = {name: (start, stop) for name, _, _, start, stop in entries}
         with named(self._final, OutputError):
-            os.ftruncate(self._descriptor, size)
-            os.fsync(self._descriptor)
+            self._file.truncate(size)
+            self._file.sync()
             self.close()
             self._check(ranges, size)
             self._temporary.replace(self._final)
@@ -132,9 +131,7 @@ class ShardWriter:
 
     def close(self) -> None:
         """Closes the file. One that is not finished keeps its temporary name."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 def write_file(
@@ -156,12 +153,12 @@ def write_file(
     # a name that nobody can foresee, and that nobody has: not even as a link to another file
     temporary = folder / f".{path.name[:40]}.{os.urandom(8).hex()}.partial"
     with named(path, OutputError):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = create(temporary, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.writelines(chunks)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -181,18 +178,3 @@ def write_result(path: Path, content: bytes) -> None:
         return
     with named(path, OutputError):
         path.write_bytes(content)
-
-
-def let_go(path: Path) -> None:
-    """Lets the page cache drop a file that is on disk, if the system can be told to."""
-    with suppress(OSError, AttributeError), path.open("rb") as file:  # macOS has no such function
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

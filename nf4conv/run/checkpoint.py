@@ -5,7 +5,6 @@
 config.json is last: it makes the folder a checkpoint.
 """
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
-from nf4conv.output.writer import ShardWriter, let_go
+from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import WritingPlan
@@ -33,6 +32,8 @@ from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.run.writing import writing_devices, writing_tasks
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import source_changes
+from nf4conv.system.files import let_go
+from nf4conv.system.memory import total_memory
 
 if TYPE_CHECKING:
     from nf4conv.run.audit import AuditOfWritten
@@ -279,7 +280,7 @@ class _Writing:
         self.folder.record(shard.name, size, writer.crc32, read, verified)
         path = self.folder.out / shard.name
         self.announce(shard.name, path)
-        if self.plan.output.largest_size > _memory() // 4:
+        if self.plan.output.largest_size > total_memory() // 4:
             let_go(path)  # whoever reads it next would not find all of it in memory anyway
 
     def _require_faultless(self, audit: "AuditOfWritten") -> None:
@@ -288,11 +289,6 @@ class _Writing:
             return
         more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
         raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")
-
-
-def _memory() -> int:
-    """Returns the bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
-from nf4conv.output.folder import CHECKSUMS
+from nf4conv.output.folder import CHECKSUMS, OWN_NAMES
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport
@@ -15,6 +15,7 @@ from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
+from nf4conv.system.names import FolderNames
 
 _OF_WEIGHTS: Final = (
     "quant_type",
@@ -158,7 +159,10 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
     for shard in plan.output.shards:
         if not (out / shard.name).is_file():
             return False
+    names = FolderNames(out / MAKING, OWN_NAMES)
     for name in plan.auxiliary:
+        if names.take(str(name)) is not None:
+            continue  # it was not copied either
         copy, original = out / name, plan.source.folder / name
         if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
             return False

@@ -1,6 +1,6 @@
 """Reads files: byte ranges of weight files, and small files as a whole.
 
-Many threads share one open file, and none of them moves a file position. A thread reads bytes of
+Many threads share one open file, and none moves the position of another. A thread reads bytes of
 the page cache itself. Where that takes long, because they come from a disk or over a network, a
 read is cut into blocks for many threads: so many in flight fill a disk and hide the latency of a
 network.
@@ -8,7 +8,6 @@ network.
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.system.files import open_to_read
 
 _MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
 _BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
@@ -81,14 +81,14 @@ class _OpenFile:
     """An open file.
 
     Attributes:
-        descriptor: of the operating system.
+        content: what is read at positions.
         readers: how many threads are reading it.
         is_slow: True if the last large read took long; None if there was none.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.content = open_to_read(path)
         self.readers = 0
         self.is_slow: bool | None = None
 
@@ -101,7 +101,7 @@ class _OpenFile:
         started = time.perf_counter()
         position = 0
         while position < len(buffer):
-            count = os.preadv(self.descriptor, [buffer[position:]], start + position)
+            count = self.content.read(buffer[position:], start + position)
             if count == 0:
                 end = start + position
                 raise SourceError(
@@ -157,7 +157,7 @@ class Reader:
         with self._lock:
             file = self._files.pop(path, None)
         if file is not None:
-            os.close(file.descriptor)
+            file.content.close()
 
     def interrupt(self) -> None:
         """Lets every thread that waits for data give up; local files keep nobody waiting."""
@@ -181,7 +181,7 @@ class Reader:
         if len(self._files) >= _MOST_OPEN:
             for other, file in self._files.items():
                 if not file.readers:
-                    os.close(self._files.pop(other).descriptor)
+                    self._files.pop(other).content.close()
                     break
         return _OpenFile(path)
 
@@ -191,7 +191,7 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
         for file in self._files.values():
-            os.close(file.descriptor)
+            file.content.close()
         self._files.clear()
 
 

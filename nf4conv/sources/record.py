@@ -21,7 +21,6 @@ By it, a rerun of a finished job knows that there is nothing left to do. Release
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import SCALES
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import AdapterFiles, Source
+from nf4conv.system.files import read_at
 
 MAKING: Final = "nf4conv.json"
 
@@ -258,4 +258,4 @@ def _samples(path: Path, most: int) -> bytes:
     with named(path, SourceError), path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
         places = range(0, size, max(size // most, _SAMPLE))
-        return b"".join(os.pread(file.fileno(), _SAMPLE, place) for place in places)
+        return b"".join(read_at(file.fileno(), _SAMPLE, place) for place in places)

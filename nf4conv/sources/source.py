@@ -101,7 +101,9 @@ def source_changes(source: Source) -> dict[str, int]:
 
 def _relative(source: Source, file: Path) -> str:
     """Returns the name of a file in records: relative to the source's folder if it lies there."""
-    return str(file.relative_to(source.folder) if file.is_relative_to(source.folder) else file)
+    if file.is_relative_to(source.folder):
+        return file.relative_to(source.folder).as_posix()
+    return str(file)
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:

@@ -1,0 +1,229 @@
+"""Reads and writes files at positions, syncs them, and tells what they take on disk.
+
+Many threads share one file. On Linux and macOS they share a descriptor too, since `preadv` and
+`pwrite` move no file position. Windows has neither: there each thread opens the file for itself,
+and moves a position of its own.
+"""
+
+import os
+import threading
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Final, Protocol
+
+from nf4conv.system.kind import IS_POSIX
+
+# a descriptor is not inherited by other programs, and bytes are not changed as if they were text
+_PLAIN: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_BLOCK: Final = 512  # bytes; st_blocks counts in it, whatever the blocks of the disk are
+
+
+class PositionedFile(Protocol):
+    """An open file that any thread may read and write at any position."""
+
+    def read(self, buffer: memoryview, position: int) -> int:
+        """Reads bytes from a position on into a buffer.
+
+        Returns:
+            How many bytes were read: perhaps fewer than fit, and 0 at the end of the file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+
+    def write(self, data: memoryview, position: int) -> int:
+        """Writes bytes from a position on.
+
+        Returns:
+            How many bytes were written, perhaps not all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+
+    def truncate(self, size: int) -> None:
+        """Makes the file so many bytes long; what is new is zero."""
+
+    def sync(self) -> None:
+        """Waits until the disk has all that was written, by whichever thread."""
+
+    def close(self) -> None:
+        """Closes the file; no thread may be using it. Does nothing the second time."""
+
+
+class _SharedDescriptor:
+    """Reads and writes at positions through one descriptor, which all threads share."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, buffer: memoryview, position: int) -> int:
+        return os.preadv(self._descriptor, [buffer], position)
+
+    def write(self, data: memoryview, position: int) -> int:
+        return os.pwrite(self._descriptor, data, position)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class _HandleOfEachThread:
+    """Opens the file once for each thread that uses it, and moves the position of its handle.
+
+    Args:
+        path: the file.
+        mode: how to open it, "rb" or "r+b".
+        first: the handle of this thread, open already.
+    """
+
+    def __init__(self, path: Path, mode: str, first: FileIO) -> None:
+        # a relative path would change its meaning with the working directory
+        self._path = path.absolute()
+        self._mode = mode
+        self._handles = [first]
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+        self._of_thread.handle = first
+
+    def _handle(self) -> FileIO:
+        """Returns the handle of the calling thread."""
+        found: FileIO | None = getattr(self._of_thread, "handle", None)
+        if found is None:
+            found = FileIO(self._path, self._mode)
+            self._of_thread.handle = found
+            with self._lock:
+                self._handles.append(found)
+        return found
+
+    def read(self, buffer: memoryview, position: int) -> int:
+        handle = self._handle()
+        handle.seek(position)
+        return handle.readinto(buffer) or 0
+
+    def write(self, data: memoryview, position: int) -> int:
+        handle = self._handle()
+        handle.seek(position)
+        return handle.write(data) or 0
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._handle().fileno(), size)
+
+    def sync(self) -> None:
+        # handles have no buffers of their own, and the system writes what belongs to the file
+        os.fsync(self._handle().fileno())
+
+    def close(self) -> None:
+        with self._lock:
+            for handle in self._handles:
+                handle.close()
+            self._handles.clear()
+
+
+def open_to_read(path: Path) -> PositionedFile:
+    """Opens a file to read at positions.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _PLAIN)
+    if hasattr(os, "preadv"):
+        return _SharedDescriptor(descriptor)
+    return _HandleOfEachThread(path, "rb", FileIO(descriptor, "rb"))
+
+
+def create_to_write(path: Path) -> PositionedFile:
+    """Creates a file to write at positions; the umask of the process decides its permissions.
+
+    Raises:
+        FileExistsError: there is one already, or a link.
+        OSError: it cannot be created.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
+    if hasattr(os, "pwrite"):
+        return _SharedDescriptor(descriptor)
+    return _HandleOfEachThread(path, "r+b", FileIO(descriptor, "r+b"))
+
+
+def create(path: Path, mode: int) -> int:
+    """Creates a file to write from its beginning.
+
+    Args:
+        path: the file.
+        mode: its permissions, from which the umask of the process is taken. Windows has none.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        FileExistsError: there is one already, or a link.
+        OSError: it cannot be created.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, mode)
+
+
+def read_at(descriptor: int, size: int, position: int) -> bytes:
+    """Reads at most so many bytes from a position on, of a file that only this thread uses.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, position)
+    os.lseek(descriptor, position, os.SEEK_SET)
+    return os.read(descriptor, size)
+
+
+def sync(descriptor: int) -> None:
+    """Waits until the disk has a file's content.
+
+    Raises:
+        OSError: the disk is failing or full.
+    """
+    os.fsync(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in a folder durable. Does nothing on Windows, which cannot be asked to.
+
+    Raises:
+        OSError: the disk is failing.
+    """
+    if not IS_POSIX:
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def let_go(path: Path) -> None:
+    """Lets the page cache drop a file that is on disk, if the system can be told to.
+
+    Linux can. macOS and Windows keep what they think right.
+    """
+    with suppress(OSError, AttributeError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def space_taken(path: Path) -> int:
+    """Returns the bytes that a file takes on its disk; holes in it take none.
+
+    On Windows, which counts no blocks, its size.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status = path.stat()
+    if hasattr(status, "st_blocks"):
+        return status.st_blocks * _BLOCK
+    return status.st_size

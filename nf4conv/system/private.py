@@ -1,0 +1,32 @@
+"""Reads a file that nobody but this user could have written."""
+
+import os
+import stat
+from pathlib import Path
+
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+def read_private(path: Path) -> bytes | None:
+    """Reads a file that belongs to this user and that no other may write.
+
+    Windows tells Python neither owner nor permissions. There every file is taken for the user's: it
+    is as safe as its folder, and a user's profile is closed to others.
+
+    Returns:
+        The content; None if another user owns the file, or could have written it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with os.fdopen(os.open(path, _FLAGS), "rb") as file:
+        status = os.fstat(file.fileno())
+        is_writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or is_writable_by_others):
+            return None
+        return file.read()
