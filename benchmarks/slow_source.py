@@ -17,9 +17,10 @@ import threading
 import time
 from pathlib import Path
 
-from nf4conv.run.loop import LARGEST_PIECE, cores
+from nf4conv.run.loop import LARGEST_PIECE
 from nf4conv.sources import reader as reading
 from nf4conv.sources.reader import Reader
+from nf4conv.system.cores import usable_cores
 
 WORKERS = 8
 
@@ -73,7 +74,7 @@ def main() -> None:
         seconds = statistics.median(read_all(path) for _ in range(chosen.runs))
     bound = reading._IN_FLIGHT * reading._BLOCK / chosen.latency
     summary = {
-        "cores": cores(),
+        "cores": len(usable_cores()),
         "python": platform.python_version(),
         "bytes": size,
         "latency_seconds": chosen.latency,

@@ -8,18 +8,16 @@ may be killed at any time and the next run continues from what it left.
 
 import gc
 import os
-import signal
 import sys
 from types import FrameType
 from typing import NoReturn
 
-_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}
+from nf4conv.system.signals import WORDS, handle_end
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     """Handles a signal: writes one line to stderr and ends the process."""
-    word = _WORDS[signal.Signals(number)]
-    line = f"Error: {word}; the same command resumes\n"
+    line = f"Error: {WORDS[number]}; the same command resumes\n"
     if os.isatty(2):
         if not os.environ.get("NO_COLOR"):
             line = line.replace("Error:", "\033[31mError:\033[0m")
@@ -41,10 +39,7 @@ def _exit_code(code: object) -> int:
 
 def run() -> NoReturn:
     """Runs the command line and ends the process."""
-    for number in _WORDS:
-        # a shell makes its background jobs ignore SIGINT, which must stay so
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+    handle_end(_leave)
     # A plan makes many small objects that live on. With Python's own threshold, looking for dead
     # ones takes a sixth of the time.
     gc.set_threshold(200_000)

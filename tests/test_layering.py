@@ -36,9 +36,9 @@ ORDER = (
 ROOMS = {room: {*ORDER[:place]} for place, room in enumerate(ORDER)}
 ROOMS["run"].add("codec")
 ROOMS["commands"].add("codec")
-ROOMS["codec"] = {"errors", "format"}
-ROOMS["cli"] = {"errors", "options", "report.text"}
-ROOMS["__main__"] = {"cli"}
+ROOMS["codec"] = {"errors", "format", "system"}
+ROOMS["cli"] = {"errors", "options", "report.text", "system"}
+ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import
 ORACLES = {
@@ -56,6 +56,16 @@ EXCEPT = {
     "run.device.on_driver.compiling": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }
+
+# modules that Windows lacks or has alone, and what not every system has of others; only the room
+# `system` names them
+OF_SOME_SYSTEMS = {"fcntl", "msvcrt", "pwd", "resource", "signal", "termios", "winreg"}
+CALLS_OF_SOME_SYSTEMS = {
+    "CDLL", "WinDLL", "dup2", "fork", "fsync", "geteuid", "getrusage", "getuid", "posix_fadvise",
+    "pread", "preadv", "pwrite", "pwritev", "sched_getaffinity", "sched_setaffinity", "sysconf",
+}  # fmt: skip
+VALUES_OF_SOME_SYSTEMS = {"st_blocks", "st_gid", "st_uid", "windll"}
+FILES_OF_SOME_SYSTEMS = ("/dev/", "/proc/", "/sys/")
 
 
 def name_of(file: Path) -> str:
@@ -137,6 +147,35 @@ def test_what_libraries_a_module_may_know(name):
         assert not found & HEAVY
 
 
+def parts_of_some_systems(file: Path) -> set[str]:
+    """Returns what a file names that not every operating system has."""
+    found = libraries(file) & OF_SOME_SYSTEMS
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            found |= {node.func.attr} & CALLS_OF_SOME_SYSTEMS
+        elif isinstance(node, ast.Attribute):
+            found |= {node.attr} & VALUES_OF_SOME_SYSTEMS
+            if node.attr.startswith("O_") and node.attr != "O_RDONLY":
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(FILES_OF_SOME_SYSTEMS):
+            found.add(str(node.value))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not is_in(name, "system")])
+def test_only_one_room_knows_how_operating_systems_differ(name):
+    assert not parts_of_some_systems(MODULES[name])
+
+
+def test_that_room_would_be_noticed():
+    found = set()
+    for name, file in MODULES.items():
+        if is_in(name, "system"):
+            found |= parts_of_some_systems(file)
+    assert {"signal", "CDLL", "preadv", "pwrite", "fsync", "O_NOFOLLOW", "st_blocks"} <= found
+    assert {"sysconf", "sched_setaffinity", "geteuid", "dup2", "/proc/self/status"} <= found
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name.partition(".")[0] == "cli"])
 def test_the_command_line_calls_public_names_only(name):
     used = {
@@ -155,8 +194,9 @@ def test_what_kernels_are_made_of_decides_their_key_in_the_cache():
     while ahead:
         reached |= ahead
         ahead = {other for name in ahead for other in own(MODULES[name])} - reached
-    outside = {MODULES[name] for name in reached} - {*bundle.deciding_sources()}
-    assert outside <= {MODULES["errors"]}  # whose texts are in no kernel
+    outside = {name for name in reached if MODULES[name] not in bundle.deciding_sources()}
+    # texts of errors are in no kernel, nor is the way by which the system is asked to compile it
+    assert {name for name in outside if not is_in(name, "system")} <= {"errors"}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ import os
 import sys
 import torch
 from nf4conv.cli import main
-from nf4conv.run.memory import peak_resident
+from nf4conv.system.memory import peak_resident
 
 peaks = []
 for words in json.loads(sys.argv[1]):

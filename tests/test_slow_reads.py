@@ -15,8 +15,8 @@ from test_resume import OPTIONS, RUN
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.output.writer import write_file
-from nf4conv.system.files import let_go
 from nf4conv.sources.reader import Reader
+from nf4conv.system.files import let_go
 
 BLOCK = 2**20
 LATENCY = 0.05

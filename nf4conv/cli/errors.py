@@ -1,7 +1,6 @@
 """Turns every error into one line on stderr and an exit code."""
 
 import os
-import signal
 import sys
 from types import FrameType
 from typing import Any, NoReturn
@@ -10,6 +9,13 @@ import click
 
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.report.text.terminal import printable, tell
+from nf4conv.system.signals import (
+    INTERRUPTED_EXIT,
+    STOPPED_EXIT,
+    UNREAD_EXIT,
+    discard_stdout,
+    is_unread,
+)
 
 
 class _Terminated(BaseException):
@@ -40,14 +46,14 @@ class CommandGroup(click.Group):
         except Nf4convError as error:
             _fail(str(error), 2)
         except _Terminated:
-            _fail("stopped; the same command resumes", 128 + signal.SIGTERM)
+            _fail("stopped; the same command resumes", STOPPED_EXIT)
         except KeyboardInterrupt:
-            _fail("interrupted; the same command resumes", 128 + signal.SIGINT)
-        except BrokenPipeError:
-            _leave_quietly()
+            _fail("interrupted; the same command resumes", INTERRUPTED_EXIT)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and is_unread(error):
+                _leave_quietly()
             if os.environ.get("NF4CONV_DEBUG"):
                 raise
             _fail(_explained(error, ctx.command_path), 2)
@@ -60,13 +66,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _leave_quietly() -> NoReturn:
-    """Ends the process after the program that reads our output has left.
-
-    Sends what is left in the buffer to /dev/null, because the interpreter would otherwise complain
-    at its exit that stdout is closed.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(128 + signal.SIGPIPE)
+    """Ends the process after the program that reads our output has left."""
+    discard_stdout()
+    sys.exit(UNREAD_EXIT)
 
 
 def _explained(error: Exception, command: str) -> str:

@@ -1,7 +1,6 @@
 """Defines the program `nf4conv`: its commands in the order of use, and how it handles signals."""
 
 import io
-import signal
 import sys
 
 import click
@@ -18,6 +17,7 @@ from nf4conv.cli.commands.quantize import quantize
 from nf4conv.cli.commands.verify import verify
 from nf4conv.cli.errors import CommandGroup, raise_terminated
 from nf4conv.cli.help import examples
+from nf4conv.system.signals import handle_stop
 
 
 @click.group(
@@ -39,8 +39,7 @@ def main() -> None:
     as bitsandbytes' CUDA kernels.
     """
     # __main__.py has set a handler already; other programs that call this function have not.
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, raise_terminated)
+    handle_stop(raise_terminated)
     # Where stdout takes only ASCII, an arrow is printed as \u2192 and does not fail the run.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

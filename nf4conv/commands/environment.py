@@ -5,7 +5,8 @@ from typing import Final, NamedTuple
 
 from nf4conv.report.results.contents import Environment
 from nf4conv.run.device.on_driver.bundle import kernel_folder, version_of
-from nf4conv.run.loop import cores
+from nf4conv.system.cores import usable_cores
+from nf4conv.system.kind import lacking
 
 _PACKAGES: Final = (
     # what nf4conv computes, downloads and shows with
@@ -49,10 +50,11 @@ def environment() -> Environment:
         python=platform.python_version(),
         platform=platform.platform(),
         packages=packages,
-        cores=cores(),
+        cores=len(usable_cores()),
         gpus=computing.gpus,
         engine=computing.engine,
         folders=folders,
+        lacking=lacking(),
     )
 
 

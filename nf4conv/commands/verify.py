@@ -23,7 +23,6 @@ from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.tolerance import check_tolerance
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.loop import cores
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
@@ -31,6 +30,7 @@ from nf4conv.sources.diffusers.original_names import with_original_names
 from nf4conv.sources.record import MAKING, headers_digest, read_record
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
+from nf4conv.system.cores import usable_cores
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _verify_checkpoint(
 ) -> VerifyReport:
     started = time.perf_counter()
     measured = verify_values(plan.structure.weights, plan.pairs, run, progress)
-    with_checksums = check_checksums(plan.structure, run.workers or cores())
+    with_checksums = check_checksums(plan.structure, run.workers or len(usable_cores()))
     return verification_report(
         str(plan.path),
         None if plan.source is None else str(plan.source.folder),

@@ -11,7 +11,6 @@ worker.py        is one thread: its reader, its buffer, its devices
 shards.py        follows a shard that is being written
 pieces.py        cuts weights and tensors into pieces
 grouping.py      puts small items together, and items of several groups in turn
-memory.py        tells how much memory this process uses
 tasks/           holds what workers do, written once for all devices
 device/          computes: with torch, or on an NVIDIA GPU without torch
 """

@@ -11,7 +11,6 @@ layout is planned make the order of the workers irrelevant to the result.
 A task asks its worker for a device (worker.py, device/). No torch here.
 """
 
-import os
 import threading
 import time
 from collections import defaultdict
@@ -24,10 +23,11 @@ from typing import Final, NamedTuple, TypeAlias
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
 from nf4conv.report.tolerance import check_tolerance
-from nf4conv.run.memory import peak_resident
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
+from nf4conv.system.cores import usable_cores
+from nf4conv.system.memory import peak_resident
 
 LARGEST_PIECE: Final = 32 * 2**20  # bytes. Larger pieces gain nothing
 
@@ -162,18 +162,11 @@ def make_pipeline(
     check_tolerance(run.tolerance)
     workers = run.workers
     if workers == 0:
-        workers = cores()
+        workers = len(usable_cores())
         computes_here = bool(backends) and backends[0].name == "cpu"
         if not computes_here:  # a few keep a GPU busy, or the disk
             workers = min(workers, _CUDA_WORKERS)
     return Pipeline(backends, workers, run.buffer_size, advance)
-
-
-def cores() -> int:
-    """Returns how many cores of the CPU this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def piece_size(buffer_size: int, workers: int) -> int:

@@ -2,8 +2,6 @@
 
 import base64
 import multiprocessing
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +9,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
+
+from nf4conv.system.cores import CAN_FORK, usable_cores
+from nf4conv.system.signals import end_when_stopped
 
 _LONGEST: Final = 120
 """Seconds that compiling in several processes may take before it is done in this one."""
@@ -50,20 +51,16 @@ def compile_kernels(
     """
     _waiting[:] = variants
     tasks = [(number, capability) for number in range(len(variants))]
-    processes = min(len(tasks), len(os.sched_getaffinity(0)))
-    with multiprocessing.get_context("fork").Pool(processes, _end_quietly) as pool:
+    if not CAN_FORK:
+        return [_compile(task) for task in tasks]
+    processes = min(len(tasks), len(usable_cores()))
+    # a process that is ended, with all its work done, is not to tell the user that it was stopped
+    with multiprocessing.get_context("fork").Pool(processes, end_when_stopped) as pool:
         try:
             return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
         except multiprocessing.TimeoutError:
             # a lock that another thread of ours held when we forked
             return [_compile(task) for task in tasks]
-
-
-def _end_quietly() -> None:
-    """Keep a process that is ended, with all its work done, from telling the user that it was
-    stopped.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """Finds the GPUs of this host that a run is spread over, and the cores beside each."""
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from nf4conv.errors import PlanError
 from nf4conv.run.device.on_driver.driver import bus_id, device_count
+from nf4conv.system.cores import cores_beside, usable_cores
 
 
 @dataclass(frozen=True)
@@ -55,19 +53,8 @@ def _cores_beside(device: str) -> frozenset[int]:
 
     Where Linux does not tell them, all that the process may use.
     """
-    usable = frozenset(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # ValueError: "cpu" has no number
-        number = int(device.partition(":")[2])
-        file = Path("/sys/bus/pci/devices", bus_id(number), "local_cpulist")
-        beside = _parse_cpu_list(file.read_text())
-        return usable & beside or usable
-    return usable
-
-
-def _parse_cpu_list(text: str) -> frozenset[int]:
-    """Parses Linux's list of cores, such as "0-15,32-47"."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
+    usable = usable_cores()
+    number = device.partition(":")[2]
+    if not number:  # "cpu"
+        return usable
+    return usable & cores_beside(bus_id(int(number))) or usable

@@ -1,7 +1,6 @@
 """Makes parts in processes of this host, one for each place."""
 
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,8 @@ from nf4conv.commands.spread.places import Place
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.report.results.runs import RunReport
+from nf4conv.system.cores import keep_to
+from nf4conv.system.signals import ignore_interrupts
 
 
 class ProcessCrew:
@@ -72,8 +73,8 @@ def open_processes(places: list[Place], run: RunOptions) -> Iterator[ProcessCrew
 def _serve(driver: Connection, cores: frozenset[int], work: PartWork) -> None:
     """Makes a part in a process of its own, which ends with the driver."""
     # an interrupt from a terminal reaches all processes; the driver answers it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.sched_setaffinity(0, cores)  # before there are threads, and memory of theirs
+    ignore_interrupts()
+    keep_to(cores)  # before there are threads, and memory of theirs
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
     driver.send(make_part(work))
 

@@ -1,6 +1,5 @@
 """Makes parts in tasks of a Ray cluster."""
 
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from nf4conv.commands.spread.part import PartWork, make_part
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.options import RunOptions
 from nf4conv.report.results.runs import RunReport
+from nf4conv.system.signals import restore_stop_handler, stop_handler
 
 _MOST_CORES: Final = 8  # of a task: more gain nothing
 _PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer
@@ -46,12 +46,12 @@ def open_ray(run: RunOptions) -> Iterator[RayCrew]:
         import ray
     except ImportError as error:
         raise PlanError("--ray needs one more package: pip install 'nf4conv[ray]'") from error
-    stopping = signal.getsignal(signal.SIGTERM)
+    stopping = stop_handler()
     with redirect_stdout(sys.stderr):  # what Ray has to say is no result
         try:
             ray.init(log_to_driver=False, configure_logging=False)
             with suppress(ValueError):  # this is not the main thread
-                signal.signal(signal.SIGTERM, stopping)  # Ray's own answer is a page of its stack
+                restore_stop_handler(stopping)  # Ray's own answer is a page of its stack
             hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             yield _crew_of(ray, hosts, run)
         except (ray.exceptions.RayError, ConnectionError) as error:

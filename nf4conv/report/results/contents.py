@@ -97,6 +97,7 @@ class Environment:
         gpus: name, compute capability and memory of each GPU that torch finds.
         engine: what computes with --device auto, where, and why.
         folders: the folders of compiled kernels and of downloads, by what they hold.
+        lacking: what the operating system lacks, and what that means here, a sentence for each.
     """
 
     command: ClassVar[str] = "env"
@@ -108,3 +109,4 @@ class Environment:
     gpus: tuple[str, ...]
     engine: str
     folders: Mapping[str, str]
+    lacking: tuple[str, ...] = ()

@@ -3,7 +3,6 @@
 That takes neither torch nor a GPU, and goes as fast as both can be read.
 """
 
-import ctypes
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,10 +15,9 @@ from nf4conv.run.loop import Task
 from nf4conv.run.worker import Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import FileRange, TensorInfo
+from nf4conv.system.memory import is_equal
 
 _CHUNK: Final = 2**22  # bytes that are read and compared at a time
-_compare_memory: Final = ctypes.CDLL(None).memcmp  # which lets go of the interpreter lock
-_compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _room: Final = threading.local()  # of each thread, what it reads a chunk into
 
 
@@ -83,13 +81,9 @@ class StoredBytes:
             found = _room.bytes[: len(part)]
             self._reader.read_into(place.file, place.start + at, found)
             self._advance(len(part))
-            if _compare_memory(_address(found), _address(part), len(part)):
+            if not is_equal(found, part):
                 return False
         return True
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def stored_from(worker: Worker, file: Path, start: int) -> StoredBytes:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +21,7 @@ from nf4conv.output.writer import write_file
 from nf4conv.run.device.on_driver.compiling import compile_kernels
 from nf4conv.run.device.on_driver.driver import Device
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose, load_kernels
+from nf4conv.system.private import read_private
 
 
 def load_bundles(
@@ -112,11 +112,10 @@ def _read(path: Path) -> dict[str, Any] | None:
         The bundle; None in any doubt, because it runs on the GPU.
     """
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return None
-            kept = json.loads(file.read())
+        found = read_private(path)
+        if found is None:
+            return None
+        kept = json.loads(found)
         content: dict[str, Any] = kept["bundle"]
         if kept["sha256"] != _checksum(content):
             return None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from nf4conv.errors import Nf4convError
+from nf4conv.system.libraries import cuda_driver
 
 _STREAM_NON_BLOCKING: Final = 1
 _HOST_PORTABLE: Final = 1
@@ -34,7 +35,7 @@ class CudaOutOfMemoryError(CudaError):
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = cuda_driver()
     except OSError as error:
         raise CudaError("no NVIDIA driver on this machine") from error
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
