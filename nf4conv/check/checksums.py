@@ -55,7 +55,7 @@ def check_checksums(structure: Structure, workers: int) -> bool:
 
 def _entries(structure: Structure, manifest: Path) -> Iterator[_Entry]:
     """Yields the lines of a manifest, and notes those that are wrong."""
-    with manifest.open(errors="surrogateescape") as file:
+    with manifest.open(encoding="utf-8", errors="surrogateescape") as file:
         lines = file.read(_LONGEST_MANIFEST).splitlines()
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
@@ -96,7 +96,9 @@ def renew_checksum(folder: Path, name: str) -> None:
         return
     entries_of_file = (f"  {name}", f" *{name}")
     lines = [
-        line for line in manifest.read_text().splitlines() if line[_DIGITS:] not in entries_of_file
+        line
+        for line in manifest.read_text("utf-8").splitlines()
+        if line[_DIGITS:] not in entries_of_file
     ]
     lines.append(f"{_sha256(folder / name)}  {name}")
     lines.sort(key=_name_in)

@@ -66,7 +66,7 @@ def write_submodels(
         reports, kept = _write_missing(plan, workspace, run, progress, write)
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
-        report = join(_joined(plan, out, reports, kept), reports)
+        report = join(_joined(plan, out, reports, kept, workspace.left_out), reports)
         readme = card(report)
         if readme is not None:
             workspace.write("README.md", readme.encode(errors="backslashreplace"))
@@ -164,8 +164,22 @@ def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
     }
 
 
-def _joined(plan: DiffusersPlan[Any], out: Path, reports: Sequence[ReportT], kept: int) -> ReportT:
-    """Joins the reports of submodels; `kept` shards of others were finished by an earlier run."""
+def _joined(
+    plan: DiffusersPlan[Any],
+    out: Path,
+    reports: Sequence[ReportT],
+    kept: int,
+    left_out: Sequence[str] = (),
+) -> ReportT:
+    """Joins the reports of submodels.
+
+    Args:
+        plan: plan of the pipeline.
+        out: output folder.
+        reports: of the submodels that have been written.
+        kept: shards of the others, which an earlier run has finished.
+        left_out: lines about files that are not copied.
+    """
     first, totals = reports[0], plan.totals()
     seconds_by_activity = {}
     for activity in first.seconds_by_activity:
@@ -183,7 +197,7 @@ def _joined(plan: DiffusersPlan[Any], out: Path, reports: Sequence[ReportT], kep
         host_peak_bytes=max(report.host_peak_bytes for report in reports),
         device_peak_bytes=max(report.device_peak_bytes for report in reports),
         shards_resumed=kept + sum(report.shards_resumed for report in reports),
-        notes=plan.notes,
+        notes=(*plan.notes, *left_out),
     )
 
 

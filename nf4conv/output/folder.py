@@ -8,7 +8,6 @@ OUT/config.json                 last of all: without it no loader takes the fold
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,12 +68,14 @@ class OutputFolder:
     Attributes:
         out: the folder.
         finished: the shards that are complete, by name.
+        left_out: lines about files that are not copied, for the user.
         downloads: a folder for source files that are fetched while the run needs them.
     """
 
     def __init__(self, out: Path, private: Path, *, checksum: bool) -> None:
         self.out = out
         self.finished: dict[str, FinishedFile] = {}
+        self.left_out: list[str] = []
         self.downloads = private / "source"
         self._private = private
         self._checksum = checksum
@@ -241,7 +242,7 @@ class OutputFolder:
     def copy(self, name: str, source: Path) -> bool:
         """Copies a file of the source, of any size, into the result.
 
-        A file whose name cannot be written here is left out, with a warning.
+        A file whose name cannot be written here is left out, and noted in `left_out`.
 
         Args:
             name: its path with slashes in the result.
@@ -256,7 +257,7 @@ class OutputFolder:
         """
         reason = self._names.take(name)
         if reason is not None:
-            logging.getLogger("nf4conv").warning("%s: %s; it is not copied", name, reason)
+            self.left_out.append(f"{name}: {reason}; it is not copied")
             return False
         self._write(name, read_chunks(source))
         return True

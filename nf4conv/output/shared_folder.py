@@ -76,6 +76,8 @@ class SharedFolder(OutputFolder):
             require_same_run(self.out, self.read_plan(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
             (self._work / _AUXILIARY).mkdir(exist_ok=True)
+            for name in plan[_AUXILIARY]:
+                self.require_name(name)
             for name, digest in plan[_AUXILIARY].items():
                 self._stage(auxiliary / name, self._work / _AUXILIARY / digest)
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
@@ -150,7 +152,9 @@ class SharedFolder(OutputFolder):
             self._private.mkdir()
         for name, digest in plan[_AUXILIARY].items():
             staged = self._work / _AUXILIARY / digest
-            if self.copy(name, staged) and self._written[name] != digest:
+            self.require_name(name)
+            self.copy(name, staged)
+            if self._written[name] != digest:
                 staged.unlink()
                 raise OutputError(
                     f"{self.out}/{name}: not what was written; run any of the parts again"

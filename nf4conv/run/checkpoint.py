@@ -8,7 +8,7 @@ config.json is last: it makes the folder a checkpoint.
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
@@ -99,6 +99,7 @@ def write_checkpoint(
             writing.write_last_files(card, verification)
         size = sum(shard.size for shard in folder.finished.values())
         report = _report(plan, out, devices, pipeline, before, started, size, resumed)
+        report = replace(report, notes=(*report.notes, *folder.left_out))
     return Written(report, verification)
 
 
@@ -231,7 +232,7 @@ class _Writing:
         One file takes the writes of one thread at a time.
         """
         self._count_finished()
-        shards = self._shard_tasks(writers)
+        shards = self._shard_tasks(writers, reader)
         fetched = self.plan.source.fetched
         if fetched is None or not fetched.absent:
             return interleave(shards, _SHARDS_AT_A_TIME)
@@ -244,18 +245,18 @@ class _Writing:
                 self.pipeline.advance(sum(job.source_bytes for job in shard.jobs))
                 self.announce(shard.name, self.folder.out / shard.name)
 
-    def _shard_tasks(self, writers: ExitStack) -> Iterator[Sequence[ShardTask]]:
+    def _shard_tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Sequence[ShardTask]]:
         finished = set(self.folder.finished)
         for shard in self.plan.output.shards:
             if shard.name not in finished:
-                yield self._tasks_of(shard, writers)
+                yield self._tasks_of(shard, writers, reader)
 
-    def _tasks_of(self, shard: Shard, writers: ExitStack) -> Sequence[ShardTask]:
+    def _tasks_of(self, shard: Shard, writers: ExitStack, reader: Reader) -> Sequence[ShardTask]:
         writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
         audit = self._audit()
         finished = partial(self._finish_shard, shard, writer, audit)
-        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit)
+        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit, reader)
         return writing_tasks(progress, self.devices, self.pipeline.piece)
 
     def _audit(self) -> "AuditOfWritten | None":

@@ -14,6 +14,7 @@ from nf4conv.report.measured import WeightResult
 from nf4conv.run.loop import Task
 from nf4conv.run.worker import Worker, Writable
 from nf4conv.sources.encodings.pieces import Piece
+from nf4conv.sources.reader import Reader
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while
     from nf4conv.sources.remote.stream import ShardStream
@@ -70,6 +71,7 @@ class ShardProgress:
         writer: the file.
         finished: called with the size of the file once it is complete.
         audit: what looks at everything that has been written; None for nothing.
+        reader: by which the audit reads the file.
     """
 
     shard: Shard
@@ -77,6 +79,7 @@ class ShardProgress:
     writer: ShardWriter
     finished: Callable[[int], None]
     audit: Audit | None = None
+    reader: Reader | None = None
     _blobs: dict[str, bytes] = field(default_factory=dict)
     _left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -122,6 +125,9 @@ class ShardProgress:
                 start = self.shard.fixed_size + len(tail)
                 entries.append(Entry(name, "U8", (len(blob),), start, start + len(blob)))
                 tail += blob
+        if self.reader is not None:
+            # the audit has left it open, and Windows gives no open file another name
+            self.reader.forget(self.writer.place(0)[0])
         self.finished(self.writer.finish(entries, bytes(tail)))
 
 
