@@ -199,7 +199,7 @@ def environment_lines(found: Environment) -> Iterator[str]:
     for name, version in found.packages.items():
         rows[name] = version or "not installed"
     rows["platform"] = found.platform
-    rows["it lacks"] = "; ".join(found.lacking) or "nothing"
+    rows["platform lacks"] = "; ".join(found.lacking) or "nothing"
     rows["cores"] = str(found.cores)
     rows["GPUs"] = "; ".join(found.gpus) or "none"
     rows["--device auto"] = found.engine
