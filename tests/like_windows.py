@@ -144,6 +144,7 @@ def hide() -> None:
         delattr(os, name)
     for name in SIGNALS:
         delattr(signal, name)
+    signal.SIGBREAK = 21  # type: ignore[attr-defined]
 
 
 def end_at_sync(last: int) -> None:
@@ -165,10 +166,15 @@ def main() -> int:
     hide()
     if "killed" in sys.argv:
         end_at_sync(6)
+    from nf4conv.__main__ import run
     from nf4conv.cli import main as nf4conv
+    from nf4conv.system import signals
     from nf4conv.system.kind import IS_POSIX
 
     assert not IS_POSIX
+    assert callable(run)
+    assert signals.WORDS[21] == "stopped"
+    signals.handle_end(signal.default_int_handler)
     for words in commands:
         print("$", *words, flush=True)
         try:

@@ -3,8 +3,9 @@
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
-_FLAGS = (
+_FLAGS: Final = (
     os.O_RDONLY
     | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
     | getattr(os, "O_CLOEXEC", 0)
