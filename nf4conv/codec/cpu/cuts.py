@@ -37,10 +37,13 @@ class Scratch:
 
 def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Return the magnitudes of blocks, in their dtype; they lie in the scratch."""
+    count = blocks.numel()
     if blocks.dtype == torch.float32:
-        return torch.abs(blocks, out=scratch.magnitudes[: blocks.numel()].view(blocks.shape))
-    bits = scratch.magnitudes.view(torch.int16)[: blocks.numel()].view(blocks.shape)
-    return torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits).view(blocks.dtype)
+        magnitudes = scratch.magnitudes[:count].view(blocks.shape)
+        return torch.abs(blocks, out=magnitudes)
+    bits = scratch.magnitudes.view(torch.int16)[:count].view(blocks.shape)
+    torch.bitwise_and(blocks.view(torch.int16), 0x7FFF, out=bits)
+    return bits.view(blocks.dtype)
 
 
 def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
@@ -69,10 +72,11 @@ def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) ->
     cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
     values = quotients.view(-1).numpy()
     counts = scratch.codes[: values.size]
-    for at in range(0, values.size, COMPARED):
-        hits = scratch.hits[:, : min(COMPARED, values.size - at)]
-        np.greater(values[at : at + COMPARED], cuts, out=hits)
-        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=counts[at : at + COMPARED])
+    for start in range(0, values.size, COMPARED):
+        stop = min(start + COMPARED, values.size)
+        hits = scratch.hits[:, : stop - start]
+        np.greater(values[start:stop], cuts, out=hits)
+        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=counts[start:stop])
     return counts
 
 

@@ -29,9 +29,13 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
     largest = tl.zeros((TILE,), tl.float64)
     differing = tl.zeros((TILE,), tl.float64)
     for step in range(STEPS):
-        index = (program * STEPS + step) * TILE + tl.arange(0, TILE)
-        a = tl.load(a_ptr + index, mask=index < n, other=0.0).to(tl.float32).to(tl.float64)
-        b = tl.load(b_ptr + index, mask=index < n, other=0.0).to(tl.float32).to(tl.float64)
+        tile = program * STEPS + step
+        index = tile * TILE + tl.arange(0, TILE)
+        inside = index < n
+        a = tl.load(a_ptr + index, mask=inside, other=0.0)
+        b = tl.load(b_ptr + index, mask=inside, other=0.0)
+        a = a.to(tl.float32).to(tl.float64)
+        b = b.to(tl.float32).to(tl.float64)
         unequal = (a != b) & ((a == a) | (b == b))
         distance = tl.abs(a - b)
         distance = tl.where(distance == distance, distance, infinity)
@@ -41,7 +45,11 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
         squared_values = tl.fma(values, values, squared_values)
         largest = tl.maximum(largest, distance)
         differing += tl.where(unequal, 1.0, 0.0)
-    tl.store(sums_ptr + program, tl.sum(squared_difference, axis=0))
-    tl.store(sums_ptr + programs + program, tl.sum(squared_values, axis=0))
-    tl.store(sums_ptr + 2 * programs + program, tl.max(largest, axis=0))
-    tl.store(sums_ptr + 3 * programs + program, tl.sum(differing, axis=0))
+    squared_difference_ptr = sums_ptr + program
+    squared_values_ptr = squared_difference_ptr + programs
+    largest_ptr = squared_values_ptr + programs
+    differing_ptr = largest_ptr + programs
+    tl.store(squared_difference_ptr, tl.sum(squared_difference, axis=0))
+    tl.store(squared_values_ptr, tl.sum(squared_values, axis=0))
+    tl.store(largest_ptr, tl.max(largest, axis=0))
+    tl.store(differing_ptr, tl.sum(differing, axis=0))

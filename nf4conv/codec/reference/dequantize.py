@@ -19,10 +19,13 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
     scales = flushed(decoded_absmax(decoding))
     table = decoded_values(decoding.quant_type, out.device)
     for start in range(0, out.numel(), CHUNK):
-        target = out[start : start + CHUNK]
-        codes = unpacked(packed[start // 2 : (start + CHUNK) // 2])[: target.numel()]
-        values = table.index_select(0, codes)
-        target.copy_(flushed(values * spread(scales, decoding.blocksize, start, target.numel())))
+        stop = start + CHUNK
+        target = out[start:stop]
+        count = target.numel()
+        codes = unpacked(packed[start // 2 : stop // 2])
+        values = table.index_select(0, codes[:count])
+        scale = spread(scales, decoding.blocksize, start, count)
+        target.copy_(flushed(values * scale))
         _write_nan_as_cuda(target)
 
 
@@ -30,8 +33,12 @@ def _write_nan_as_cuda(values: torch.Tensor) -> None:
     """Give every NaN the bits that the GPU's multiply and conversion give it: all ones but the
     sign.
     """
-    bits = values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
-    bits.masked_fill_(values.isnan(), torch.iinfo(bits.dtype).max)
+    if values.dtype == torch.float32:
+        bits = values.view(torch.int32)
+    else:
+        bits = values.view(torch.int16)
+    all_but_the_sign = torch.iinfo(bits.dtype).max
+    bits.masked_fill_(values.isnan(), all_but_the_sign)
 
 
 def decoded_absmax(decoding: Decoding) -> torch.Tensor:
@@ -43,14 +50,17 @@ def decoded_absmax(decoding: Decoding) -> torch.Tensor:
     state2 = decoding.state2
     if state2 is None or decoding.offset is None:
         return absmax
-    values = flushed(state2.code).index_select(0, absmax.int())
-    return flushed(values * nested_scales(absmax, state2)) + decoding.offset
+    code = flushed(state2.code)
+    values = code.index_select(0, absmax.int())
+    scale = nested_scales(absmax, state2)
+    return flushed(values * scale) + decoding.offset
 
 
 def nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:
     """Return the nested absmax that each of [blocks] codes is multiplied by: [blocks] float32."""
-    by_code = flushed(state2.absmax)[:, None].expand(-1, state2.blocksize).reshape(-1)
-    return by_code[: codes.numel()]
+    nested_absmax = flushed(state2.absmax)
+    by_code = nested_absmax[:, None].expand(-1, state2.blocksize)
+    return by_code.reshape(-1)[: codes.numel()]
 
 
 def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
@@ -58,7 +68,8 @@ def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
 
     FP4 code 8 is -0.0 there, not the +0.0 of its quant_map.
     """
-    values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float32, device=device)
+    codebook = CODEBOOKS[quant_type]
+    values = torch.tensor(codebook.values, dtype=torch.float32, device=device)
     if quant_type == "fp4":
         values[8] = -0.0
     return values
@@ -66,7 +77,10 @@ def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
     """Unpack [n] bytes to [2 · n] codes, int32 for use as indices."""
-    return torch.stack((packed >> 4, packed & 15), dim=1).view(-1).int()
+    even = packed >> 4
+    odd = packed & 15
+    codes = torch.stack((even, odd), dim=1)
+    return codes.view(-1).int()
 
 
 def spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> torch.Tensor:
@@ -81,5 +95,7 @@ def spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> t
     Returns:
         [count]: the values for elements start, start + 1, …
     """
+    first = start // blocksize
     stop = -(-(start + count) // blocksize)
-    return per_block[start // blocksize : stop].repeat_interleave(blocksize)[:count]
+    values = per_block[first:stop].repeat_interleave(blocksize)
+    return values[:count]

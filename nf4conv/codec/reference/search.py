@@ -31,9 +31,10 @@ def search_blocks(
         blocksize: elements that share one scale, a power of two from 32 to 4096.
     """
     for start in range(0, weight.numel(), CHUNK):
-        blocks = padded_blocks(weight[start : start + CHUNK], blocksize)
+        stop = start + CHUNK
+        blocks = padded_blocks(weight[start:stop], blocksize)
         found, codes = _search(blocks, quant_type)
-        store_codes(codes, packed[start // 2 : (start + CHUNK) // 2])
+        store_codes(codes, packed[start // 2 : stop // 2])
         first_block = start // blocksize
         scales[first_block : first_block + found.numel()].copy_(found)
 
@@ -47,11 +48,13 @@ def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.
     """
     absmax = find_absmax(blocks)
     searched = (absmax >= search.LEAST_ABSMAX) & (absmax <= search.LARGEST_ABSMAX)
-    power = (absmax.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).where(searched, 1)
+    exponents = absmax.view(torch.int32) & _EXPONENT_BITS
+    power = exponents.view(torch.float32).where(searched, 1)
     normalized = flushed(blocks / power[:, None])
     normalized_absmax = absmax / power
     # NaN, and blocks that are not searched, must not reach the sums of integers
-    known = normalized.where(searched[:, None] & ~normalized.isnan(), 0)
+    is_known = searched[:, None] & ~normalized.isnan()
+    known = normalized.where(is_known, 0)
 
     found = _least_squares(known, normalized_absmax.where(searched, 1), quant_type)
     codes = _codes_by_scale(normalized, found, quant_type)
@@ -76,7 +79,8 @@ def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -
     Returns:
         [rows] float32, the scales.
     """
-    positions = (known * (search.UNIT / absmax)[:, None]).round().to(torch.int64)
+    units = search.UNIT / absmax
+    positions = (known * units[:, None]).round().to(torch.int64)
     tables = torch.from_numpy(search.nearest_levels(quant_type)).to(known.device, torch.int64)
     rows_of_tables = (positions + search.UNIT).view(-1)
     costs = []
@@ -84,8 +88,9 @@ def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -
     squares = []
     for nearest in tables:
         level = nearest.index_select(0, rows_of_tables).view(positions.shape)
-        costs.append((positions - level).square().sum(dim=1))
-        shifts.append(((positions - level) * level).sum(dim=1))
+        distance = positions - level
+        costs.append(distance.square().sum(dim=1))
+        shifts.append((distance * level).sum(dim=1))
         squares.append((level.square() // 16).sum(dim=1))  # in 16ths, whose sums float32 holds
     best = torch.stack(costs).argmin(dim=0)  # the first of equals
     shift = torch.stack(shifts).gather(0, best[None])[0].float()
@@ -112,5 +117,6 @@ def _cost(
     """
     table = decoded_values(quant_type, known.device)
     values = table.index_select(0, codes.view(-1).int()).view(codes.shape)
-    squared_errors = (known - values * scales[:, None]).square()
-    return (squared_errors * search.COST_UNITS).round().to(torch.int64).sum(dim=1)
+    errors = known - values * scales[:, None]
+    costs = (errors.square() * search.COST_UNITS).round()
+    return costs.to(torch.int64).sum(dim=1)

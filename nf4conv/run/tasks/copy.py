@@ -13,7 +13,8 @@ def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: W
     """Copies tensors, or parts of them, that are kept as they are."""
     for job, piece in parts:
         part = piece.tensor
-        offset = job.offset + part.start - job.source.start
+        start_in_tensor = part.start - job.source.start
+        offset = job.offset + start_in_tensor
         worker.copy(part.file, part.start, part.stop, destination, offset)
         destination.finish_copy(worker, job, piece)
     destination.count_task()

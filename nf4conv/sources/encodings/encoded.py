@@ -35,8 +35,8 @@ _UNREAD_DTYPES: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3
 
 _ENDS_OF_ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
-    ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_scale",
-    ".weight_format",
+    ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
+    ".prob_scale", ".attn_scale", ".weight_format",
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
 

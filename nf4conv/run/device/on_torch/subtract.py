@@ -15,23 +15,31 @@ _WIDE: Final = (torch.int64, torch.uint64)
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
     """Compares the values of two flat tensors of one length and any dtypes."""
-    sums = torch.zeros(3, dtype=torch.float64, device=a.device)
-    largest = torch.zeros((), dtype=torch.float64, device=a.device)
+    device = a.device
+    are_wide = a.dtype == b.dtype and a.dtype in _WIDE
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    largest = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, a.numel(), _CHUNK):
-        stop = start + _CHUNK
-        x = a[start:stop].double()
-        y = b[start:stop].double()
-        unequal = x != y
-        if a.dtype == b.dtype and a.dtype in _WIDE:
-            unequal = a[start:stop].view(torch.int64) != b[start:stop].view(torch.int64)
-        unequal &= ~(x.isnan() & y.isnan())
-        distance = torch.where(unequal, (x - y).abs(), 0.0)
+        left = a[start : start + _CHUNK]
+        right = b[start : start + _CHUNK]
+        x = left.double()
+        y = right.double()
+        if are_wide:
+            unequal = left.view(torch.int64) != right.view(torch.int64)
+        else:
+            unequal = x != y
+        are_nan = x.isnan() & y.isnan()
+        unequal &= ~are_nan
+        apart = (x - y).abs()
+        distance = torch.where(unequal, apart, 0.0)
         distance = distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         values = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         squared_difference = distance.square().sum()
         squared_values = values.square().sum()
-        sums += torch.stack([squared_difference, squared_values, unequal.sum()])
-        largest = torch.maximum(largest, distance.amax())
+        differing = unequal.sum()
+        sums += torch.stack([squared_difference, squared_values, differing])
+        farthest = distance.amax()
+        largest = torch.maximum(largest, farthest)
     found = sums.tolist()
     return PieceDifference(
         squared_difference=found[0],

@@ -23,7 +23,8 @@ def convert(buffers: DriverBuffers, parts: Sequence[CopyPart]) -> Iterator[Conve
     """
     first = parts[0]
     is_alone = len(parts) == 1
-    if is_alone and HEAD + _size(first) > len(buffers.result.view):
+    needed = HEAD + _size(first)
+    if is_alone and needed > len(buffers.result.view):
         yield from _bit_by_bit(buffers, first)
     else:
         yield from _at_once(buffers, parts)
@@ -46,37 +47,44 @@ def _at_once(buffers: DriverBuffers, parts: Sequence[CopyPart]) -> Iterator[Conv
     steps = parts[0].job.steps
     loaded = load(batch, tensors, steps, room_for_result)
     base = buffers.output.address
-    end = loaded.addresses[-1] - base
+    addresses = loaded.addresses
+    end = addresses[-1] - base
     with buffers.timed(Activity.COMPUTE):
         buffers.execute(batch.stop, loaded.launches, end)
-    for part, address in zip(parts, loaded.addresses, strict=False):
+    view = buffers.result.view
+    for part, address in zip(parts, addresses, strict=False):
         start = address - base
         stop = start + _size(part)
-        values = buffers.result.view[start:stop]
+        values = view[start:stop]
         yield Converted(part.job, _start(part), values)
 
 
 def _size(part: CopyPart) -> int:
     """Returns the bytes of a part in the dtype that it is stored in."""
-    return bytes_of(part.job.dtype, part.piece.tensor.elements)
+    dtype = part.job.dtype
+    elements = part.piece.tensor.elements
+    return bytes_of(dtype, elements)
 
 
 def _start(part: CopyPart) -> int:
     """Returns the bytes of the converted tensor before a part."""
-    return bytes_of(part.job.dtype, part.piece.start)
+    dtype = part.job.dtype
+    return bytes_of(dtype, part.piece.start)
 
 
 def _bit_by_bit(buffers: DriverBuffers, part: CopyPart) -> Iterator[Converted]:
     """Converts what cannot be cut, and is larger than the buffer that it comes down to."""
     batch = BatchInput(buffers)
-    loaded = load(batch, [part.piece.tensor], part.job.steps)
+    tensor = part.piece.tensor
+    loaded = load(batch, [tensor], part.job.steps)
     with buffers.timed(Activity.COMPUTE):
         buffers.execute(batch.stop, loaded.launches, HEAD)
     room = buffers.result.view[HEAD:]
     size = _size(part)
+    first = _start(part)
     address = loaded.addresses[0]
     for at in range(0, size, len(room)):
         values = room[: size - at]
         with buffers.timed(Activity.COMPUTE):
             buffers.fetch(HEAD, address + at, len(values))
-        yield Converted(part.job, _start(part) + at, values)
+        yield Converted(part.job, first + at, values)

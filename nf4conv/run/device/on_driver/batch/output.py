@@ -60,7 +60,8 @@ class OutputLayout:
 
     def add_sums(self, tile: int) -> None:
         """Makes room for the sums of programs that each look at so many elements."""
-        self.sums_starts = starts(SUMS * -(-size // tile) for size in self.sizes)
+        programs = [-(-size // tile) for size in self.sizes]
+        self.sums_starts = starts(SUMS * count for count in programs)
         self.sums = self._take(self.sums_starts[-1])
         self.visible = self.size
 
@@ -76,7 +77,8 @@ class OutputLayout:
         self.visible = self.size
         if not is_gathered:
             # torch's mean begins at a multiple of 16 bytes
-            self.absmax_starts = starts(count + -count % 4 for count in self.blocks)
+            rooms = [count + -count % 4 for count in self.blocks]
+            self.absmax_starts = starts(rooms)
             self.absmax = self._take(4 * self.absmax_starts[-1])
         self.scratch = self._take(_MEAN_ROOM)
 

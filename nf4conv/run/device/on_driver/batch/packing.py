@@ -3,7 +3,7 @@
 A batch of weights and the tables that describe it go up in one copy. Where they are encoded, a
 launch for each decodes it; where they are in another dtype, one casts them all. One launch looks
 for NaN and infinity, one or two pack, two or more do the nested step. Where errors are measured, a
-launch for each weight does so. Everything comes down in one copy (output_layout.py).
+launch for each weight does so. Everything comes down in one copy (output.py).
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,9 @@ def pack(
         first_block = pieces[0].start // format.blocksize
         absmax = _absmax_addresses(buffers, out, first_block, gathered)
         rows = _packing_rows(buffers, out, addresses, absmax)
-        launches.append(_look_for_non_finite(buffers, kernels, addresses[0], addresses[-1]))
+        first = addresses[0]
+        end = addresses[-1]
+        launches.append(_look_for_non_finite(buffers, kernels, first, end))
         launches += _quantize(batch, kernels, rows)
         if gathered is None and format.double_quant:
             launches += _compress(batch, kernels, out, absmax)
@@ -104,9 +106,11 @@ def _absmax_addresses(
     """Returns where the absmax of each weight is written, or of a piece from some block on."""
     if gathered is None:
         base = buffers.output.address + out.absmax
-        return [base + 4 * place for place in out.absmax_starts[:-1]]
+        starts = out.absmax_starts[:-1]
+        return [base + 4 * start for start in starts]
     whole = gathered.memory(lambda blocks: buffers.gpu.allocate(4 * blocks))
-    return [whole.address + 4 * first_block]
+    place = whole.address + 4 * first_block
+    return [place]
 
 
 def _look_for_non_finite(
@@ -131,7 +135,8 @@ def _check_finite(
     for number, piece in enumerate(pieces):
         start = addresses[number]
         stop = addresses[number + 1]
-        buffers.execute(0, [_look_for_non_finite(buffers, kernels, start, stop)], HEAD)
+        launch = _look_for_non_finite(buffers, kernels, start, stop)
+        buffers.execute(0, [launch], HEAD)
         if buffers.is_flagged():
             raise NonFiniteError(piece.job)
 
@@ -184,8 +189,10 @@ def _average(
     means = base + out.offsets
     scratch = base + out.scratch
     counts = out.blocks
-    table = batch.table([absmax, counts, [threads(count) for count in counts]])
-    launches = [Launch(functions["mean"], len(counts), (table, means, len(counts)))]
+    threads_of_each = [threads(count) for count in counts]
+    table = batch.table([absmax, counts, threads_of_each])
+    arguments = (table, means, len(counts))
+    launches = [Launch(functions["mean"], len(counts), arguments)]
     for number, count in enumerate(counts):
         if count <= TORCH_BLOCK:
             continue

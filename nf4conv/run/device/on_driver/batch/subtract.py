@@ -38,7 +38,8 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
     batch.read()
     with buffers.timed(Activity.COMPUTE):
         launches, addresses = _decode(batch, tensors, positions)
-        dtypes = (pairs[0].a.dtype, pairs[0].b.dtype)
+        first = pairs[0]
+        dtypes = (first.a.dtype, first.b.dtype)
         kernels = buffers.gpu.kernels[Purpose(Action.SUBTRACT, dtypes)]
         programs = [-(-pair.a.elements // kernels.numbers["tile"]) for pair in pairs]
         places = [HEAD + _SUMS * place for place in starts(programs)]
@@ -49,7 +50,8 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
             count = programs[number]
             a = addresses[2 * number]
             b = addresses[2 * number + 1]
-            arguments = (a, b, sums + places[number], pair.a.elements, count)
+            result = sums + places[number]
+            arguments = (a, b, result, pair.a.elements, count)
             launches.append(Launch(function, count, arguments))
         buffers.execute(batch.stop, launches, places[-1])
     return [_added_up(buffers.result.view[start:stop]) for start, stop in pairwise(places)]
