@@ -94,11 +94,9 @@ def plan_dequantization(
         plan = _plan_checkpoint(source, options, where)
     except DiffusersFolderError:
         return _plan_pipeline(source, open_diffusers(source, where), options)
-    return replace(
-        plan,
-        notes=(*plan.notes, *unmatched(options, [("", plan.source)])),
-        again=partial(plan_dequantization, source, options, where),
-    )
+    notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
+    again = partial(plan_dequantization, source, options, where)
+    return replace(plan, notes=notes, again=again)
 
 
 def _plan_checkpoint(

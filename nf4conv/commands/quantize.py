@@ -104,11 +104,9 @@ def plan_quantization(
 
         return quantize_pipeline.plan_pipeline(open_diffusers(source, where), options)
     require_searched(source, [plan])
-    return replace(
-        plan,
-        notes=(*plan.notes, *unmatched(options, [("", plan.source)])),
-        again=partial(plan_quantization, source, options, where),
-    )
+    notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
+    again = partial(plan_quantization, source, options, where)
+    return replace(plan, notes=notes, again=again)
 
 
 def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:

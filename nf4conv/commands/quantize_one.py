@@ -240,7 +240,8 @@ def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) 
     if job.source.name not in found:
         return CastError(job.source, TAGS[plan.output.format.dtype])
     count, what = found[job.source.name]
+    tensor = job.source
     return SourceError(
-        f"{job.source.file}: {job.source.name}: {count:,} of {job.source.elements:,} values are "
+        f"{tensor.file}: {tensor.name}: {count:,} of {tensor.elements:,} values are "
         f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
     )

@@ -57,12 +57,13 @@ class DequantizationPlan(WritingPlan):
 
     def totals(self) -> DequantizationTotals:
         """Adds up the rows."""
-        decoded = sum(job.source.encoding is not None for job in self.output.jobs)
-        jobs = sum(len(shard.jobs) for shard in self.output.shards)
+        shards = self.output.shards
+        jobs = sum(len(shard.jobs) for shard in shards)
+        decoded = sum(1 for job in self.output.jobs if job.source.encoding is not None)
         return DequantizationTotals(
             decoded=decoded,
             copied=jobs - decoded,
-            shards=len(self.output.shards),
+            shards=len(shards),
             parameters=self.parameters,
             bytes_before=self.bytes_to_read,
             bytes_after=self.output.largest_size,

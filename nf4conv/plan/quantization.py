@@ -70,12 +70,14 @@ class QuantizationPlan(WritingPlan):
         """Adds up the rows."""
         weights = [job for job in self.output.jobs if isinstance(job, PackJob)]
         packed = len(weights)
-        jobs = sum(len(shard.jobs) for shard in self.output.shards)
+        stay = sum(1 for job in weights if job.stored is not None)
+        shards = self.output.shards
+        jobs = sum(len(shard.jobs) for shard in shards)
         return QuantizationTotals(
             packed=packed,
-            stay=sum(1 for job in weights if job.stored is not None),
+            stay=stay,
             copied=jobs - packed,
-            shards=len(self.output.shards),
+            shards=len(shards),
             parameters=self.parameters,
             bytes_before=self.bytes_to_read,
             bytes_after=self.output.largest_size,

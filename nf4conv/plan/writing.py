@@ -97,14 +97,10 @@ class WritingPlan:
 
         Reads samples of a source that is on this disk.
         """
-        return record_of(
-            self.source,
-            self.command,
-            __version__,
-            asdict(self.options),
-            groups_of(self.weights),
-            count_dtypes(not_packed(self.whole, self.weights)),
-        )
+        options = asdict(self.options)
+        weights = groups_of(self.weights)
+        others = count_dtypes(not_packed(self.whole, self.weights))
+        return record_of(self.source, self.command, __version__, options, weights, others)
 
     @cached_property
     def weights(self) -> Mapping[str, Provenance]:

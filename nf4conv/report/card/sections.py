@@ -105,7 +105,7 @@ def settings(subject: Subject, compute_dtype: str | None) -> str:
 
 
 def _shared(subject: Subject, value_of: Callable[[Provenance], str]) -> str:
-    """Returns the value that all weights in 4 bits share, or each with the number of its weights."""
+    """Returns the value that all packed weights share, or each value with its number of weights."""
     counts: dict[str, int] = {}
     for weight, count in subject.weights:
         value = value_of(weight)

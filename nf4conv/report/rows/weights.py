@@ -152,11 +152,12 @@ class VerificationSummary:
         differing = 0
         for row in rows:
             differing += row.bytes_differing or 0
+        median = statistics.median(errors) if errors else 0.0
         return cls(
             packed=len(rows),
             copied=copies,
             largest_relative_error=max(errors, default=0.0),
-            median_relative_error=statistics.median(errors) if errors else 0.0,
+            median_relative_error=median,
             bytes_differing=differing,
             weights=tuple(rows),
         )
