@@ -159,6 +159,31 @@ def test_verify(source: Path, packed: Path, tmp_path: Path):
     assert not report["checks"]["checksums"]["passed"]
 
 
+def test_quantize_and_verify(source: Path, packed: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    run("quantize", source, out, "--device", "cpu", "--verify", "--tolerance", 0.3)
+    written = (out / "model.safetensors").read_bytes()
+    assert written == (packed / "model.safetensors").read_bytes()
+
+
+def test_two_processes(source: Path, tmp_path: Path):
+    run("quantize", source, tmp_path / "single", "--device", "cpu", "--max-shard-size", "1KB")
+    run("quantize", source, tmp_path / "spread", "--device", "cpu,cpu", "--max-shard-size", "1KB")
+    assert contents(tmp_path / "spread") == contents(tmp_path / "single")
+
+
+def test_diffusers_pipeline(source: Path, packed: Path, tmp_path: Path):
+    shutil.copytree(source, tmp_path / "pipeline" / "text_encoder")
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "text_encoder": ["transformers", "LlamaModel"],
+    }
+    (tmp_path / "pipeline" / "model_index.json").write_text(json.dumps(index))
+    run("quantize", tmp_path / "pipeline", tmp_path / "out", "--device", "cpu")
+    written = (tmp_path / "out" / "text_encoder" / "model.safetensors").read_bytes()
+    assert written == (packed / "model.safetensors").read_bytes()
+
+
 def test_compare(source: Path, packed: Path, tmp_path: Path):
     run("compare", packed, packed, "--device", "cpu")
     run("quantize", source, tmp_path / "fp4", "--device", "cpu", "--quant-type", "fp4")
