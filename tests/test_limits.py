@@ -29,7 +29,8 @@ def measured(*arguments: object) -> tuple[int, str, float]:
     its own.
     """
     program = (
-        "import sys\nfrom nf4conv.cli import main\nfrom nf4conv.system.memory import peak_resident\n"
+        "import sys\nfrom nf4conv.cli import main\n"
+        "from nf4conv.system.memory import peak_resident\n"
         "try:\n    main(sys.argv[1:])\nfinally:\n    print(peak_resident(), file=sys.stderr)"
     )
     done = subprocess.run(

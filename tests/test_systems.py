@@ -29,12 +29,16 @@ from nf4conv.system.names import FolderNames, why_not_on_windows
 
 LIKE_WINDOWS = Path(__file__).with_name("like_windows.py")
 
+_SUMS = (
+    "8bc6f86beb17facbfda9366c89d29e37ee6fbbcf1ef65460ca7109394eac703d",
+    "201a115265b66b8cd374b7f00cfc3ab3c82b88a34feb3b8e56be9e5be66e7dc3",
+    "99f49db94eb8f89ad8c499641eb7afce84b728c4ebaad21f48169803b91f53ce",
+    "c28af6124c0a6870a703b9e8fbbd0d9dfe54fd95c7584ef67701c11f1db266a2",
+    "b07e0e4094e7125142e3a2c4e79c967d308d8ed8b2b4226038bb30db8dd19b4e",
+)
 SHARDS = {
-    "model-00001-of-00005.safetensors": "8bc6f86beb17facbfda9366c89d29e37ee6fbbcf1ef65460ca7109394eac703d",
-    "model-00002-of-00005.safetensors": "201a115265b66b8cd374b7f00cfc3ab3c82b88a34feb3b8e56be9e5be66e7dc3",
-    "model-00003-of-00005.safetensors": "99f49db94eb8f89ad8c499641eb7afce84b728c4ebaad21f48169803b91f53ce",
-    "model-00004-of-00005.safetensors": "c28af6124c0a6870a703b9e8fbbd0d9dfe54fd95c7584ef67701c11f1db266a2",
-    "model-00005-of-00005.safetensors": "b07e0e4094e7125142e3a2c4e79c967d308d8ed8b2b4226038bb30db8dd19b4e",
+    f"model-{number:05d}-of-{len(_SUMS):05d}.safetensors": sha256
+    for number, sha256 in enumerate(_SUMS, start=1)
 }
 """SHA-256 of the weights that `quantize` makes of `source`, as Linux made them."""
 
@@ -277,7 +281,8 @@ def test_env_names_what_this_system_lacks():
 # --- names ----------------------------------------------------------------------------------------
 
 RESERVED = {
-    "CON": "device", "nul": "device", "aux.txt": "device", "Com1.tar.gz": "device", "LPT9": "device",
+    "CON": "device", "nul": "device", "aux.txt": "device", "Com1.tar.gz": "device",
+    "LPT9": "device",
     "nul .json": "device", "notes.": "dot", "notes ": "space", "a:b": "':'", "what?.md": "'?'",
     "a\\b": "character", "a\tb": "character", '"quoted"': "character",
 }  # fmt: skip
