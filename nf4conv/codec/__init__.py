@@ -14,6 +14,10 @@ The backends offer the same functions. All write into tensors that ops.py alloca
     kernels/        computes them at the memory limit of an NVIDIA GPU, in Triton
     decode/         decodes the other quantizations that sources come in
 
+Beside single weights:
+
+    experts/        holds and decodes the experts of mixtures, many matrices as one
+
 The arithmetic that all of them share:
 
     search.py       defines the search for better scales than absmax, and makes its tables

@@ -1,0 +1,214 @@
+"""PackedExperts holds the E matrices of one projection of a layer, packed to 4 bits as on disk.
+
+Two layouts on disk become this one. Experts that were packed one by one have nested scales of their
+own; a stack of experts that was packed as one tensor has one nested quantization, and its nested
+blocks of 256 absmax run over the borders of experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from nf4conv.codec.quant_state import QuantState
+from nf4conv.errors import CodecError
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.layout import block_count
+
+TENSORS = ("codes", "absmax", "nested_absmax", "nested_quant_map", "nested_offset")
+"""The names of all tensors, in the order in which `tensors` returns them."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """E matrices [rows, columns] in 4 bits.
+
+    Attributes:
+        codes: [E, ceil(rows · columns / 2)] uint8: two codes a byte, the even element's in the high
+            nibble.
+        absmax: [E, blocks] float32, or uint8 codes with double quantization.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax.
+        rows, columns: of each matrix.
+        nested_absmax: flat float32, one for each nested block; None without double quantization.
+        nested_quant_map: [256] float32; None without double quantization.
+        nested_offset: float32, [E], or [1] for all; None without double quantization.
+        nested_blocks_per_expert: nested blocks of each expert; None if one nested quantization
+            covers the whole stack, or there is none.
+        nested_blocksize: absmax that share one nested absmax.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    quant_type: str
+    blocksize: int
+    rows: int
+    columns: int
+    nested_absmax: torch.Tensor | None = None
+    nested_quant_map: torch.Tensor | None = None
+    nested_offset: torch.Tensor | None = None
+    nested_blocks_per_expert: int | None = None
+    nested_blocksize: int = NESTED_BLOCKSIZE
+
+    @property
+    def experts(self) -> int:
+        """The number of matrices."""
+        return self.codes.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.codes.device
+
+    @property
+    def nested(self) -> bool:
+        """True with double quantization: absmax is quantized too."""
+        return self.nested_absmax is not None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are there by their names, always in the order of TENSORS."""
+        found = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "PackedExperts":
+        """Return the same experts with other tensors.
+
+        Args:
+            tensors: by the names of `tensors`, those that are to replace it.
+        """
+        return replace(self, **dict(tensors))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedExperts":
+        """Return the same experts on another device; this one if they are there."""
+        if torch.device(device) == self.device:
+            return self
+        moved = {}
+        for name, tensor in self.tensors().items():
+            moved[name] = tensor.to(device, non_blocking=non_blocking)
+        return self.with_tensors(moved)
+
+    def settings(self) -> dict[str, str | int | None]:
+        """Return the fields that are no tensors, by name."""
+        named = [field.name for field in fields(self)]
+        return {name: getattr(self, name) for name in named if name not in TENSORS}
+
+
+def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) -> PackedExperts:
+    """Gather experts that were packed one by one.
+
+    Args:
+        packed: the codes of each expert, of any shape and dtype.
+        states: what decodes them; all of one shape and format.
+
+    Raises:
+        CodecError: there is none, or two of them differ.
+    """
+    if not packed or len(packed) != len(states):
+        raise CodecError(f"{len(packed)} packed experts and {len(states)} quant states")
+    first = states[0]
+    rows, columns = _matrix_shape(first.shape)
+    for expert, state in enumerate(states):
+        if _format_of(state) != _format_of(first):
+            raise CodecError(
+                f"expert {expert} is {_format_of(state)}, but expert 0 {_format_of(first)}: "
+                f"the experts of a layer share one shape and format"
+            )
+    codes = torch.stack([one.view(torch.uint8).reshape(-1) for one in packed])
+    absmax = torch.stack([state.absmax.reshape(-1) for state in states])
+    stacked = PackedExperts(codes, absmax, first.quant_type, first.blocksize, rows, columns)
+    nested = [state.state2 for state in states if state.state2 is not None]
+    offsets = [state.offset.reshape(1) for state in states if state.offset is not None]
+    if nested:
+        stacked = replace(
+            stacked,
+            nested_absmax=torch.cat([state2.absmax.reshape(-1) for state2 in nested]),
+            nested_quant_map=nested[0].code,
+            nested_offset=torch.cat(offsets),
+            nested_blocks_per_expert=block_count(absmax.shape[1], nested[0].blocksize),
+            nested_blocksize=nested[0].blocksize,
+        )
+    check_experts(stacked)
+    return stacked
+
+
+def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
+    """Take a stack [E, rows, columns] that was packed as one tensor.
+
+    Raises:
+        CodecError: the state is of no stack, or a block belongs to two experts.
+    """
+    if len(state.shape) != 3:
+        raise CodecError(f"the stack has the shape {list(state.shape)}, expected three dimensions")
+    experts, rows, columns = state.shape
+    if (rows * columns) % state.blocksize:
+        raise CodecError(
+            f"experts of {rows} × {columns} do not fill blocks of {state.blocksize}: "
+            f"a block belongs to two of them"
+        )
+    split = PackedExperts(
+        codes=packed.view(torch.uint8).reshape(experts, -1),
+        absmax=state.absmax.reshape(experts, -1),
+        quant_type=state.quant_type,
+        blocksize=state.blocksize,
+        rows=rows,
+        columns=columns,
+    )
+    if state.state2 is not None and state.offset is not None:
+        split = replace(
+            split,
+            nested_absmax=state.state2.absmax.reshape(-1),
+            nested_quant_map=state.state2.code,
+            nested_offset=state.offset.reshape(1),
+            nested_blocksize=state.state2.blocksize,
+        )
+    check_experts(split)
+    return split
+
+
+def check_experts(packed: PackedExperts) -> None:
+    """Raise CodecError unless every tensor has the dtype and the size that the others need."""
+    elements = packed.rows * packed.columns
+    blocks = block_count(elements, packed.blocksize)
+    experts = packed.experts
+    nested_blocks = block_count(experts * blocks, packed.nested_blocksize)
+    if packed.nested_blocks_per_expert is not None:
+        nested_blocks = experts * packed.nested_blocks_per_expert
+    absmax_dtype = torch.uint8 if packed.nested else torch.float32
+    expected = {
+        "codes": (torch.uint8, experts * -(-elements // 2)),
+        "absmax": (absmax_dtype, experts * blocks),
+        "nested_absmax": (torch.float32, nested_blocks),
+        "nested_quant_map": (torch.float32, 256),
+    }
+    for name, tensor in packed.tensors().items():
+        if name == "nested_offset":
+            continue
+        dtype, count = expected[name]
+        if tensor.dtype != dtype or tensor.numel() != count or tensor.device != packed.device:
+            raise CodecError(
+                f"{name} of {experts} experts of {packed.rows} × {packed.columns}: "
+                f"{tensor.numel()} {tensor.dtype} on {tensor.device}; "
+                f"expected {count} {dtype} on {packed.device}"
+            )
+    offset = packed.nested_offset
+    if packed.nested and (offset is None or offset.numel() not in (1, experts)):
+        raise CodecError(f"nested_offset: expected 1 or {experts} of them")
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns; a CodecError unless there are two."""
+    if len(shape) != 2:
+        raise CodecError(f"an expert has the shape {list(shape)}, expected a matrix")
+    return shape[0], shape[1]
+
+
+def _format_of(state: QuantState) -> str:
+    """Return in words what experts of a layer have in common."""
+    shape = " × ".join(map(str, state.shape))
+    nested = ", double quantization" if state.state2 is not None else ""
+    return f"{shape} {state.quant_type}, blocks of {state.blocksize}{nested}"
