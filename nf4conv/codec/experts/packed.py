@@ -7,6 +7,7 @@ blocks of 256 absmax run over the borders of experts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -81,7 +82,8 @@ class PackedExperts:
         Args:
             tensors: by the names of `tensors`, those that are to replace it.
         """
-        return replace(self, **dict(tensors))
+        changed: dict[str, Any] = dict(tensors)
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedExperts":
         """Return the same experts on another device; this one if they are there."""
@@ -92,7 +94,7 @@ class PackedExperts:
             moved[name] = tensor.to(device, non_blocking=non_blocking)
         return self.with_tensors(moved)
 
-    def settings(self) -> dict[str, str | int | None]:
+    def settings(self) -> dict[str, Any]:
         """Return the fields that are no tensors, by name."""
         named = [field.name for field in fields(self)]
         return {name: getattr(self, name) for name in named if name not in TENSORS}
