@@ -5,6 +5,7 @@ family.py           declares the ways in which a model family may deviate from t
 family_table.py     lists the deviations of model types
 denoiser_table.py   lists the deviations of submodels of diffusers
 families.py         finds the families of a model
+expert_layouts.py   lists how families stack experts in one tensor
 name_patterns.py    recognises what a module is by its name: embedding, head, router or tower
 module_names.py     maps names on disk to the names that loaders use
 """
