@@ -41,6 +41,7 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
     """
     started = time.perf_counter()
     out = Path(out)
+    SharedFolder(out).check_links()
     if is_unfinished(out):
         try:
             return _finish(out, started, reread)

@@ -1,7 +1,6 @@
 """Quantizes one checkpoint: plans it, prepares the plan, writes the folder or the file."""
 
 import gc
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import Source
+from nf4conv.system.removal import remove
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push
@@ -228,7 +228,7 @@ def _write_one_file(
     folder = out.with_name(f"{out.name}.unfinished")
     report = write_one(plan, folder, run, progress)
     (folder / plan.output.shards[0].name).replace(out)
-    shutil.rmtree(folder)
+    remove(folder.parent, folder.name)
     return replace(report, out=str(out))
 
 

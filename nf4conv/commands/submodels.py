@@ -23,6 +23,7 @@ from nf4conv.sources.record import read_record
 from nf4conv.sources.source import source_changes, source_stamps
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
+from nf4conv.system.removal import remove
 
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 
@@ -62,7 +63,7 @@ def write_submodels(
             workspace.require_name(name)
         index = plan.folder.index
         # it is there if an earlier run ended between its last two steps
-        (out / index.name).unlink(missing_ok=True)
+        remove(out, index.name)
         reports, kept = _write_missing(plan, workspace, run, progress, write)
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
@@ -35,6 +35,7 @@ from nf4conv.sources.unfinished import (
 from nf4conv.system.files import space_taken, sync_folder
 from nf4conv.system.locking import remove_lock
 from nf4conv.system.names import FolderNames
+from nf4conv.system.removal import is_link, remove
 
 CHECKSUMS: Final = "SHA256SUMS"
 OWN_NAMES: Final = ("config.json", "README.md", MAKING, CHECKSUMS)
@@ -95,10 +96,10 @@ class OutputFolder:
             OutputError: it holds something that is neither an unfinished run nor a checkpoint that
                 may be deleted.
         """
+        require_no_dead_link(self.out)
         if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: exists and is not a folder")
-        if self._work.is_symlink():
-            raise OutputError(f"{self._work}: is a link, which no run of nf4conv leaves; remove it")
+        self.check_links()
         is_occupied = self.out.is_dir() and any(self.out.iterdir())
         if not is_occupied:
             return
@@ -110,6 +111,27 @@ class OutputFolder:
             raise OutputError(
                 f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it"
             )
+
+    def check_links(self) -> None:
+        """Checks that the folder of the run's state, and every folder in it, is no link.
+
+        No run leaves one. Through a link, files outside would be written and removed.
+
+        Raises:
+            OutputError: there is such a link, or the folder cannot be read.
+        """
+        with named(self._work, OutputError):
+            if is_link(self._work):
+                raise OutputError(
+                    f"{self._work}: is a link, which no run of nf4conv leaves; remove it"
+                )
+            if not self._work.is_dir():
+                return
+            for path in self._work.iterdir():
+                if is_link(path) and path.is_dir():
+                    raise OutputError(
+                        f"{path}: is a link, which no run of nf4conv leaves; remove it"
+                    )
 
     def intact(self, shards: Mapping[str, FinishedFile]) -> dict[str, FinishedFile]:
         """Returns the shards that are still what was written, after reading all of them."""
@@ -123,7 +145,7 @@ class OutputFolder:
 
     def _is_intact(self, name: str, file: FinishedFile) -> bool:
         path = self.out / name
-        if not path.is_file() or path.stat().st_size != file.size:
+        if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
             return False
         return crc32_of_file(path) == file.crc32
 
@@ -238,6 +260,7 @@ class OutputFolder:
         reason = self._names.take(name)
         if reason is not None:
             raise OutputError(f"{self.out / name}: cannot be written here: {reason}")
+        self._require_no_link_to_a_folder(name)
 
     def copy(self, name: str, source: Path) -> bool:
         """Copies a file of the source, of any size, into the result.
@@ -270,10 +293,19 @@ class OutputFolder:
     def _write(self, name: str, chunks: Iterable[bytes]) -> None:
         path = self.out / name
         digest = hashlib.sha256()
+        self._require_no_link_to_a_folder(name)
         with named(path, OutputError, inside=True):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, _digested(chunks, digest), folder=self._private)
         self._written[name] = digest.hexdigest()
+
+    def _require_no_link_to_a_folder(self, name: str) -> None:
+        """Refuses a path in the folder that leads through a link to another folder."""
+        path = self.out
+        for part in PurePosixPath(name).parts:
+            path /= part
+            if is_link(path) and path.is_dir():
+                raise OutputError(f"{path}: is a link to another folder; remove it")
 
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Makes the folder a checkpoint, makes everything durable and removes the work files.
@@ -309,7 +341,7 @@ class OutputFolder:
         with suppress(FileNotFoundError):  # another process has been faster
             self._remove_leftovers()
         self._prepare_removal_of_lock()
-        remove_lock(self._work / LOCK)
+        remove_lock(self.out, WORK_FOLDER, LOCK)
         # a run that has come in since finds out itself that there is nothing to do
         with suppress(OSError):
             self._work.rmdir()
@@ -319,14 +351,27 @@ class OutputFolder:
 
     def _remove_leftovers(self) -> None:
         # first: what is there without it is nothing to go on with
-        (self._work / RECORD).unlink(missing_ok=True)
-        leftovers = [path for path in self._work.iterdir() if path.name != LOCK]
-        for leftover in leftovers:
-            if leftover.is_dir() and not leftover.is_symlink():
-                # another process may be removing what is in it
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+        remove(self.out, WORK_FOLDER, RECORD)
+        for leftover in list(self._work.iterdir()):
+            if leftover.name != LOCK:
+                # another process may be removing it, or writing into it
+                with suppress(OSError):
+                    remove(self.out, WORK_FOLDER, leftover.name)
+
+    def remove_downloads(self) -> None:
+        """Removes the source files that were fetched while the run needed them."""
+        with suppress(OSError):
+            remove(self.out, *self.downloads.relative_to(self.out).parts)
+
+
+def require_no_dead_link(out: Path) -> None:
+    """Checks that an output folder is not a link to what does not exist.
+
+    Raises:
+        OutputError: it is.
+    """
+    if is_link(out) and not out.exists():
+        raise OutputError(f"{out}: is a link that leads nowhere; remove it")
 
 
 def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:

@@ -18,22 +18,22 @@ first parts may both take theirs for the plan of all. Every record of a shard na
 
 import json
 import os
-import shutil
 import socket
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from nf4conv.errors import OutputError, named
 from nf4conv.output.fingerprints import as_json, require_same_run, shortened
 from nf4conv.output.folder import OutputFolder
+from nf4conv.output.shared_plan import AUXILIARY, check_shared_plan
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
 from nf4conv.sources.reader import digest_of, read_chunks
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import PARTS, RECORD, SHARDS, WORK_FOLDER
-
-_AUXILIARY: Final = "auxiliary"
+from nf4conv.system.removal import remove
 
 
 class SharedFolder(OutputFolder):
@@ -51,7 +51,8 @@ class SharedFolder(OutputFolder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._private, ignore_errors=True)
+        with suppress(OSError):
+            remove(self.out, WORK_FOLDER, self._private.name)
 
     def join(self, plan: Mapping[str, Any], auxiliary: Path, part: Plan) -> None:
         """Takes part in a plan. Shards of this part that are finished and intact are kept.
@@ -75,11 +76,11 @@ class SharedFolder(OutputFolder):
             advice = "all parts take the same command and source; choose another folder for others"
             require_same_run(self.out, self.read_plan(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
-            (self._work / _AUXILIARY).mkdir(exist_ok=True)
-            for name in plan[_AUXILIARY]:
+            (self._work / AUXILIARY).mkdir(exist_ok=True)
+            for name in plan[AUXILIARY]:
                 self.require_name(name)
-            for name, digest in plan[_AUXILIARY].items():
-                self._stage(auxiliary / name, self._work / _AUXILIARY / digest)
+            for name, digest in plan[AUXILIARY].items():
+                self._stage(auxiliary / name, self._work / AUXILIARY / digest)
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
@@ -100,7 +101,7 @@ class SharedFolder(OutputFolder):
                 return
             draft.replace(path)
         if (self.out / MAKING).exists():
-            path.unlink()
+            remove(self.out, WORK_FOLDER, RECORD)
             raise OutputError(f"{self.out}: exists and is not empty; choose another folder")
 
     def read_plan(self) -> dict[str, Any]:
@@ -115,10 +116,7 @@ class SharedFolder(OutputFolder):
                 f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "
                 f"begun"
             )
-        if _leads_outside([*plan[SHARDS], *plan[_AUXILIARY], plan["stem"]]):
-            raise OutputError(
-                f"{self.out}: its {RECORD} names files outside it; that is none of ours"
-            )
+        check_shared_plan(self.out, plan)
         self._checksum = plan["--checksum"]
         return plan
 
@@ -150,12 +148,12 @@ class SharedFolder(OutputFolder):
         self._require(plan, self.finished, "not what was written")
         with named(self.out, OutputError, inside=True):
             self._private.mkdir()
-        for name, digest in plan[_AUXILIARY].items():
-            staged = self._work / _AUXILIARY / digest
+        for name, digest in plan[AUXILIARY].items():
+            staged = self._work / AUXILIARY / digest
             self.require_name(name)
             self.copy(name, staged)
             if self._written[name] != digest:
-                staged.unlink()
+                remove(self.out, WORK_FOLDER, AUXILIARY, digest)
                 raise OutputError(
                     f"{self.out}/{name}: not what was written; run any of the parts again"
                 )
@@ -174,9 +172,3 @@ class SharedFolder(OutputFolder):
                 f"{self.out}: {what}; run these parts of {plan[PARTS]}, and then this again: "
                 f"{parts}"
             )
-
-
-def _leads_outside(names: Iterable[str]) -> bool:
-    """Returns True if one of the names of files is not in the folder that they are relative to."""
-    paths = map(PurePosixPath, names)
-    return any(path.is_absolute() or ".." in path.parts for path in paths)

@@ -19,7 +19,6 @@ what it was when it was read.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +38,7 @@ from nf4conv.sources.unfinished import (
 )
 from nf4conv.system.files import sync_folder
 from nf4conv.system.locking import IS_REMOVED_WHILE_HELD, hold, open_lock
+from nf4conv.system.removal import remove, remove_contents
 
 _MARKS: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a loader takes a folder for something whole, beside an index."""
@@ -164,15 +164,10 @@ class Workspace(OutputFolder):
         # The marks go first, since nothing may stand beside them that is not whole. Those of the
         # whole folder go before those of parts of it.
         for path in sorted(_marks_in(self.out), key=_order_of_removal):
-            path.unlink()
+            remove(self.out, *path.relative_to(self.out).parts)
         sync_folder(self.out)
-        for entry in self.out.iterdir():
-            if entry.name == WORK_FOLDER:
-                self._remove_leftovers()
-            elif entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+        remove_contents(self.out, keep=(WORK_FOLDER,))
+        self._remove_leftovers()
 
     def _save(self) -> None:
         """Writes run.json."""
@@ -191,9 +186,8 @@ class Workspace(OutputFolder):
         self.finished = {}
         with named(self.out, OutputError, inside=True):
             # left by a run that ended between its last two steps
-            (self.out / "config.json").unlink(missing_ok=True)
-            shutil.rmtree(self._work / SHARDS)
-            (self._work / SHARDS).mkdir()
+            remove(self.out, "config.json")
+            remove_contents(self.out, WORK_FOLDER, SHARDS)
 
 
 def _marks_in(folder: Path) -> Iterator[Path]:

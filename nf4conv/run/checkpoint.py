@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 from nf4conv.errors import OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.output.finishing import LastFiles, finish, index_of
-from nf4conv.output.folder import OutputFolder
+from nf4conv.output.folder import OutputFolder, require_no_dead_link
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.output.writer import ShardWriter
@@ -115,8 +115,9 @@ def require_apart(source: Path, out: Path) -> None:
     """Checks that the output folder is apart from the source.
 
     Raises:
-        OutputError: it is the source, lies in it, or holds it.
+        OutputError: it is the source, lies in it, or holds it; or it is a link that leads nowhere.
     """
+    require_no_dead_link(out)
     source, out = source.resolve(), out.resolve()
     if out == source or source in out.parents:
         raise OutputError(f"{out}: is inside the source folder; choose another output folder")
@@ -203,6 +204,7 @@ class _Writing:
         self.folder.check_space(space_needed(self.plan, self.folder.finished))
         with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
             self.pipeline.run(self._tasks(writers, reader), reader)
+        self.folder.remove_downloads()
 
     def write_last_files(self, card: Card, verification: VerificationSummary | None) -> None:
         """Copies the auxiliary files and writes those that make the folder a checkpoint."""
@@ -293,9 +295,19 @@ class _Writing:
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:
-    """Joins the summaries of the audits of all finished shards."""
+    """Joins the summaries of the audits of all finished shards.
+
+    Raises:
+        OutputError: what was recorded of a shard is none.
+    """
     found = [file.verified for file in folder.finished.values() if file.verified is not None]
-    return VerificationSummary.joined(found)
+    try:
+        return VerificationSummary.joined(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OutputError(
+            f"{folder.out}: what verification noted of its files is damaged; run again with "
+            f"--overwrite, or all parts again in another folder"
+        ) from error
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:

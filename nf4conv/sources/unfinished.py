@@ -57,11 +57,24 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
     found = {}
     for path in records:
         # a shard whose record is missing or damaged is not finished
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             fields = dict(json.loads(path.read_bytes()))
-            name = str(fields.pop("name"))
-            found[name] = FinishedFile(**fields)
+            name = fields.pop("name")
+            file = FinishedFile(**fields)
+            if record_name(name) == path.name and _is_sound(file):
+                found[name] = file
     return found
+
+
+def _is_sound(file: FinishedFile) -> bool:
+    """Returns True if every value of a record is of the kind that runs write."""
+    counts = (file.size, file.crc32, file.source_bytes)
+    if any(type(count) is not int or count < 0 for count in counts):
+        return False
+    if not isinstance(file.plan, str):
+        return False
+    is_verified = file.verified is None or isinstance(file.verified, dict)
+    return is_verified and (file.sha256 is None or isinstance(file.sha256, str))
 
 
 def record_name(shard: str) -> str:

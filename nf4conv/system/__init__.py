@@ -5,6 +5,7 @@ module outside this room names a call that one of them lacks (tests/test_layerin
 
 kind.py         says which kind of system this is, and what it lacks
 files.py        reads and writes at positions, syncs, drops cached pages, counts bytes on disk
+removal.py      removes what is in a folder, and follows no link to reach it
 names.py        says which file names a folder cannot take
 locking.py      locks a file for one process at a time
 private.py      reads a file that nobody but this user could have written

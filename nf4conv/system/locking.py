@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.system.kind import IS_POSIX
+from nf4conv.system.removal import remove
 
 IS_REMOVED_WHILE_HELD: Final = IS_POSIX
 """True if a locked file can be removed. On Windows no file can be that is open: the lock must be
@@ -50,16 +51,20 @@ def hold(lock: int) -> None:
     msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
 
 
-def remove_lock(path: Path) -> None:
+def remove_lock(folder: Path, *names: str) -> None:
     """Removes the file of a lock, if it is there.
 
     On Windows it stays if another process holds it by now.
 
+    Args:
+        folder: where to begin.
+        names: the names that lead from there to the file, one for each level.
+
     Raises:
-        OSError: it cannot be removed.
+        OSError: it cannot be removed, or a name before the last is a link.
     """
     if IS_REMOVED_WHILE_HELD:
-        path.unlink(missing_ok=True)
+        remove(folder, *names)
         return
     with suppress(PermissionError):
-        path.unlink(missing_ok=True)
+        remove(folder, *names)

@@ -12,7 +12,6 @@ read, such as a scale in another file than its weight, are asked for by range.
 
 import errno
 import hashlib
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -66,8 +65,8 @@ class ShardStream(RemoteReader):
         absent: the files in the repository, by the path that they would have.
         order: the place of every file, absent or not, in the order in which they are expected.
         needed: the absent files that are fetched; the others are read by ranges.
-        folder: where to put them; what an earlier run left there is used. The folder is removed
-            when all went well.
+        folder: where to put them; what an earlier run left there is used. Whoever owns the folder
+            removes it in the end.
     """
 
     def __init__(
@@ -101,8 +100,6 @@ class ShardStream(RemoteReader):
     def __exit__(self, *failure: object) -> None:
         outlast([self._fetching], self._stop, PATIENCE)
         super().__exit__(*failure)
-        if failure[0] is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _stop(self) -> None:
         self.interrupt()

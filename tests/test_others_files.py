@@ -1,0 +1,223 @@
+"""Nothing outside OUT is written or removed, whatever links and records are in it."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+
+from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
+from nf4conv.cli import main
+from nf4conv.commands.finish import finish_checkpoint
+from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.sources.unfinished import WORK_FOLDER
+from nf4conv.system import removal
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("here") / "source", layers=2)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A folder of somebody else that looks as if a run had worked in it."""
+    folder = tmp_path / "victim"
+    (folder / "shards").mkdir(parents=True)
+    (folder / "thesis.txt").write_text("precious")
+    (folder / "shards/a.json").write_text("{}")
+    (folder / "lock").write_text("")
+    return folder
+
+
+def parts_of(source: Path, out: Path) -> None:
+    for number in (1, 2):
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part=f"{number}/2"))
+
+
+# --- removing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["handles", "paths"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "_HAS_HANDLES", request.param)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path: Path):
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_text("")
+    (tmp_path / "a/other").write_text("")
+    removal.remove(tmp_path, "a", "b")
+    assert contents(tmp_path) == {"a/other": b""}
+    removal.remove(tmp_path, "a", "missing")
+    removal.remove(tmp_path, "missing", "too")
+    removal.remove_contents(tmp_path, "a", keep=("other",))
+    assert contents(tmp_path) == {"a/other": b""}
+    removal.remove_contents(tmp_path, "a")
+    assert not list((tmp_path / "a").iterdir())
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_links_are_removed_and_not_followed(tmp_path: Path, victim: Path):
+    before = contents(victim)
+    (tmp_path / "out/inner").mkdir(parents=True)
+    (tmp_path / "out/inner/link").symlink_to(victim)
+    (tmp_path / "out/link").symlink_to(victim)
+    (tmp_path / "out/file").symlink_to(victim / "thesis.txt")
+    with pytest.raises(OSError, match="link"):
+        removal.remove(tmp_path / "out", "link", "thesis.txt")
+    with pytest.raises(OSError, match="link"):
+        removal.remove_contents(tmp_path / "out", "link")
+    removal.remove_contents(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    assert contents(victim) == before
+
+
+def test_a_link_that_comes_in_meanwhile_leads_nowhere(
+    tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Between the look at a folder and the removal of what is in it."""
+    inner = tmp_path / "out/inner"
+    inner.mkdir(parents=True)
+    (inner / "thesis.txt").write_text("ours")
+    listed = os.listdir
+
+    def swapped(place: Any) -> list[str]:
+        names = listed(place)
+        if names == ["thesis.txt"]:
+            inner.rename(tmp_path / "out/aside")
+            inner.symlink_to(victim)
+        return names
+
+    monkeypatch.setattr(os, "listdir", swapped)
+    with pytest.raises(OSError, match="directory"):  # a link is no folder to remove
+        removal.remove(tmp_path / "out", "inner")
+    assert (victim / "thesis.txt").read_text() == "precious"
+
+
+# --- links in OUT ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "/shards", "/auxiliary"])
+@pytest.mark.parametrize("command", ["finish", "part", "quantize", "overwrite"])
+def test_work_folders_that_are_links_are_refused(
+    source: Path, tmp_path: Path, victim: Path, name: str, command: str
+):
+    out = tmp_path / "out"
+    parts_of(source, out)
+    linked = Path(f"{out / WORK_FOLDER}{name}")
+    shutil.copytree(linked, victim, dirs_exist_ok=True)
+    shutil.rmtree(linked)
+    linked.symlink_to(victim)
+    before = contents(victim)
+    run = replace(RUN, part="1/2") if command == "part" else RUN
+    run = replace(run, overwrite=command == "overwrite")
+    act = partial(quantize_checkpoint, source, out, OPTIONS, run)
+    if command == "finish":
+        act = partial(finish_checkpoint, out)
+    with pytest.raises(OutputError, match=r"\.nf4conv.*: is a link, which no run of nf4conv"):
+        act()
+    assert contents(victim) == before
+
+
+def test_a_finished_folder_with_a_link_beside_it(source: Path, tmp_path: Path, victim: Path):
+    before = contents(victim)
+    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    (tmp_path / "out" / WORK_FOLDER).symlink_to(victim)
+    with pytest.raises(OutputError, match="is a link"):
+        finish_checkpoint(tmp_path / "out")
+    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)  # it is complete
+    assert contents(victim) == before
+
+
+def test_a_subfolder_that_is_a_link_is_not_written_into(
+    tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = write_source(tmp_path / "model", layers=1)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/x.jinja").write_text("{{ x }}")
+    out = tmp_path / "out"
+
+    from nf4conv.output.folder import OutputFolder
+
+    check = OutputFolder.check_space
+
+    def add_link(folder: OutputFolder, needed: int) -> None:
+        (out / "additional_chat_templates").symlink_to(victim)
+        check(folder, needed)
+
+    monkeypatch.setattr(OutputFolder, "check_space", add_link)
+    before = contents(victim)
+    with pytest.raises(OutputError, match="additional_chat_templates: is a link to another folder"):
+        quantize_checkpoint(model, out, OPTIONS, RUN)
+    assert contents(victim) == before
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("target", ["missing", "out"])
+@pytest.mark.parametrize("part", [None, "1/2"])
+def test_a_link_that_leads_nowhere_is_refused_at_once(
+    source: Path, tmp_path: Path, target: str, part: str | None
+):
+    (tmp_path / "out").symlink_to(tmp_path / target)
+    with pytest.raises(OutputError, match="out: is a link that leads nowhere; remove it"):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=part))
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_named_by_its_digest_only(source: Path, tmp_path: Path, victim: Path):
+    out = tmp_path / "out"
+    parts_of(source, out)
+    record = out / WORK_FOLDER / "run.json"
+    run = json.loads(record.read_text())
+    name = next(iter(run["fingerprint"]["auxiliary"]))
+    run["fingerprint"]["auxiliary"][name] = "../../../victim/thesis.txt"
+    record.write_text(json.dumps(run))
+    with pytest.raises(OutputError, match=r"its run\.json is damaged at 'auxiliary'"):
+        finish_checkpoint(out)
+    assert (victim / "thesis.txt").read_text() == "precious"
+
+
+VALUES = (None, -1, 1.5, "", "../../victim", [], {}, {"a": None}, {"../x": 1}, True, "\0", [["x"]])
+
+
+def test_tampered_plans_and_records_are_refused_in_one_line(
+    source: Path, tmp_path: Path, victim: Path
+):
+    """Every value of run.json, and of the record of a shard, is replaced by every odd one."""
+    parts_of(source, tmp_path / "whole")
+    before = contents(victim)
+    run = json.loads((tmp_path / "whole" / WORK_FOLDER / "run.json").read_text())
+    shard = next((tmp_path / "whole" / WORK_FOLDER / "shards").iterdir()).name
+    noted = json.loads((tmp_path / "whole" / WORK_FOLDER / "shards" / shard).read_text())
+    cases: list[tuple[str, dict[str, Any]]] = []
+    for value in VALUES:
+        for key in ("number of parts", "shards", "auxiliary", "stem", "config.json", "model card",
+                    "bytes", "parameters", "--checksum", "--verify", "nf4conv.json"):  # fmt: skip
+            changed = {"fingerprint": {**run["fingerprint"], key: value}, "stamps": None}
+            cases.append(("run.json", changed))
+        cases.append(("run.json", {"fingerprint": value, "stamps": None}))
+        cases += [(f"shards/{shard}", {**noted, key: value}) for key in noted]
+    out = tmp_path / "out"
+    for name, changed in cases:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", out)
+        shards = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+        (out / WORK_FOLDER / name).write_text(json.dumps(changed))
+        done = CliRunner().invoke(main, ["finish", str(out)])
+        known = done.exception is None or isinstance(done.exception, SystemExit | Nf4convError)
+        assert known, (name, changed, done.exception)
+        assert contents(victim) == before
+        assert shards == {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
