@@ -593,7 +593,8 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
         change(BLOB, respaced),
         change(UP, lambda tensor: tensor.view(1, -1)),
         config(lambda content: content["quantization_config"].update(llm_int8_threshold=5.0)),
-        config(lambda content: content["quantization_config"].pop("_load_in_4bit")),
+        config(lambda content: content["quantization_config"].pop("load_in_8bit")),
+        config(lambda content: content["quantization_config"].update(_load_in_4bit=False)),
         config(lambda content: content["quantization_config"].update(more=1)),
     ],
     ids=[
@@ -606,6 +607,7 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
         "shape",
         "threshold",
         "key less",
+        "unread key",
         "key more",
     ],
 )

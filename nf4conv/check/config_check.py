@@ -8,7 +8,7 @@ from nf4conv.check.skip_list_check import check_skip_list
 from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS
-from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels, quantized_config
+from nf4conv.models.config import LEFTOVERS, UNREAD, checkpoint_dtype, levels, quantized_config
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.stored_weights import StoredWeight, Structure
@@ -180,7 +180,7 @@ def _check_unpacked_dtypes(structure: Structure, config: Mapping[str, Any]) -> N
 def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
     """Notes every key of quantization_config that is not what `quantize` writes.
 
-    The skip list is not compared.
+    The skip list is not compared. Keys that transformers writes and no loader reads may be there.
 
     Args:
         structure: the checkpoint.
@@ -196,6 +196,9 @@ def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
         {}, weight.format, compute_dtype=compute_dtype, skip_modules=(), dtype=None
     )
     expected = written["quantization_config"]
+    for key, value in UNREAD.items():
+        if key in found:
+            expected[key] = value
     for key in sorted({*expected, *found} - {"llm_int8_skip_modules"}):
         found_value = _shown(found, key)
         expected_value = _shown(expected, key)

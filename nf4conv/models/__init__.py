@@ -1,6 +1,7 @@
 """Knows how model architectures are configured and named. Reads no weights.
 
 config.py           reads and edits config.json
+releases.py         adds keys to config.json that only one release of transformers reads
 family.py           declares the ways in which a model family may deviate from the rules
 family_table.py     lists the deviations of model types
 denoiser_table.py   lists the deviations of submodels of diffusers

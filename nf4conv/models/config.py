@@ -1,17 +1,23 @@
 """Reads and edits config.json.
 
-The config of a 4-bit checkpoint has the 13 keys of quantization_config, and nothing that an earlier
-quantization left. The keys and their order are those that transformers 4.57.6 and 5.23.0 write
-(BitsAndBytesConfig.to_dict).
+The config of a 4-bit checkpoint has the 11 keys of quantization_config that loaders read, and
+nothing that an earlier quantization left. The keys and their order are those that transformers
+4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict), without the two of UNREAD.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
+from nf4conv.models.releases import with_keys_of_both
 
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
+
+UNREAD: Final = {"_load_in_4bit": True, "_load_in_8bit": False}
+"""Keys that transformers writes into quantization_config. No loader reads them, and vllm-omni fails
+on them.
+"""
 
 # transformers 4.56 and newer write the first, older releases the second
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -63,12 +69,10 @@ def quantized_config(
         dtype: the dtype in which the unpacked tensors are stored, such as "bfloat16"; None leaves
             what the source says about it.
     """
-    edited = without_quantization(config)
+    edited = with_keys_of_both(without_quantization(config))
     if dtype is not None:
         edited = plain_config(edited, dtype)
     edited["quantization_config"] = {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
         "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": format.quant_storage,
         "bnb_4bit_quant_type": format.quant_type,

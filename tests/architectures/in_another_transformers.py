@@ -6,8 +6,10 @@ A Python that has that release runs this file:
     python in_another_transformers.py save FOLDER ARCHITECTURE ...
     python in_another_transformers.py load FOLDER
     python in_another_transformers.py resemble FOLDER
+    python in_another_transformers.py expect FOLDER
 
 `resemble` compares only with the source. It is for models of which that release packs less.
+`expect` compares with what another release put out, in FOLDER/ARCHITECTURE/expected.pt.
 
 FOLDER holds one folder for each architecture, named after its class, with "source" and "out" in it.
 Both print a JSON object: architecture → "ok", "unknown to it", "cannot read the source either", or
@@ -68,17 +70,28 @@ def load(folder: Path) -> str:
 
 
 def resemble(folder: Path) -> str:
+    return correlated(output_of(folder, "source"), output_of(folder, "out"), 0.95)
+
+
+def expect(folder: Path) -> str:
+    try:
+        found = output_of(folder, "out")
+    except Exception as error:  # noqa: BLE001 whatever it is, the test shows it
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return correlated(torch.load(folder / "expected.pt"), found, 0.999)
+
+
+def output_of(folder: Path, name: str) -> torch.Tensor:
     model_class = getattr(transformers, folder.name)
-    outputs = [
-        first_output(
-            model_class.from_pretrained(folder / name, dtype=torch.bfloat16, device_map="cpu")
-        )
-        for name in ("source", "out")
-    ]
-    correlation = torch.corrcoef(torch.stack([output.float().flatten() for output in outputs]))[
-        0, 1
-    ]
-    return "ok" if correlation > 0.95 else f"a correlation of {correlation:.2f}"
+    return first_output(
+        model_class.from_pretrained(folder / name, dtype=torch.bfloat16, device_map="cpu")
+    )
+
+
+def correlated(one: torch.Tensor, other: torch.Tensor, least: float) -> str:
+    outputs = torch.stack([one.float().flatten(), other.float().flatten()])
+    correlation = torch.corrcoef(outputs)[0, 1]
+    return "ok" if correlation > least else f"a correlation of {correlation:.4f}"
 
 
 def can_read(model_class: type, source: Path) -> bool:
@@ -145,5 +158,6 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     command, folder, *names = sys.argv[1:]
     folders = [Path(folder, name) for name in names] or sorted(Path(folder).iterdir())
-    answer = {"save": save, "load": load, "resemble": resemble}[command]
+    commands = {"save": save, "load": load, "resemble": resemble, "expect": expect}
+    answer = commands[command]
     print(json.dumps({path.name: answer(path) for path in folders}))

@@ -28,8 +28,10 @@ from roundtrip import (
 from tiny import save_tiny
 
 from nf4conv.choose.evidence import Why
+from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
+from nf4conv.models.config import UNREAD, levels
 from nf4conv.models.family_table import READ
 from nf4conv.options import QuantizeOptions
 
@@ -137,7 +139,8 @@ def test_our_config_is_what_transformers_reads_back(tmp_path):
         tmp_path / "out", dtype=torch.bfloat16
     )
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert model.config.quantization_config.to_dict() == written
+    # transformers adds two keys that no loader reads
+    assert model.config.quantization_config.to_dict() == {**UNREAD, **written}
 
 
 @pytest.mark.parametrize("architecture", ALL)
@@ -219,3 +222,38 @@ def test_transformers_4_loads_the_experts_of_llama_4(python_with_transformers_4,
     assert ask_transformers(python_with_transformers_4, "resemble", tmp_path) == {
         "Llama4ForCausalLM": "ok"
     }
+
+
+@pytest.mark.architectures
+def test_transformers_4_loads_the_mixtures_that_transformers_5_saved(
+    python_with_transformers_4, tmp_path
+):
+    """Their configs name the experts and the rotary positions as 5 does."""
+    unusable = (
+        *FORWARD_UNKNOWN,
+        "JambaForCausalLM",  # for which 4 wants kernels on a GPU
+        "LongcatFlashForCausalLM",  # for whose experts without weights 5 saves weights
+    )
+    architectures = [name for name in EXPERTS_ONE_BY_ONE if name not in unusable]
+    for architecture in architectures:
+        folder = tmp_path / architecture
+        source = save_tiny(architecture, folder)
+        give_rotary_positions_another_base(source)
+        quantize_checkpoint(source, folder / "out", QuantizeOptions(moe="per-expert"))
+        dequantize_checkpoint(folder / "out", tmp_path / "plain")
+        model_class = getattr(transformers, architecture)
+        plain = model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+        torch.save(first_output(plain.eval()), folder / "expected.pt")
+        shutil.rmtree(tmp_path / "plain")
+    found = ask_transformers(python_with_transformers_4, "expect", tmp_path, *architectures)
+    assert found == dict.fromkeys(architectures, "ok")
+
+
+def give_rotary_positions_another_base(source):
+    """A base at which a model that takes the default says something else."""
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    for _, level in levels(config):
+        if "rope_theta" in level:
+            level["rope_theta"] = 70.0
+    path.write_text(json.dumps(config))
