@@ -4,10 +4,10 @@ transformers 5 reads both. transformers 4 does not miss a key that it does not f
 default, so that a model fails to load, or loads and computes something else.
 
     transformers 5                    transformers 4               where
-    num_local_experts                 num_experts                  the model types of _COUNTS_EXPERTS
-    rope_parameters.rope_theta        rope_theta                   every model with rotary positions
-    rope_parameters.partial_rotary…   partial_rotary_factor        some of them
-    rope_parameters                   rope_scaling                 those whose positions are scaled
+    num_local_experts                 num_experts                  those of _COUNTS_EXPERTS
+    rope_parameters.rope_theta        rope_theta                   rotary positions
+    rope_parameters.partial_rotary…   partial_rotary_factor        rotary positions
+    rope_parameters                   rope_scaling                 rotary positions, scaled
 
 (Found by comparing every config class of transformers 4.57.6 with that of 5.23.0;
 tests/test_expert_configs.py does it for mixtures of experts.)
