@@ -12,6 +12,7 @@ The backends offer the same functions. All write into tensors that ops.py alloca
     reference/      defines every operation, in plain torch for any device
     cpu/            computes them as fast as a CPU can
     kernels/        computes them at the memory limit of an NVIDIA GPU, in Triton
+    rounding/       rounds weights with knowledge of the activations that they multiply
     decode/         decodes the other quantizations that sources come in
 
 Beside single weights:

@@ -1,0 +1,112 @@
+"""The order in which inputs are rounded, and the factor that says how later inputs make up for the
+errors of earlier ones.
+
+With H⁻¹ = Uᵀ·U, U upper triangular, the best reply to an error of (w - q) in input j is to move
+each later input k by -(w - q) · U[j, k] / U[j, j]; what remains costs ((w - q) / U[j, j])².
+(Optimal brain surgery, as GPTQ computes it.)
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from nf4conv.errors import CodecError
+
+DAMPING: Final = 0.01
+"""Added to the diagonal, relative to its mean: the sums are known from a sample only."""
+
+_LARGEST_DAMPING: Final = 1e6  # with this the moments are a multiple of the identity
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The second moments of a layer's inputs, in the order of rounding, and their factor.
+
+    Attributes:
+        order: [in_features] int64, the input at each place. Groups of `blocksize` inputs, which
+            share a scale, stay together.
+        moments: [in_features, in_features] float32, mean second moments in this order; inputs that
+            were always zero have the mean of the diagonal on theirs.
+        upper: [in_features, in_features] float32, U of H⁻¹ = Uᵀ·U for the damped moments H, zeros
+            below the diagonal.
+        blocksize: the inputs of a group.
+        damping: that was needed, relative to the mean of the diagonal.
+        dead: the number of inputs that were always zero.
+    """
+
+    order: torch.Tensor
+    moments: torch.Tensor
+    upper: torch.Tensor
+    blocksize: int
+    damping: float
+    dead: int
+
+
+def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> Factor:
+    """Order the inputs of a layer and factor the inverse of their second moments.
+
+    The factorisation is in float64. Where it fails, the damping grows tenfold until it holds.
+
+    Args:
+        moments: [in_features, in_features] float32, such as SecondMoments.mean().
+        blocksize: the inputs of a group: divides in_features.
+        damping: what is added to the diagonal, relative to its mean.
+
+    Returns:
+        The factor, on the device of the moments.
+
+    Raises:
+        CodecError: the moments are not finite.
+    """
+    diagonal = moments.diagonal()
+    # a sum is finite only if every term is, unless it overflows, which must stop us as well
+    if not bool(moments.sum(dtype=torch.float64).isfinite()):
+        raise CodecError("second moments: not finite; the activations hold NaN or infinity")
+    dead = diagonal <= 0
+    floor = diagonal.double().mean().clamp_min(1e-30)
+    order = energy_order(diagonal, blocksize)
+    ordered = moments.index_select(0, order).index_select(1, order)
+    ordered.diagonal()[dead[order]] = floor.float()
+    upper, used = _factor_of_inverse(ordered, floor, damping)
+    return Factor(order, ordered, upper, blocksize, used, int(dead.sum()))
+
+
+def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
+    """Return the inputs, groups of more energy first, and in a group inputs of more energy first.
+
+    What is rounded first is compensated by all that follow.
+
+    Args:
+        diagonal: [in_features], the energy of each input.
+        blocksize: the inputs of a group.
+
+    Returns:
+        [in_features] int64.
+    """
+    groups = diagonal.view(-1, blocksize)
+    rank = groups.sum(dim=1, dtype=torch.float64).argsort(descending=True, stable=True)
+    inside = groups.argsort(dim=1, descending=True, stable=True)
+    return (rank[:, None] * blocksize + inside[rank]).view(-1)
+
+
+def _factor_of_inverse(
+    moments: torch.Tensor, scale: torch.Tensor, damping: float
+) -> tuple[torch.Tensor, float]:
+    """Return U of (moments + damping · scale · I)⁻¹ = Uᵀ·U, [n, n] float32, and the damping used.
+
+    Read from its last row and column backwards, the matrix has a lower Cholesky factor; read
+    backwards again, that is an upper R with R·Rᵀ = H, and U is its inverse.
+    """
+    while damping <= _LARGEST_DAMPING:
+        backwards = moments.flip(0, 1).double()
+        backwards.diagonal().add_(damping * scale)
+        lower, failed = torch.linalg.cholesky_ex(backwards)
+        del backwards
+        if not bool(failed):
+            root = lower.flip(0, 1)
+            del lower
+            unit = torch.eye(root.shape[0], dtype=root.dtype, device=root.device)
+            return torch.linalg.solve_triangular(root, unit, upper=True).float(), damping
+        damping = max(damping, 1e-6) * 10
+    raise CodecError("second moments: no damping makes them positive definite")

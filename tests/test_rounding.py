@@ -1,0 +1,210 @@
+"""Rounding that knows the activations: what is stored decodes to what was chosen, and it is never
+worse than the search.
+"""
+
+import pytest
+import torch
+
+import nf4conv
+from nf4conv.codec import rounding
+from nf4conv.codec.rounding import calibrated
+from nf4conv.codec.rounding.levels import ascending, levels_of
+from nf4conv.codec.rounding.scales import StorableScales
+from nf4conv.errors import CodecError
+
+CPU = torch.device("cpu")
+FORMATS = [
+    (quant_type, blocksize, double_quant)
+    for quant_type in ("nf4", "fp4")
+    for blocksize in (32, 64, 128)
+    for double_quant in (True, False)
+] + [("nf4", 1024, True)]
+
+
+def moments_of(inputs: int, tokens: int = 0, seed: int = 0) -> rounding.SecondMoments:
+    """Returns the moments of tokens whose features are correlated and differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(inputs, inputs, generator=generator) / inputs**0.5
+    mixing = mixed + torch.diag(torch.rand(inputs, generator=generator) + 0.2)
+    tokens = tokens or 4 * inputs
+    found = rounding.SecondMoments.zeros(inputs, CPU)
+    found.add(torch.randn(tokens, inputs, generator=generator) @ mixing)
+    return found
+
+
+def weight_of(
+    outputs: int, inputs: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(outputs, inputs, generator=generator) * 0.05).to(dtype)
+
+
+def believed(
+    weights: list[torch.Tensor], factor: rounding.Factor, quant_type: str, double_quant: bool
+) -> torch.Tensor:
+    """Returns the values that the first draft of stacked weights believes in, [out, in]."""
+    levels = levels_of(quant_type, CPU)
+    found = [
+        rounding.search(weight, quant_type, factor.blocksize, double_quant) for weight in weights
+    ]
+    groups = calibrated.groups_of(factor)
+    storable = StorableScales.beside([one.state for one in found]).in_order(groups)
+    target = calibrated.ordered(weights, factor)
+    draft = calibrated.first_draft(target, factor, storable, levels)
+    return draft.values(levels)[factor.order.argsort()].T
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("quant_type", "blocksize", "double_quant"), FORMATS)
+def test_loaders_decode_what_was_chosen(quant_type: str, blocksize: int, double_quant: bool):
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    inputs = max(256, blocksize)
+    moments = moments_of(inputs, tokens=1024)
+    factor = rounding.factor(moments.mean(), blocksize)
+    weights = [weight_of(40, inputs), weight_of(24, inputs, 1) + 0.02]
+    results = rounding.round_calibrated(weights, factor, quant_type, double_quant, sweeps=0)
+    chosen = believed(weights, factor, quant_type, double_quant).split([40, 24])
+    for weight, result, expected in zip(weights, results, chosen, strict=True):
+        assert result.is_calibrated
+        assert torch.equal(result.values(torch.float32), expected)
+        components = {f"w.{name}": one for name, one in result.state.components().items()}
+        state = QuantState.from_dict(components, device=CPU)
+        assert state.dtype == weight.dtype
+        assert state.shape == weight.shape
+        state.dtype = torch.float32
+        assert torch.equal(dequantize_4bit(result.packed, state), expected)
+
+
+def test_the_largest_blocks_are_stored_as_chosen():
+    """The factor of 4096 inputs takes too long for a test; this one is made up."""
+    places = torch.arange(4096).flip(0)
+    factor = rounding.Factor(places, torch.eye(4096), torch.eye(4096), 4096, 0.0, 0)
+    weight = weight_of(4, 4096)
+    (result,) = rounding.round_calibrated([weight], factor, "fp4", sweeps=0)
+    assert result.is_calibrated
+    expected = believed([weight], factor, "fp4", double_quant=True)
+    assert torch.equal(result.values(torch.float32), expected)
+    (result,) = rounding.round_calibrated([weight], factor, "fp4", sweeps=1)
+    assert result.cost < result.cost_searched
+    assert result.is_calibrated
+
+
+@pytest.mark.parametrize(("quant_type", "blocksize", "double_quant"), FORMATS)
+def test_it_costs_less_than_the_search(quant_type: str, blocksize: int, double_quant: bool):
+    inputs = max(256, blocksize)
+    moments = moments_of(inputs, tokens=1024).mean()
+    factor = rounding.factor(moments, blocksize)
+    weight = weight_of(32, inputs, dtype=torch.float32)
+    searched = rounding.search(weight, quant_type, blocksize, double_quant)
+    costs = [rounding.layer_cost(weight, searched, moments)]
+    for sweeps in (0, 1, 2):
+        (result,) = rounding.round_calibrated([weight], factor, quant_type, double_quant, sweeps)
+        assert result.is_calibrated
+        assert result.cost_searched == pytest.approx(costs[0], rel=1e-5)
+        assert result.cost == pytest.approx(rounding.layer_cost(weight, result, moments), rel=1e-5)
+        costs.append(result.cost)
+    assert costs[1] < 0.75 * costs[0]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_search_stays_where_it_costs_no_more():
+    """Independent inputs leave nothing to gain, and a weight of levels has no error at all."""
+    levels = nf4conv.quantize_4bit(torch.zeros(64))[1].code
+    weight = levels[torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(0))]
+    weight[:, 0] = 1
+    factor = rounding.factor(torch.eye(64), 64)
+    (result,) = rounding.round_calibrated([weight], factor, double_quant=False)
+    searched = rounding.search(weight, "nf4", 64, False)
+    assert not result.is_calibrated
+    assert result.cost == result.cost_searched == 0
+    assert torch.equal(result.packed, searched.packed)
+
+
+def test_dead_inputs_and_few_tokens_are_damped():
+    moments = moments_of(128, tokens=5)
+    moments.sums[7] = 0
+    moments.sums[:, 7] = 0
+    factor = rounding.factor(moments.mean(), 64)
+    assert factor.dead == 1
+    assert factor.upper.isfinite().all()
+    weight = weight_of(32, 128)
+    (result,) = rounding.round_calibrated([weight], factor)
+    assert result.is_calibrated
+    assert result.cost < 0.5 * result.cost_searched
+
+
+def test_the_damping_grows_until_the_factor_holds():
+    indefinite = torch.diag(torch.tensor([-1e-3] + [1.0] * 63))
+    indefinite[0, 0] = 1e-9
+    indefinite[0, 1] = indefinite[1, 0] = 0.5
+    factor = rounding.factor(indefinite, 64)
+    assert factor.damping > 0.01
+    damped = factor.moments.double()
+    damped.diagonal().add_(factor.damping * indefinite.diagonal().double().mean())
+    product = factor.upper.double() @ damped @ factor.upper.double().T
+    assert torch.allclose(product, torch.eye(64, dtype=torch.float64), atol=1e-4)
+
+
+def test_groups_of_inputs_are_ordered_by_energy():
+    factor = rounding.factor(torch.diag(torch.arange(1.0, 129)), 64)
+    assert factor.order.tolist() == list(range(127, -1, -1))
+    mixed = torch.ones(128)
+    mixed[3] = 100
+    factor = rounding.factor(torch.diag(mixed), 32)
+    assert factor.order[0] == 3
+    assert sorted(factor.order[:32].tolist()) == list(range(32))
+
+
+def test_moments_of_few_tokens_are_blended():
+    layer = moments_of(32, tokens=1000)
+    few = moments_of(32, tokens=16, seed=1)
+    enough = moments_of(32, tokens=64, seed=2)
+    none = rounding.SecondMoments.zeros(32, CPU)
+    assert enough.blended(layer) is enough
+    assert none.blended(layer) is layer
+    expected = 0.25 * few.mean() + 0.75 * layer.mean()
+    assert torch.allclose(few.blended(layer).mean(), expected)
+
+
+def test_moments_are_sums_over_tokens():
+    inputs = torch.randn(3, 5, 32, dtype=torch.bfloat16)
+    found = rounding.SecondMoments.zeros(32, CPU)
+    found.add(inputs[:2])
+    found.add(inputs[2])
+    flat = inputs.view(-1, 32).double()
+    assert found.tokens == 15
+    assert torch.allclose(found.sums.double(), flat.T @ flat, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_in_activations_is_refused():
+    moments = moments_of(64).mean()
+    moments[3, 4] = float("nan")
+    with pytest.raises(CodecError, match="not finite"):
+        rounding.factor(moments, 64)
+
+
+def test_what_cannot_be_calibrated_is_refused_with_the_reason():
+    assert rounding.why_not_calibrated(torch.zeros(8, 128), 64) == ""
+    assert "no multiple" in rounding.why_not_calibrated(torch.zeros(8, 96), 64)
+    assert "dimensions" in rounding.why_not_calibrated(torch.zeros(8), 64)
+    assert "empty" in rounding.why_not_calibrated(torch.zeros(0, 64), 64)
+    assert "NaN" in rounding.why_not_calibrated(torch.full((1, 64), float("nan")), 64)
+    factor = rounding.factor(torch.eye(64), 64)
+    with pytest.raises(CodecError, match="NaN"):
+        rounding.round_calibrated([torch.full((1, 64), float("nan"))], factor)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_levels_are_the_values_of_codes(quant_type: str):
+    values, cuts, codes = ascending(quant_type)
+    stored = nf4conv.quantize_4bit(torch.zeros(64), quant_type)[1].code
+    assert stored[list(codes)].tolist() == list(values)
+    assert list(values) == sorted(values)
+    assert list(cuts) == sorted(cuts)
+    levels = levels_of(quant_type, CPU)
+    assert torch.equal(levels.decode(levels.ranks(levels.values)), levels.values)
+    halves = torch.linspace(-1.1, 1.1, 5001)
+    nearest = (halves[:, None] - levels.values).abs().amin(dim=1)
+    chosen = (halves - levels.decode(levels.ranks(halves))).abs()
+    assert torch.allclose(chosen, nearest, atol=1e-6)
