@@ -86,7 +86,7 @@ def test_content_of_another_shape_is_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = bundle.kernel_folder()
+    folder = bundle.cache_folder()
     assert folder is not None
     folder.mkdir()
     path = folder / f"{bundle._key(Gpu().capability(), PURPOSE)}.json"
@@ -104,7 +104,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert bundle.kernel_folder() is None
+    assert bundle.cache_folder() is None
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
 
 
@@ -157,4 +157,4 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
     working directory.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
-    assert bundle.kernel_folder() == Path.home() / ".cache/nf4conv"
+    assert bundle.cache_folder() == Path.home() / ".cache/nf4conv"

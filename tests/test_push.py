@@ -14,7 +14,7 @@ from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 
-import nf4conv.sources.remote.hub as hub_module
+import nf4conv.sources.remote.asking as asking_module
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
@@ -28,7 +28,7 @@ OPTIONS = QuantizeOptions(max_shard_size=60_000)
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(asking_module, "WAITS", (0.01, 0.01))
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
-import nf4conv.sources.remote.hub as hub_module
+import nf4conv.sources.remote.asking as asking_module
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.remote.hub import RemoteFile, Repository
-from nf4conv.sources.remote.stream import ShardStream, check_content
+from nf4conv.sources.remote.contents import RemoteFile, check_content
+from nf4conv.sources.remote.hub import Repository
+from nf4conv.sources.remote.stream import ShardStream
 
 REPO = "some-org/model"
 CONFIG = json.dumps(
@@ -64,7 +65,7 @@ def checkpoint(shards: int = SHARDS) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(asking_module, "WAITS", (0.01, 0.01))
 
 
 @pytest.fixture

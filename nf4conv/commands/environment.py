@@ -4,9 +4,10 @@ import platform
 from typing import Final, NamedTuple
 
 from nf4conv.report.results.contents import Environment
-from nf4conv.run.device.on_driver.bundle import kernel_folder, version_of
+from nf4conv.run.device.on_driver.bundle import version_of
 from nf4conv.system.cores import usable_cores
 from nf4conv.system.kind import lacking
+from nf4conv.system.private import cache_folder
 
 _PACKAGES: Final = (
     # what nf4conv computes, downloads and shows with
@@ -44,7 +45,7 @@ def environment() -> Environment:
     from huggingface_hub import constants  # importing huggingface_hub takes a while
 
     packages = {name: version_of(name) or None for name in _PACKAGES}
-    folders = {"kernels": str(kernel_folder()), "downloads": str(constants.HF_HUB_CACHE)}
+    folders = {"kernels": str(cache_folder()), "downloads": str(constants.HF_HUB_CACHE)}
     computing = _find_computing()
     return Environment(
         python=platform.python_version(),

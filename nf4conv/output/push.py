@@ -18,14 +18,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.sources.remote.hub import (
-    HUB_ERRORS,
-    LIBRARY,
-    PATIENCE,
-    abort_transfers,
-    one_line,
-    patiently,
-)
+from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
+from nf4conv.sources.remote.hub import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

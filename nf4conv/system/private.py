@@ -1,4 +1,4 @@
-"""Reads a file that nobody but this user could have written."""
+"""Finds the user's cache folder, and reads a file that nobody but this user could have written."""
 
 import os
 import stat
@@ -31,3 +31,14 @@ def read_private(path: Path) -> bytes | None:
         if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or is_writable_by_others):
             return None
         return file.read()
+
+
+def cache_folder() -> Path | None:
+    """Returns where what is worth keeping between runs is kept; None for a user with no home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if not cache.is_absolute():  # its specification says to ignore relative ones
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return cache / "nf4conv"

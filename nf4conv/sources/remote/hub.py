@@ -7,47 +7,35 @@ its commit is what is asked for. Files that are in the cache are used where they
 
 import glob
 import json
-import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final
 
 import huggingface_hub
 import huggingface_hub.utils
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
+from nf4conv.sources.remote.asking import asked, explained, get_range, timeout
+from nf4conv.sources.remote.contents import RemoteFile, damaged_files
 from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_INDEX, find_weights
 
 LIBRARY: Final = "nf4conv"
 
-T = TypeVar("T")
-
 # its functions are exported by name only, and differ between releases
 _utils: Any = huggingface_hub.utils
-
-HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
-    OSError,
-    errors.EntryNotFoundError,
-    errors.HFValidationError,
-    cast("type[Exception]", errors.HfHubHTTPError.__bases__[0]),
-)
-"""huggingface_hub's own errors, and those of the HTTP library that it happens to be built on."""
-
-_WAITS: Final = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, after those of huggingface_hub itself
 
 PATIENCE: Final = 5.0
 """Seconds that a transfer gets to notice that it is not wanted.
 
 A transfer that stalls is left alone with its own files.
 """
-
-_PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
 _DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md", "nf4conv.json")
 """Files that are read beside the weights but not copied."""
@@ -62,15 +50,6 @@ _LIKELY: Final = (
     MODEL_INDEX,
 )
 """Files one of which every source has: by them it is found in the cache."""
-
-
-class RemoteFile(NamedTuple):
-    """A file of a repository, as the Hub describes it."""
-
-    name: str  # its path in the repository
-    size: int  # bytes
-    sha256: str | None  # of its content; None for a small file that is kept in git itself
-    blob: str | None  # git's name for it; None if unknown
 
 
 @dataclass(frozen=True)
@@ -111,14 +90,20 @@ class Repository:
             "library_name": LIBRARY,
         }
         with explained(repo):
-            api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
-            info = api.model_info(repo, revision=where.revision, files_metadata=True)
+            info = asked(self._describe)
         self.commit = str(info.sha)
         self.files: dict[str, RemoteFile] = {}
         for file in info.siblings or ():
             sha256 = None if file.lfs is None else file.lfs.sha256
             name = file.rfilename
             self.files[name] = RemoteFile(name, file.size or 0, sha256, file.blob_id)
+
+    def _describe(self) -> Any:
+        """Asks once what the repository holds."""
+        api = huggingface_hub.HfApi(token=self._where.token, library_name=LIBRARY)
+        return api.model_info(
+            self.repo, revision=self._where.revision, files_metadata=True, timeout=timeout()
+        )
 
     def fetch_first(self, names: Sequence[str]) -> Path:
         """Fetches files and lets the cache note which commit the revision stands for.
@@ -149,14 +134,45 @@ class Repository:
         Raises:
             SourceError: the Hub does not give the files.
         """
+        attempt = partial(
+            huggingface_hub.snapshot_download,
+            self.repo,
+            revision=revision or self.commit,
+            allow_patterns=[glob.escape(name) for name in names],
+            **self._access,
+        )
         with explained(self.repo):
-            folder = huggingface_hub.snapshot_download(
-                self.repo,
-                revision=revision or self.commit,
-                allow_patterns=[glob.escape(name) for name in names],
-                **self._access,
-            )
+            folder = asked(attempt)
         return Path(folder)
+
+    def require_right(self, files: Mapping[Path, RemoteFile]) -> None:
+        """Checks that files in the cache are what the Hub describes.
+
+        Those that are not are fetched once more.
+
+        Args:
+            files: what the Hub says of each file, by its path in the cache.
+
+        Raises:
+            SourceError: a file is damaged again, or the Hub does not give it.
+        """
+        damaged = damaged_files(files.items())
+        if not damaged:
+            return
+        with explained(self.repo):
+            for file in damaged:
+                asked(partial(self._fetch_again, file))
+        again = {path: file for path, file in files.items() if file in damaged}
+        for file, problem in damaged_files(again.items()).items():
+            raise SourceError(
+                f"{self.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged"
+            )
+
+    def _fetch_again(self, file: RemoteFile) -> None:
+        """Fetches a file into the cache, which has it already."""
+        huggingface_hub.hf_hub_download(
+            self.repo, file.name, revision=self.commit, force_download=True, **self._access
+        )
 
     def download(
         self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool
@@ -194,46 +210,13 @@ class Repository:
         """
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
-        headers["Range"] = f"bytes={start}-{stop - 1}"
-        content = bytearray()
-        with explained(f"{self.repo}/{file.name}"), _streamed(url, headers) as (response, chunks):
-            _utils.hf_raise_for_status(response)
-            if response.status_code != 206:
-                raise SourceError(
-                    f"{self.repo}/{file.name}: the server gives no parts of files; run without "
-                    f"--stream"
-                )
-            for chunk in chunks:
-                content += chunk
-        if len(content) != stop - start:
+        with explained(f"{self.repo}/{file.name}"):
+            content = asked(partial(get_range, url, headers, start, stop))
+        if content is None:
             raise SourceError(
-                f"{self.repo}/{file.name}: got {len(content):,} of {stop - start:,} bytes; run "
-                f"again"
+                f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"
             )
-        return bytes(content)
-
-
-@contextmanager
-def _streamed(url: str, headers: Mapping[str, str]) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """Asks for a URL; busy servers and failing connections are tried again.
-
-    huggingface_hub is built on requests before 1.0, and on httpx or its successor from then on.
-
-    Yields:
-        response: the response, whose body has not been read.
-        chunks: the body.
-    """
-    if hasattr(_utils, "http_stream_backoff"):
-        with _utils.http_stream_backoff(
-            "GET", url, headers=headers, follow_redirects=True
-        ) as response:
-            yield response, response.iter_bytes()
-    else:
-        busy = tuple(status for status in _PASSING_STATUSES if status >= 429)
-        with _utils.http_backoff(
-            "GET", url, headers=headers, stream=True, retry_on_status_codes=busy
-        ) as response:
-            yield response, response.iter_content(2**16)
+        return content
 
 
 def is_offline() -> bool:
@@ -283,7 +266,9 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     small = _small_files(repository, prefix, names)
     if weights.is_index:
         small.add(weights.name)
-    root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
+    at_root = [f"{prefix}{name}" for name in sorted(small)]
+    root = repository.fetch_first(at_root)
+    repository.require_right({root / name: repository.files[name] for name in at_root})
     folder = root / prefix
     shards = _shards(folder / weights.name) if weights.is_index else [weights.name]
     absent = {}
@@ -295,6 +280,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
         absent = {path: file for path, file in absent.items() if not path.is_file()}
     else:
         repository.fetch([file.name for file in absent.values()])
+        repository.require_right(absent)
         absent = {}
     origin = Origin(repo, repository.commit, prefix.rstrip("/"))
     return Fetched(folder, origin, repository, absent)
@@ -414,60 +400,6 @@ def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY
             return Fetched(folder, Origin(repo, snapshot.name, subfolder), None, {})
     revision = f" at {where.revision}" if where.revision else ""
     raise SourceError(f"{repo}{revision}: not in the cache, and the hub may not be asked")
-
-
-@contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says.
-
-    Args:
-        what: what is asked for; it begins the line.
-    """
-    try:
-        yield
-    except HUB_ERRORS as error:
-        raise SourceError(f"{what}: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    """Returns what an error says on one line, without the number of the request."""
-    text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
-    return " ".join(text.split()) or type(error).__name__
-
-
-def patiently(attempt: Callable[[], T], stopped: threading.Event) -> T | None:
-    """Makes an attempt, and repeats it as long as that may help.
-
-    Args:
-        attempt: what to try.
-        stopped: set when the result is no longer wanted.
-
-    Returns:
-        What the attempt returns; None if it is no longer wanted.
-
-    Raises:
-        One of HUB_ERRORS: trying again does not help, or has not helped.
-    """
-    for wait in _WAITS:
-        try:
-            return attempt()
-        except HUB_ERRORS as error:
-            if not _may_pass(error):
-                raise
-        if stopped.wait(wait):
-            return None
-    return attempt()
-
-
-def _may_pass(error: Exception) -> bool:
-    """Returns True if trying again may help: the server is busy, or the connection failed."""
-    cause: BaseException | None = error
-    while cause is not None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status is not None:
-            return status in _PASSING_STATUSES
-        cause = cause.__cause__
-    return not isinstance(error, OSError) or error.errno is None
 
 
 def _bar(go_on: Callable[[], None]) -> type[Any]:

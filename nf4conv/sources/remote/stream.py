@@ -11,7 +11,6 @@ read, such as a scale in another file than its weight, are asked for by range.
 """
 
 import errno
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -20,16 +19,10 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.sources.reader import Reader, digest_of
-from nf4conv.sources.remote.hub import (
-    HUB_ERRORS,
-    PATIENCE,
-    RemoteFile,
-    Repository,
-    abort_transfers,
-    one_line,
-    patiently,
-)
+from nf4conv.sources.reader import Reader
+from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
+from nf4conv.sources.remote.contents import RemoteFile, check_content
+from nf4conv.sources.remote.hub import PATIENCE, Repository, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 FILES_ON_DISK: Final = 2  # the one being read and the one being fetched
@@ -221,24 +214,6 @@ class ShardStream(RemoteReader):
         if local is None:
             raise SourceError(f"{file.name}: no longer wanted")
         return local
-
-
-def check_content(path: Path, file: RemoteFile) -> str | None:
-    """Returns what is wrong with a downloaded file; None if it is what the Hub describes."""
-    size = path.stat().st_size
-    if size != file.size:
-        return f"has {size:,} bytes, not the {file.size:,} that the hub says"
-    if file.sha256 is not None:
-        digest = hashlib.sha256()
-        expected = file.sha256
-    elif file.blob is not None:
-        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # as git computes it
-        expected = file.blob
-    else:
-        return None
-    if digest_of(path, digest) != expected:
-        return f"its hash is not {expected}, which the hub says"
-    return None
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:

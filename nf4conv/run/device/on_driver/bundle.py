@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +20,7 @@ from nf4conv.output.writer import write_file
 from nf4conv.run.device.on_driver.compiling import compile_kernels
 from nf4conv.run.device.on_driver.driver import Device
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose, load_kernels
-from nf4conv.system.private import read_private
+from nf4conv.system.private import cache_folder, read_private
 
 
 def load_bundles(
@@ -35,7 +34,7 @@ def load_bundles(
         The kernels; None if they cannot be compiled, see `compile_kernels`.
     """
     capability = device.capability()
-    folder = kernel_folder()
+    folder = cache_folder()
     contents: dict[Purpose, dict[str, Any]] = {}
     missing: dict[Purpose, Path | None] = {}
     for purpose in purposes:
@@ -60,17 +59,6 @@ def load_bundles(
                 _keep(path, compiled[purpose])
     device.use()
     return {purpose: load_kernels(content) for purpose, content in contents.items()}
-
-
-def kernel_folder() -> Path | None:
-    """Returns where bundles are kept; None for a user who has no home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    if not cache.is_absolute():  # its specification says to ignore relative ones
-        try:
-            cache = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return cache / "nf4conv"
 
 
 def deciding_sources() -> list[Path]:

@@ -1,0 +1,173 @@
+"""Asks the Hub, by one rule: how long a request may be silent, and how often it is made again.
+
+A request ends with an error after HF_HUB_DOWNLOAD_TIMEOUT seconds (10 by default) without a byte.
+It is made again up to four times, after 1, 2, 4 and 8 seconds, if the server was busy, was silent,
+or broke off; and once, after 1 second, if no connection came about. A server that says when to come
+back (Retry-After) is believed, up to a minute.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar, cast
+
+import huggingface_hub.utils
+from huggingface_hub import constants, errors
+
+from nf4conv.errors import SourceError
+
+T = TypeVar("T")
+
+# its functions are exported by name only, and differ between releases
+_utils: Any = huggingface_hub.utils
+
+_HTTP_ERROR: Final = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
+"""The base of the errors of the HTTP library that huggingface_hub happens to be built on."""
+
+HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
+    OSError,
+    errors.EntryNotFoundError,
+    errors.HFValidationError,
+    _HTTP_ERROR,
+)
+"""huggingface_hub's own errors, and those of its HTTP library."""
+
+WAITS: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between tries, after those of huggingface_hub itself."""
+
+_LONGEST_WAIT: Final = 60.0  # seconds, whatever a server says
+_PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
+
+
+def timeout() -> float:
+    """Returns the seconds that a request may be silent."""
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def patiently(attempt: Callable[[], T], stopped: threading.Event | None = None) -> T | None:
+    """Makes an attempt, and repeats it as long as that may help.
+
+    Args:
+        attempt: what to try.
+        stopped: set when the result is no longer wanted; None if it always is.
+
+    Returns:
+        What the attempt returns; None if it is no longer wanted.
+
+    Raises:
+        One of HUB_ERRORS: trying again does not help, or has not helped.
+    """
+    tries = 0
+    while True:
+        try:
+            return attempt()
+        except HUB_ERRORS as error:
+            waits = _waits_after(error)
+            if tries >= len(waits):
+                raise
+            wait = _asked_wait(error) or waits[tries]
+        tries += 1
+        if stopped is None:
+            time.sleep(wait)
+        elif stopped.wait(wait):
+            return None
+
+
+def asked(attempt: Callable[[], T]) -> T:
+    """Makes an attempt whose result is always wanted, and repeats it as long as that may help.
+
+    Raises:
+        One of HUB_ERRORS: trying again does not help, or has not helped.
+    """
+    return cast("T", patiently(attempt))
+
+
+def _waits_after(error: Exception) -> tuple[float, ...]:
+    """Returns the seconds to wait before each further try; none if trying again does not help."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return WAITS if status in _PASSING_STATUSES else ()
+        if _is_without_connection(cause):
+            return WAITS[:1]
+        cause = cause.__cause__
+    is_of_the_disk = isinstance(error, OSError) and error.errno is not None
+    return () if is_of_the_disk else WAITS
+
+
+def _is_without_connection(error: BaseException) -> bool:
+    """Returns True for the errors of HTTP libraries that say that nobody was reached."""
+    name = type(error).__name__
+    return name in ("ConnectError", "ConnectTimeout", "NewConnectionError", "ProxyError")
+
+
+def _asked_wait(error: Exception) -> float | None:
+    """Returns the seconds that the server wants to be left alone; None if it does not say."""
+    cause: BaseException | None = error
+    while cause is not None:
+        headers = getattr(getattr(cause, "response", None), "headers", None) or {}
+        text = str(headers.get("Retry-After", ""))
+        if text.isascii() and text.isdecimal():
+            return min(float(text), _LONGEST_WAIT)
+        cause = cause.__cause__
+    return None
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says.
+
+    Args:
+        what: what is asked for; it begins the line.
+    """
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise SourceError(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error says on one line, without the number of the request."""
+    text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+def get_range(url: str, headers: Mapping[str, str], start: int, stop: int) -> bytes | None:
+    """Asks once for bytes start … stop of a file.
+
+    huggingface_hub is built on requests before 1.0, and on httpx or its successor from then on.
+
+    Returns:
+        The bytes; None if the server gives no parts of files.
+
+    Raises:
+        One of HUB_ERRORS: the server refuses, is silent, or gives another number of bytes.
+    """
+    session: Any = _utils.get_session()
+    headers = {**headers, "Range": f"bytes={start}-{stop - 1}"}
+    if hasattr(session, "stream"):
+        request = session.stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=timeout()
+        )
+        with request as response:
+            return _body(response, response.iter_bytes, stop - start)
+    with session.get(url, headers=headers, stream=True, timeout=timeout()) as response:
+        return _body(response, lambda: response.iter_content(2**16), stop - start)
+
+
+def _body(response: Any, chunks: Callable[[], Iterable[bytes]], size: int) -> bytes | None:
+    """Reads so many bytes of a response; None if it is not a part of a file."""
+    _utils.hf_raise_for_status(response)
+    if response.status_code != 206:
+        return None
+    content = bytearray()
+    for chunk in chunks():
+        content += chunk
+        if len(content) > size:
+            break
+    if len(content) != size:
+        raise OSError(f"got {len(content):,} of {size:,} bytes")
+    return bytes(content)

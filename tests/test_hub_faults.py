@@ -1,0 +1,203 @@
+"""A Hub that is silent, breaks off, is busy, or delivers other bytes than it states."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+from hub_server import HUB, Fault, Hub, Repo
+from huggingface_hub import constants
+
+import nf4conv.sources.remote.asking as asking
+from nf4conv.cli import main
+from nf4conv.errors import SourceError
+from nf4conv.options import SourceOptions
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.remote import contents as checking
+
+REPO = "some-org/model"
+SHARD = r"GET /cdn/.*00001-of"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setattr(asking, "WAITS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    HUB.clear()
+    repo = Repo()
+    repo.commit(contents(write_source(tmp_path / "published")))
+    HUB.repos[REPO] = repo
+    yield HUB
+    HUB.clear()
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> SourceOptions:
+    return SourceOptions(cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def silence() -> Iterator[Callable[[], None]]:
+    """Waits until the test is over."""
+    over = threading.Event()
+
+    def wait() -> None:
+        over.wait(20)
+
+    yield wait
+    over.set()
+
+
+def inspect(*options: str) -> str:
+    done = CliRunner().invoke(main, ["inspect", REPO, *options])
+    assert done.exit_code == 2, done.output
+    # after the progress of what was fetched before
+    return done.stderr.rpartition("\r")[2].partition("Error: ")[2]
+
+
+# --- silence and breaks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [SHARD, "GET /api/models"])
+def test_a_silent_hub_is_given_up(
+    hub: Hub, where: SourceOptions, silence: Callable[[], None], path: str
+):
+    hub.faults = [Fault(path, times=99, call=silence)]
+    started = time.monotonic()
+    error = inspect("--cache-dir", str(where.cache_dir))
+    assert error.startswith("some-org/model")
+    assert error.count("\n") == 1
+    assert hub.count(path) == 4  # once, and after each wait
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("path", [SHARD, "GET /api/models"])
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_hub_is_asked_again(hub: Hub, where: SourceOptions, path: str, status: int):
+    hub.faults = [Fault(path, times=2, status=status)]
+    source = open_source(REPO, SourceOptions(cache_dir=where.cache_dir, stream=True))
+    assert source.tensors
+    assert hub.faults[0].times == 0
+
+
+def test_a_range_that_breaks_off_is_asked_for_again(hub: Hub, where: SourceOptions):
+    hub.faults = [Fault(SHARD, times=2, cut=10)]
+    source = open_source(REPO, SourceOptions(cache_dir=where.cache_dir, stream=True))
+    assert source.tensors
+    assert hub.faults[0].times == 0
+
+
+def test_a_range_that_always_breaks_off_is_refused_in_one_line(hub: Hub, where: SourceOptions):
+    hub.faults = [Fault(SHARD, times=99, cut=10)]
+    error = inspect("--cache-dir", str(where.cache_dir))
+    assert error.startswith(f"{REPO}/model-00001-of")
+    assert "bug" not in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_says_when_to_come_back(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    repository = asking_repository()
+    for seconds, expected in (("7", 7.0), ("999999", 60.0), ("soon", 0.01)):
+        waited.clear()
+        hub.faults = [Fault("GET /api/models", status=429, headers={"Retry-After": seconds})]
+        repository()
+        assert [seconds for seconds in waited if seconds] == [expected]  # the server sleeps, too
+
+
+def asking_repository() -> Callable[[], object]:
+    from nf4conv.sources.remote.hub import Repository
+
+    return lambda: Repository(REPO, SourceOptions())
+
+
+@pytest.mark.usefixtures("hub")
+def test_nobody_there_is_said_soon(monkeypatch: pytest.MonkeyPatch):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+
+    def unreachable() -> None:
+        raise ConnectError("no route")
+
+    with pytest.raises(OSError, match="no route"):
+        asking.asked(unreachable)
+    assert waited == [0.01]
+
+
+class ConnectError(OSError):
+    """As httpx names it."""
+
+
+# --- other bytes ----------------------------------------------------------------------------------
+
+
+def test_other_bytes_of_the_same_size_are_fetched_again(hub: Hub, where: SourceOptions):
+    hub.faults = [Fault(SHARD, corrupt=True)]
+    source = open_source(REPO, where)
+    assert source.tensors
+    name = "model-00001-of-00002.safetensors"
+    assert (source.folder / name).read_bytes() == hub.repos[REPO].files[name]
+    assert hub.count(SHARD) == 2
+
+
+@pytest.mark.parametrize("name", ["00001-of", "tokenizer.json"])
+def test_a_hub_that_always_delivers_other_bytes_is_refused(
+    hub: Hub, where: SourceOptions, name: str
+):
+    hub.faults = [Fault(rf"GET /.*{name}", times=99, corrupt=True)]
+    with pytest.raises(SourceError, match=rf"{name}.*: its hash is not .*, twice"):
+        open_source(REPO, where)
+
+
+def test_a_file_that_changed_in_the_cache_is_fetched_again(hub: Hub, where: SourceOptions):
+    name = "model-00001-of-00002.safetensors"
+    path = (open_source(REPO, where).folder / name).resolve()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    assert (open_source(REPO, where).folder / name).read_bytes() == hub.repos[REPO].files[name]
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_was_found_right_is_not_read_again(
+    where: SourceOptions, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[str] = []
+    check = checking.check_content
+
+    def watched(path: Path, file: checking.RemoteFile) -> str | None:
+        read.append(file.name)
+        return check(path, file)
+
+    monkeypatch.setattr(checking, "check_content", watched)
+    open_source(REPO, where)
+    assert "model-00001-of-00002.safetensors" in read
+    read.clear()
+    open_source(REPO, where)
+    assert not read
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_user_without_a_home_is_served(where: SourceOptions, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checking, "cache_folder", lambda: None)
+    assert open_source(REPO, where).tensors
+    assert open_source(REPO, where).tensors
+
+
+def test_the_index_of_a_hub_is_json(hub: Hub, where: SourceOptions):
+    files = dict(hub.repos[REPO].files)
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": 5}).encode()
+    hub.repos[REPO].commit(files)
+    with pytest.raises(SourceError, match="has no weight_map"):
+        open_source(REPO, where)
+    assert huggingface_hub.__version__
