@@ -15,6 +15,7 @@ QUANT_STORAGES: Final = ("uint8", *DTYPES)
 MOE: Final = ("portable", "per-expert")
 PLANNERS: Final = ("rules", "transformers")
 NON_FINITE: Final = ("refuse", "keep")
+LORA_EXPERTS: Final = ("rank-major", "expert-major")
 
 # The values that a field of QuantizeOptions may have, besides None.
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -26,6 +27,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "moe": MOE,
     "plan_with": PLANNERS,
     "non_finite": NON_FINITE,
+    "lora_experts": LORA_EXPERTS,
 }
 
 
@@ -159,6 +161,10 @@ class QuantizeOptions:
             run with an error. "keep" leaves the weight unpacked.
         lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
             Hub. Default: empty.
+        lora_experts: the order in which an adapter of experts stores the columns of lora_B:
+            "rank-major", as PEFT does, or "expert-major", as Unsloth did before 2026-09-17. None
+            (default) takes what the adapter says, else PEFT's, but refuses an adapter of Unsloth
+            that says nothing.
         single_file: True writes one file for image tools, with the tensor names of the original
             authors. Default: False.
         quant_storage: the dtype that stores packed codes: "uint8", or for FSDP "bfloat16",
@@ -185,6 +191,7 @@ class QuantizeOptions:
     max_shard_size: int = 10**9
     non_finite: str = "refuse"
     lora: tuple[str, ...] = ()
+    lora_experts: str | None = None
     single_file: bool = False
     quant_storage: str | None = None
     base_model: str | None = None
@@ -205,6 +212,10 @@ class DequantizeOptions:
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB.
         lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
             Hub. With adapters, the checkpoint need not be in 4 bits. Default: empty.
+        lora_experts: the order in which an adapter of experts stores the columns of lora_B:
+            "rank-major", as PEFT does, or "expert-major", as Unsloth did before 2026-09-17. None
+            (default) takes what the adapter says, else PEFT's, but refuses an adapter of Unsloth
+            that says nothing.
     """
 
     dtype: str | None = None
@@ -212,6 +223,7 @@ class DequantizeOptions:
     exclude: tuple[str, ...] = ()
     max_shard_size: int = 10**9
     lora: tuple[str, ...] = ()
+    lora_experts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -243,11 +255,16 @@ class VerifyOptions:
         exact: True requires the bytes that quantizing the source gives. Default: False.
         lora: PEFT adapters that were merged into the source before it was quantized: folders, or
             "org/name" or "org/name@revision" on the Hub. Default: empty.
+        lora_experts: the order in which an adapter of experts stores the columns of lora_B:
+            "rank-major", as PEFT does, or "expert-major", as Unsloth did before 2026-09-17. None
+            (default) takes what the adapter says, else PEFT's, but refuses an adapter of Unsloth
+            that says nothing.
     """
 
     tolerance: float | None = None
     exact: bool = False
     lora: tuple[str, ...] = ()
+    lora_experts: str | None = None
 
 
 @dataclass(frozen=True)

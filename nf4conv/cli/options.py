@@ -12,6 +12,7 @@ import click
 
 from nf4conv.cli.help import Group, option
 from nf4conv.cli.parameters import Dtype, Place, Size
+from nf4conv.options import LORA_EXPERTS
 
 Declaration: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -50,6 +51,15 @@ lora_to_merge_option = lora_option(
     "First merge this PEFT adapter: a folder, or a model on the Hub, with or without @revision. "
     "SRC should be the 16-bit model, or a 4-bit one if the adapter was trained on that. May be "
     "given again."
+)
+
+
+lora_experts_option = option(
+    "--lora-experts",
+    group=Group.RESULT,
+    type=click.Choice(LORA_EXPERTS),
+    help="How an adapter of experts orders lora_B: rank-major as PEFT does, expert-major as "
+    "Unsloth did before 2026-09-17.  [default: what the adapter says, else as PEFT]",
 )
 
 

@@ -104,7 +104,7 @@ def _plan_checkpoint(
 ) -> DequantizationPlan:
     """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline."""
     dequantization.check_options(options)
-    opened = open_merged(source, where, options.lora)
+    opened = open_merged(source, where, options.lora, options.lora_experts)
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is

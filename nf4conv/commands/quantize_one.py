@@ -52,7 +52,7 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
         return open_source(source, where)
     from nf4conv.sources.adapters.merging import open_merged  # few runs need to import it
 
-    return open_merged(source, where, options.lora)
+    return open_merged(source, where, options.lora, options.lora_experts)
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def _plan_pairs(
     """Opens the source of one checkpoint, and finds what to compare."""
     if source is None:
         return VerificationPlan(Path(path), options, structure, config, None, Pairs())
-    opened = open_merged(source, where, options.lora)
+    opened = open_merged(source, where, options.lora, options.lora_experts)
     if Path(path).is_file():
         opened = with_original_names(opened, among=structure.weights)
     pairs = pair(structure, opened)

@@ -296,6 +296,8 @@ class LowRankDelta:
     rows: tuple[int, int] | None = None  # rows of the product that are added; None for all
     experts: int = 0  # how many experts the factors stack; 0 if they are those of a single matrix
     expert: int | None = None  # which expert the tensor is; None if it is a stack of all of them
+    # True if the columns of `up` are sorted by expert and then by rank; False if by rank first
+    is_expert_major: bool = False
 
     @property
     def needs_all_rows(self) -> bool:

@@ -12,6 +12,7 @@ from nf4conv.cli.options import (
     dtype_option,
     exclude_option,
     include_option,
+    lora_experts_option,
     lora_to_merge_option,
     max_shard_size_option,
     repository_and_stream_options,
@@ -35,6 +36,7 @@ from nf4conv.report.text.runs import dequantization_lines
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @lora_to_merge_option
+@lora_experts_option
 @dtype_option("Store weights in this dtype.  [default: as before they were quantized]")
 @max_shard_size_option
 @include_option("Decode only weights whose names match. May be given again.")

@@ -12,6 +12,7 @@ from nf4conv.cli.options import (
     dtype_option,
     exclude_option,
     include_option,
+    lora_experts_option,
     lora_to_merge_option,
     max_shard_size_option,
     repository_and_stream_options,
@@ -73,6 +74,7 @@ from nf4conv.report.text.runs import quantization_lines
     "[default: uint8, or SRC's own]",
 )
 @lora_to_merge_option
+@lora_experts_option
 @dtype_option(
     "Store what is not packed in this dtype; bf16, fp16 and fp32 are short names.  "
     "[default: that of config.json]"

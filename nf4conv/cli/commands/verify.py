@@ -13,6 +13,7 @@ from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
     FILE,
     json_options,
+    lora_experts_option,
     lora_option,
     machine_options,
     quiet_option,
@@ -34,6 +35,7 @@ from nf4conv.report.text.progress_bar import progress
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
 @lora_option("Merge this adapter into SRC before the comparison. May be given again.")
+@lora_experts_option
 @source_option("Compare every value with this checkpoint, from which PATH was made.")
 @tolerance_option(
     "With --source, let no weight have a larger relative error.  "

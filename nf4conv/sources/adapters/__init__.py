@@ -5,5 +5,6 @@ merging.py   opens a source and gives it the tensors that adapters change
 base.py      finds tensors of the source by the names that they have in the model
 modules.py   finds out what an adapter does to the weights of a module
 experts.py   finds out what an adapter does to parameters that stack experts
+order.py     finds out in which order an adapter stores the factors of experts
 tied.py      decides about an output head that is the embedding
 """

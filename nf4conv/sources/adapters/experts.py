@@ -13,6 +13,7 @@ from nf4conv.errors import SourceError
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
+from nf4conv.sources.adapters.order import is_expert_major
 from nf4conv.sources.tensors import LowRankDelta, TensorInfo
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
@@ -124,6 +125,7 @@ def _changes_of_parameter(
     if down.shape[0] != rank * experts or up.shape[1] != rank * experts:
         more = f" for {experts} experts and the rank {rank} of its config"
         raise misfit(adapter, down, first.tensor, more)
+    expert_major = is_expert_major(adapter, path, rank, experts)
     for place in places:
         height = up.shape[0] // place.shares
         rows = None
@@ -137,6 +139,7 @@ def _changes_of_parameter(
             rows=rows,
             experts=experts,
             expert=place.expert,
+            is_expert_major=expert_major,
         )
         yield Change(place.tensor, delta)
 

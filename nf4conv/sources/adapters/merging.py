@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
-from nf4conv.options import SourceOptions
+from nf4conv.options import LORA_EXPERTS, SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.experts import changes_of_parameters
@@ -23,19 +23,29 @@ from nf4conv.sources.stamps import stamp_of
 from nf4conv.sources.tensors import Delta, Merged, Strided, TensorInfo
 
 
-def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[str]) -> Source:
+def open_merged(
+    source: str | Path,
+    where: SourceOptions | None,
+    lora: Sequence[str],
+    lora_experts: str | None = None,
+) -> Source:
     """Opens a checkpoint, and merges adapters into its tensors, one after the other.
 
     Args:
         source: a folder, a file, or "org/name" on the Hub.
         where: how to read it.
         lora: the adapters: folders, or names on the Hub; may be empty.
+        lora_experts: the order of the experts' factors in adapters that do not tell it, of
+            options.LORA_EXPERTS; None refuses adapters of which it is not certain.
 
     Raises:
         SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or
             shapes disagree.
-        PlanError: adapters are given for a diffusers pipeline.
+        PlanError: adapters are given for a diffusers pipeline, or an order that does not exist.
     """
+    if lora_experts not in (None, *LORA_EXPERTS):
+        allowed = ", ".join(LORA_EXPERTS)
+        raise PlanError(f"--lora-experts {lora_experts}: expected one of {allowed}")
     try:
         opened = open_source(source, where)
     except DiffusersFolderError as error:
@@ -47,9 +57,11 @@ def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[
     if not lora:
         return opened
     merging = _Merging(opened)
-    adapters = [open_adapter(place, where) for place in lora]
-    for adapter in adapters:
+    adapters = []
+    for place in lora:
+        adapter = replace(open_adapter(place, where), lora_experts=lora_experts)
         merging.add(adapter)
+        adapters.append(adapter)
     return merging.result(adapters)
 
 

@@ -98,7 +98,10 @@ def _prepared(change: Change) -> Change:
         assert delta.expert is not None
         rank = down.shape[0] // delta.experts
         down = down[delta.expert * rank : (delta.expert + 1) * rank]
-        up = up[:, delta.expert :: delta.experts]
+        if delta.is_expert_major:
+            up = up[:, delta.expert * rank : (delta.expert + 1) * rank]
+        else:
+            up = up[:, delta.expert :: delta.experts]
     if delta.rows is not None:
         start, stop = delta.rows
         up = up[start:stop]

@@ -1,0 +1,164 @@
+"""`--lora-experts`: adapters of experts in either order of lora_B's columns, against PEFT."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import load, make_model, merged_by_peft, train
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from nf4conv.cli import main
+from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
+from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
+from nf4conv.errors import PlanError, SourceError
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+CPU = RunOptions(device="cpu", workers=2)
+RANK, EXPERTS = 3, 4
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def of_peft(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as PEFT saves it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    train(load(base), folder, r=RANK, target_modules=["q_proj"], target_parameters=PARAMETERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_unsloth(of_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same adapter with the columns sorted by expert, and Unsloth's mark in its config."""
+    folder = tmp_path_factory.mktemp("unsloth") / "adapter"
+    shutil.copytree(of_peft, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name and "lora_B" in name:
+            by_rank = tensor.view(-1, RANK, EXPERTS)
+            tensors[name] = by_rank.transpose(1, 2).reshape(tensor.shape).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    configure(folder, auto_mapping={"unsloth_fixed": True})
+    return folder
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def changed(adapter: Path, tmp_path: Path, **changes: Any) -> Path:
+    """Returns a copy of an adapter with other values in its config."""
+    folder = Path(shutil.copytree(adapter, tmp_path / "changed"))
+    configure(folder, **changes)
+    return folder
+
+
+def merged(base: Path, adapter: Path, out: Path, order: str | None = None) -> dict[str, Any]:
+    options = DequantizeOptions(lora=(str(adapter),), lora_experts=order)
+    dequantize_checkpoint(base, out, options, CPU)
+    return load(out).state_dict()
+
+
+def is_close(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return all(
+        torch.allclose(found[name], value, rtol=0, atol=2e-6) for name, value in expected.items()
+    )
+
+
+def test_each_order_is_merged_as_peft_merges_its_own(base, of_peft, of_unsloth, tmp_path):
+    expected = merged_by_peft(load(base), of_peft).state_dict()
+    assert is_close(merged(base, of_peft, tmp_path / "1"), expected)
+    assert is_close(merged(base, of_peft, tmp_path / "2", "rank-major"), expected)
+    assert is_close(merged(base, of_unsloth, tmp_path / "3", "expert-major"), expected)
+    # what happens unnoticed to an adapter that is read in the wrong order
+    assert not is_close(merged(base, of_unsloth, tmp_path / "4", "rank-major"), expected)
+    assert not is_close(merged(base, of_peft, tmp_path / "5", "expert-major"), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto_mapping": {"unsloth_fixed": True}},
+        {"auto_mapping": None, "base_model_name_or_path": "unsloth/Qwen3-30B-A3B"},
+    ],
+    ids=["mark", "base"],
+)
+def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
+    adapter = str(changed(of_peft, tmp_path, **changes))
+    with pytest.raises(SourceError, match="--lora-experts expert-major if it was trained before"):
+        plan_dequantization(base, DequantizeOptions(lora=(adapter,)))
+    with pytest.raises(SourceError, match="--lora-experts"):
+        plan_quantization(base, QuantizeOptions(lora=(adapter,)))
+
+
+def test_its_card_tells_too(base, of_peft, tmp_path):
+    adapter = changed(of_peft, tmp_path, auto_mapping=None)
+    (adapter / "README.md").write_text("---\ntags:\n- unsloth\n---\n")
+    result = CliRunner().invoke(
+        main, ["dequantize", str(base), str(tmp_path / "out"), "--lora", str(adapter)]
+    )
+    assert result.exit_code == 2
+    assert "--lora-experts" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("order", ["rank_major", "grouped_by_expert"])
+def test_what_newer_releases_of_unsloth_write_decides(base, of_peft, of_unsloth, tmp_path, order):
+    expected = merged_by_peft(load(base), of_peft).state_dict()
+    adapter = of_peft if order == "rank_major" else of_unsloth
+    marked = changed(adapter, tmp_path, auto_mapping={"unsloth_fixed": True}, lora_B_layout=order)
+    assert is_close(merged(base, marked, tmp_path / "1"), expected)
+    # several adapters may be given, and the option is for those that do not tell
+    other = "expert-major" if order == "rank_major" else "rank-major"
+    assert is_close(merged(base, marked, tmp_path / "2", other), expected)
+
+
+def test_an_unknown_mark_is_refused(base, of_peft, tmp_path):
+    adapter = changed(of_peft, tmp_path, lora_B_layout="columns")
+    with pytest.raises(SourceError, match="lora_B_layout is 'columns', expected rank_major or"):
+        plan_dequantization(base, DequantizeOptions(lora=(str(adapter),)))
+
+
+def test_an_adapter_of_unsloth_without_experts_needs_no_order(base, tmp_path):
+    train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    configure(tmp_path / "adapter", auto_mapping={"unsloth_fixed": True})
+    plan_dequantization(base, DequantizeOptions(lora=(str(tmp_path / "adapter"),)))
+
+
+def test_one_rank_needs_no_order(base, tmp_path):
+    train(load(base), tmp_path / "adapter", r=1, target_parameters=PARAMETERS)
+    configure(tmp_path / "adapter", auto_mapping={"unsloth_fixed": True})
+    expected = merged_by_peft(load(base), tmp_path / "adapter").state_dict()
+    assert is_close(merged(base, tmp_path / "adapter", tmp_path / "out"), expected)
+
+
+def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path):
+    adapter = (str(of_unsloth),)
+    options = QuantizeOptions(lora=adapter, lora_experts="expert-major", moe="per-expert")
+    quantize_checkpoint(base, tmp_path / "out", options, CPU)
+    right = VerifyOptions(exact=True, lora=adapter, lora_experts="expert-major")
+    assert verify_checkpoint(tmp_path / "out", base, right, CPU).passed
+    assert verify_checkpoint(
+        tmp_path / "out", base, VerifyOptions(exact=True, lora=(str(of_peft),)), CPU
+    ).passed
+    wrong = VerifyOptions(lora=adapter, lora_experts="rank-major")
+    assert not verify_checkpoint(tmp_path / "out", base, wrong, CPU).passed
+
+
+def test_an_order_that_does_not_exist_is_refused(base, of_peft):
+    options = DequantizeOptions(lora=(str(of_peft),), lora_experts="columns")
+    with pytest.raises(PlanError, match="--lora-experts columns: expected one of rank-major"):
+        plan_dequantization(base, options)
