@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -602,3 +603,29 @@ def test_what_schedulers_say(
             number_of("auto")
     else:
         assert number_of("auto") == expected
+
+
+# --- more parts than there are files --------------------------------------------------------------
+
+
+def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    files = len(list((tmp_path / "single").glob("*.safetensors")))
+    plan = plan_part(plan_quantization(source, OPTIONS), replace(RUN, part=f"{files + 1}/500000"))
+    assert not plan.output.shards
+    assert plan.notes[-1] == (
+        f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "
+        f"--max-shard-size makes more of them"
+    )
+    shares = {plan.part.shares[name] for name in plan.part.shares} if plan.part else set()
+    assert max(shares) <= files
+
+
+def test_a_world_of_any_size_is_divided_in_no_time(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "999999999")
+    monkeypatch.setenv("RANK", "0")
+    plan = plan_quantization(source, OPTIONS)
+    started = time.perf_counter()
+    part = plan_part(plan, replace(RUN, part="auto"))
+    assert time.perf_counter() - started < 5
+    assert part.output.shards

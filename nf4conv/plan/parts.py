@@ -3,7 +3,7 @@
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar
@@ -63,7 +63,15 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     shares = _shares(plan.whole.shards, count)
     mine = tuple(shard for shard in plan.whole.shards if shares[shard.name] == number)
     part = Part(number, count, shares, plan.whole)
-    return replace(plan, output=replace(plan.whole, shards=mine), part=part)
+    notes = plan.notes
+    if not mine:
+        files = len(plan.whole.shards)
+        notes = (
+            *notes,
+            f"part {number:,} of {count:,} has nothing to do: {files:,} files make at most "
+            f"{files:,} parts; --max-shard-size makes more of them",
+        )
+    return replace(plan, output=replace(plan.whole, shards=mine), part=part, notes=notes)
 
 
 def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> None:
@@ -137,32 +145,63 @@ def _shares(shards: Sequence[Shard], count: int) -> dict[str, int]:
     """Returns the number of the part that makes each shard, by the shard's name.
 
     A part makes neighbouring shards, about as many bytes as the others. Two parts rather do not
-    read one source file.
+    read one source file. Of more parts than shards, those beyond the shards make none.
     """
+    count = min(count, len(shards))
     sizes = [shard.largest_size + _source_bytes(shard) for shard in shards]
     ends = list(accumulate(sizes))
-    costs = _cut_costs(shards, ends[-1])
+    total = ends[-1]
+    inside, between = _possible_cuts(shards, ends)
     cuts = []
     for part in range(1, count):
         # measured in bytes times `count`, to stay in integers
-        errors = [
-            abs(count * end - part * ends[-1]) + cost
-            for end, cost in zip(ends, costs, strict=False)  # no cut behind the last shard
+        wanted = part * total
+        # a cut through a file costs as much as an eighth of a share that is too large or too small
+        candidates = [
+            *_nearest(between, wanted, count, cost=0),
+            *_nearest(inside, wanted, count, cost=total // 8),
         ]
-        cuts.append(errors.index(min(errors)) if errors else 0)
+        cuts.append(min(candidates)[1])
     cuts.sort()
     return {shard.name: 1 + bisect_left(cuts, place) for place, shard in enumerate(shards)}
 
 
+@dataclass(frozen=True)
+class _Cuts:
+    """Lists places between neighbouring shards at which parts may be divided."""
+
+    ends: list[int]  # bytes of all shards before each place, in order
+    shards: list[int]  # number of the shard before each place
+
+
+def _possible_cuts(shards: Sequence[Shard], ends: Sequence[int]) -> tuple[_Cuts, _Cuts]:
+    """Returns the places at which both neighbours read one source file, and all others."""
+    inside = _Cuts([], [])
+    between = _Cuts([], [])
+    files = [source_files([shard]) for shard in shards]
+    for number, (left, right) in enumerate(pairwise(files)):
+        cuts = between if left.isdisjoint(right) else inside
+        cuts.ends.append(ends[number])
+        cuts.shards.append(number)
+    return inside, between
+
+
+def _nearest(cuts: _Cuts, wanted: int, count: int, cost: int) -> Iterator[tuple[int, int]]:
+    """Yields (error, number of the shard before it) of the places around a wanted one.
+
+    Args:
+        cuts: the places.
+        wanted: bytes before the wanted place, times `count`.
+        count: number of parts.
+        cost: what is added to the error of each.
+    """
+    after = bisect_left(cuts.ends, -(-wanted // count))
+    for place in (after - 1, after):
+        if 0 <= place < len(cuts.ends):
+            end = cuts.ends[place]
+            first = bisect_left(cuts.ends, end)  # of several that are equal
+            yield abs(count * end - wanted) + cost, cuts.shards[first]
+
+
 def _source_bytes(shard: Shard) -> int:
     return sum(job.source_bytes for job in shard.jobs)
-
-
-def _cut_costs(shards: Sequence[Shard], total: int) -> list[int]:
-    """Returns for each pair of neighbouring shards what a cut between them costs, in bytes."""
-    costs = []
-    for left, right in pairwise(source_files([shard]) for shard in shards):
-        # a cut through a file costs as much as an eighth of a share that is too large or too small
-        is_through_a_file = not left.isdisjoint(right)
-        costs.append(total // 8 if is_through_a_file else 0)
-    return costs

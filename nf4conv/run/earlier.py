@@ -1,6 +1,7 @@
 """Recognises a folder that already holds a plan's result, so that nothing is computed again."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -181,7 +182,8 @@ def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: 
     if run.verify and verified is None:
         raise OutputError(
             f"{out}: is complete, but was not verified when it was made: "
-            f"`nf4conv verify {out} --source SRC` does that, and --overwrite makes it anew"
+            f"`nf4conv verify {shlex.quote(str(out))} --source SRC` does that, and --overwrite "
+            f"makes it anew"
         )
     if run.tolerance is None or verified is None:
         return

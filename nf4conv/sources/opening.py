@@ -5,6 +5,7 @@ another quantization encoded are presented as the float tensors they stand for (
 """
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,8 +120,8 @@ def _how_to_merge(adapter: str, where: SourceOptions) -> str:
         place = str(folder)
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
     return (
-        f"{adapter}: an adapter of {base}, not a model; to merge it: nf4conv quantize {base} OUT "
-        f"--lora {place}"
+        f"{adapter}: an adapter of {base}, not a model; to merge it: "
+        f"nf4conv quantize {shlex.quote(str(base))} OUT --lora {shlex.quote(place)}"
     )
 
 

@@ -1,6 +1,7 @@
 """Writes the sections of a card below the front matter, in Markdown."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -39,7 +40,7 @@ def merged_introduction(subject: Subject, folder: str) -> str:
         folder: what to call an original that is on this disk.
     """
     origin = subject.name.origin
-    base = folder if origin is None else repo_link(origin.repo)
+    base = escaped(folder) if origin is None else repo_link(origin.repo)
     made = f"{base}{_merged_with(subject)}, by nf4conv {__version__}."
     kept = _count(subject, is_kept=True)
     if kept:
@@ -50,7 +51,7 @@ def merged_introduction(subject: Subject, folder: str) -> str:
 def _original_link(subject: Subject) -> str:
     origin = subject.name.origin
     if origin is not None:
-        subfolder = f", `{origin.subfolder}`," if origin.subfolder else ""
+        subfolder = f", {code(origin.subfolder)}," if origin.subfolder else ""
         commit = f"[`{origin.commit[:12]}`]({HUB}/{origin.repo}/tree/{origin.commit})"
         return f"{repo_link(origin.repo)}{subfolder} at commit {commit}"
     if subject.name.base_model is not None:
@@ -63,7 +64,7 @@ def _merged_with(subject: Subject) -> str:
     names = []
     for adapter in subject.adapters:
         if adapter.origin is None:
-            names.append(f"`{Path(adapter.place).name}`")
+            names.append(code(Path(adapter.place).name))
         else:
             names.append(f"[{adapter}]({HUB}/{adapter.origin.repo})")
     if not names:
@@ -206,8 +207,9 @@ def use(loading: Loading | None) -> str:
 def check(subject: Subject) -> str:
     """Returns the section that says what the packed bytes are, and how to verify them."""
     meanings = " ".join(_meanings(subject))
+    command = f"nf4conv verify . --source {_source_arguments(subject)}"
     return (
-        f"## Check\n\n{meanings} `nf4conv verify . --source {_source_arguments(subject)}` checks "
+        f"## Check\n\n{meanings} {code(command)} checks "
         f"the files and measures the error of each weight.\n"
     )
 
@@ -235,13 +237,13 @@ def _meanings(subject: Subject) -> Iterator[str]:
 
 def _source_arguments(subject: Subject) -> str:
     """Returns how `verify` is told the original: its name, subfolder and adapters."""
-    arguments = subject.name.base_model or "ORIGINAL"
+    arguments = shlex.quote(subject.name.base_model or "ORIGINAL")
     origin = subject.name.origin
     if origin is not None and origin.subfolder:
-        arguments += f" --subfolder {origin.subfolder}"
+        arguments += f" --subfolder {shlex.quote(origin.subfolder)}"
     for adapter in subject.adapters:
         place = Path(adapter.place).name if adapter.origin is None else str(adapter)
-        arguments += f" --lora {place}"
+        arguments += f" --lora {shlex.quote(place)}"
     return arguments
 
 
@@ -266,6 +268,15 @@ def _rows(rows: Mapping[str, str]) -> str:
 def escaped(text: str) -> str:
     """Returns a text that Markdown shows as it is."""
     return _SPECIAL.sub(_escape, printable(text))
+
+
+def code(text: str) -> str:
+    """Returns a text as Markdown's inline code, whatever characters it has."""
+    text = printable(text)
+    runs = re.findall("`+", text)
+    fence = "`" * (max(map(len, runs), default=0) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}"
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -1,5 +1,6 @@
 """Shows what `inspect`, `--dry-run` and `env` found."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) 
         yield f"{outcome}: {printable(finding.line())}"
     yield from count_the_rest(inspection.findings)
     if any(finding.is_fault for finding in inspection.findings):
-        path = printable(inspection.path)
+        path = printable(shlex.quote(inspection.path))
         yield f"nf4conv quantize {path} OUT repairs what can be decoded; --dry-run says what"
 
 

@@ -189,6 +189,8 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
         SourceError: there is no adapter, or its arithmetic is not that of LoRA; the message names
             the arithmetic.
     """
+    if not place.strip():
+        raise SourceError("--lora: empty; give a folder, or the name of an adapter on the Hub")
     folder = Path(place)
     origin = None
     if not folder.is_dir():
