@@ -37,13 +37,21 @@ ROOMS = {room: {*ORDER[:place]} for place, room in enumerate(ORDER)}
 ROOMS["run"].add("codec")
 ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
+ROOMS["moe"] = {"codec", "errors", "format"}
+ROOMS["commands"].add("moe")
 ROOMS["cli"] = {"errors", "options", "report.text", "system"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import
 ORACLES = {
-    "bitsandbytes": ("commands.evaluate",),
-    "transformers": ("commands.evaluate", "choose.skeleton"),
+    "bitsandbytes": ("commands.evaluate", "moe.operations"),
+    "transformers": (
+        "commands.evaluate",
+        "choose.skeleton",
+        "moe.converters",
+        "moe.hooks",
+        "moe.operations",
+    ),
     "ray": ("commands.spread.ray_tasks",),
 }
 

@@ -1,0 +1,32 @@
+"""Teaches transformers 5 to load 4-bit experts of mixtures: `import nf4conv.moe` is all.
+
+Where nf4conv is installed, bitsandbytes calls entry.py when it is imported, and the line is not
+needed. Nothing here is imported by the rest of nf4conv, but by `nf4conv env` and
+`nf4conv inspect`, which say what loads.
+
+How it gets into transformers, without importing torch or transformers:
+
+    entry.py       is called by bitsandbytes; waits for transformers; knows the switches
+    releases.py    says which releases of transformers are known, and whether all hooks are there
+    hooks.py       are the methods that transformers' quantizer gets
+
+What happens while a checkpoint is loaded:
+
+    headers.py     finds the packed experts of a checkpoint by the headers of its files
+    converters.py  makes converters for transformers' loading: packed tensors → Experts4bit
+    operations.py  are the operations of these converters
+
+What a model has then:
+
+    weight.py      PackedWeight: the packed parts of one parameter, decoded by experts
+    tensor.py      Experts4bit: looks like the 3-D parameter, decodes what is used
+    adapted.py     AdaptedExperts: the same with LoRA, without adding it up
+    layer.py       says what of a layer of experts is packed
+    dispatch.py    lets packed layers compute their own way: the seam to forward.py
+    forward.py     computes a layer of packed experts
+"""
+
+from nf4conv.moe.entry import activate as activate
+from nf4conv.moe.entry import status as status
+
+activate()

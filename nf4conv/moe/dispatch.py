@@ -1,0 +1,58 @@
+"""Lets layers of packed experts compute their own way: the seam between loader and forward.py.
+
+transformers asks `ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)` for the function that computes
+a layer of experts: eager, batched_mm, grouped_mm, or one that somebody registered. `install` wraps
+what it returns. A layer whose weights are packed then calls
+
+    packed_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+of forward.py, under every implementation. It returns [tokens, hidden], or None where it has no
+faster way; then the implementation that was asked for runs, with Experts4bit as its weights.
+`nf4conv.moe.layer.packed_weights(module)` gives forward.py what it needs.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from nf4conv.moe.adapted import AdaptedExperts
+from nf4conv.moe.forward import packed_experts_forward
+from nf4conv.moe.tensor import Experts4bit
+
+
+def with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation of experts, so that packed layers may compute another way."""
+
+    @wraps(forward)
+    def compute(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(module, "down_proj", None), (Experts4bit, AdaptedExperts)):
+            result = packed_experts_forward(module, *args, **kwargs)
+            if result is not None:
+                return result
+        return forward(module, *args, **kwargs)
+
+    return compute
+
+
+def install(interface: Any) -> None:
+    """Wraps what transformers' interface of experts returns; once.
+
+    Args:
+        interface: the class of ALL_EXPERTS_FUNCTIONS.
+    """
+    if getattr(interface, "_nf4conv", False):
+        return
+    choose = interface.get_interface
+    wrapped: dict[Any, Callable[..., Any]] = {}
+
+    @wraps(choose)
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        forward = choose(self, *args, **kwargs)
+        if forward not in wrapped:
+            wrapped[forward] = with_packed_forward(forward)
+        return wrapped[forward]
+
+    interface.get_interface = get_interface
+    interface._nf4conv = True

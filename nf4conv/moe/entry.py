@@ -1,0 +1,134 @@
+"""The way in: `import nf4conv.moe`, or bitsandbytes, which calls `activate` when it is imported.
+
+bitsandbytes calls every entry point of the group `bitsandbytes.backends`, and transformers imports
+bitsandbytes before it prepares a 4-bit model. Either may be imported first, so `activate` patches
+transformers if its quantizer is there already, and otherwise waits until it is imported. Nothing
+heavy is imported for it, and nothing is raised: bitsandbytes could not be imported then.
+
+NF4CONV_MOE=0         switches the loader off
+NF4CONV_MOE=quantize  packs the experts of 16-bit models too, with `load_in_4bit=True`
+"""
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import ModuleType
+from typing import Any, Final
+
+from nf4conv.moe.releases import needs_loader, why_unknown
+
+SWITCH: Final = "NF4CONV_MOE"
+GROUP: Final = "bitsandbytes.backends"
+_QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
+_CLASS: Final = "Bnb4BitHfQuantizer"
+
+log = logging.getLogger("nf4conv.moe")
+
+
+def is_off() -> bool:
+    """Returns whether the environment switches the loader off."""
+    return os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "no", "false")
+
+
+def quantizes() -> bool:
+    """Returns whether the environment asks to pack experts of 16-bit models too."""
+    return os.environ.get(SWITCH, "").strip().lower() == "quantize"
+
+
+def activate() -> None:
+    """Patches transformers' quantizer, now or when it is imported. Raises nothing."""
+    try:
+        if is_off() or any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+            return
+        if not _patch_if_there():
+            sys.meta_path.insert(0, _Waiting())
+    except Exception as error:  # noqa: BLE001 - bitsandbytes must stay importable
+        log.warning("nf4conv.moe is not active: %s: %s", type(error).__name__, error)
+
+
+def _patch_if_there() -> bool:
+    """Patches the quantizer if it has been imported; returns whether it has."""
+    quantizer = getattr(sys.modules.get(_QUANTIZER), _CLASS, None)
+    if quantizer is None:
+        return False
+    patch(quantizer, sys.modules["transformers"].__version__)
+    return True
+
+
+def patch(quantizer: Any, transformers_version: str) -> None:
+    """Gives transformers' quantizer the methods of hooks.py, if the release is known; once.
+
+    Args:
+        quantizer: the class Bnb4BitHfQuantizer.
+        transformers_version: of the release that it is from.
+    """
+    if "_nf4conv" in vars(quantizer) or not needs_loader(transformers_version):
+        return
+    quantizer._nf4conv = None
+    reason = why_unknown(transformers_version, quantizer)
+    if reason is not None:
+        log.warning("nf4conv.moe does not load 4-bit experts here: %s", reason)
+        return
+    from nf4conv.moe.hooks import install  # its imports are light, but it is rarely needed
+
+    install(quantizer)
+
+
+class _Waiting:
+    """Waits on sys.meta_path for transformers' quantizer, and patches it when it is complete."""
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Finds the quantizer's module as others do, with a loader that patches it."""
+        if name != _QUANTIZER:
+            # it was half imported when bitsandbytes was, and is whole now
+            if _QUANTIZER in sys.modules and _patch_if_there():
+                self._stop()
+            return None
+        self._stop()
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            _patch_after(spec.loader)
+        return spec
+
+    def _stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+def _patch_after(loader: Any) -> None:
+    """Makes a loader of modules patch the quantizer after it has executed its module."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        try:
+            _patch_if_there()
+        except Exception as error:  # noqa: BLE001 - transformers must stay importable
+            log.warning("nf4conv.moe is not active: %s: %s", type(error).__name__, error)
+
+    loader.exec_module = exec_module
+
+
+def status() -> str:
+    """Returns in words whether 4-bit experts load here, by what is installed; imports nothing."""
+    if is_off():
+        return f"off: {SWITCH}={os.environ[SWITCH]}"
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return "not active: transformers is not installed"
+    if not needs_loader(found):
+        return f"not needed: transformers {found} loads experts one by one"
+    reason = why_unknown(found)
+    if reason is not None:
+        return f"not active: {reason}"
+    names = [entry.value for entry in entry_points(group=GROUP)]
+    if not any(name.startswith("nf4conv.moe") for name in names):
+        return f"transformers {found}, after `import nf4conv.moe`: no entry point is installed"
+    return f"active for transformers {found}"

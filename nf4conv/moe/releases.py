@@ -1,0 +1,53 @@
+"""Says which releases of transformers the loader knows, and whether their hooks are there."""
+
+import inspect
+import re
+from typing import Any, Final
+
+FIRST_KNOWN: Final = (5, 8)
+LAST_KNOWN: Final = (5, 23)
+KNOWN: Final = "5.8 to 5.23"
+
+_HOOKS: Final = (
+    "_process_model_before_weight_loading",
+    "param_element_size",
+    "update_weight_conversions",
+    "param_needs_quantization",
+    "get_quantize_ops",
+    "is_serializable",
+)
+"""Methods of transformers' Bnb4BitHfQuantizer that the loader replaces or calls."""
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version; (0, 0) if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def needs_loader(version: str) -> bool:
+    """Returns whether a release stacks experts: transformers 4 loads packed ones itself."""
+    return release_of(version) >= (5, 0)
+
+
+def why_unknown(version: str, quantizer: Any = None) -> str | None:
+    """Returns why the loader does not patch a release of transformers, None if it does.
+
+    Args:
+        version: of transformers.
+        quantizer: its Bnb4BitHfQuantizer, to look for the hooks; None looks at the version only.
+    """
+    release = release_of(version)
+    if release < FIRST_KNOWN:
+        return f"transformers {version} is older than the releases it knows ({KNOWN})"
+    if release > LAST_KNOWN:
+        return f"transformers {version} is newer than the releases it knows ({KNOWN})"
+    if quantizer is None:
+        return None
+    missing = [name for name in _HOOKS if not callable(getattr(quantizer, name, None))]
+    if missing:
+        return f"transformers {version} lacks {missing[0]}, which the releases {KNOWN} have"
+    before = inspect.signature(quantizer._process_model_before_weight_loading)
+    if not any(each.kind is each.VAR_KEYWORD for each in before.parameters.values()):
+        return f"transformers {version} does not tell a quantizer which files it loads"
+    return None

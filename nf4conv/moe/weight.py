@@ -1,0 +1,110 @@
+"""PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nf4conv.codec.experts import PackedExperts, decode
+
+AS_STORED = "as stored"
+ALTERNATING = "alternating"
+SEPARATED = "separated"
+"""How the rows of a parameter come from those of its parts: in order; by turns of each part, as
+gpt-oss has gate and up; or first all even rows, then all odd ones, where files have them by turns
+and the model does not.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """The matrices of all experts, [E, rows, columns], in 4 bits.
+
+    Attributes:
+        parts: the projections that the parameter holds, such as gate and up; each has all experts.
+        rows: AS_STORED, ALTERNATING or SEPARATED.
+        is_transposed: True if the parameter has [columns, rows] of what the parts have.
+    """
+
+    parts: tuple[PackedExperts, ...]
+    rows: str = AS_STORED
+    is_transposed: bool = False
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return self.parts[0].experts
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix of one expert, as the parameter has it."""
+        rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.parts[0].device
+
+    def decode(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decodes experts.
+
+        Args:
+            ids: [n] integers, on the device of the parts.
+            dtype: of the result.
+
+        Returns:
+            [n, rows, columns] of the parameter, bit for bit as bitsandbytes decodes each part.
+        """
+        decoded = self._decode_stored(ids, dtype)
+        if not self.is_transposed:
+            return decoded
+        decoded = decoded.transpose(1, 2)
+        # products on a CPU add up in an order that depends on strides
+        return decoded.contiguous() if decoded.device.type == "cpu" else decoded
+
+    def _decode_stored(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decodes experts in the orientation of the parts."""
+        decoded = [decode(part, ids, dtype) for part in self.parts]
+        if self.rows == ALTERNATING:
+            return torch.stack(decoded, 2).flatten(1, 2)
+        if self.rows == SEPARATED:
+            return torch.cat([decoded[0][:, 0::2], decoded[0][:, 1::2]], 1)
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, 1)
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """Returns the same weight on another device."""
+        parts = tuple(part.to(device) for part in self.parts)
+        return PackedWeight(parts, self.rows, self.is_transposed)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors, in one order, by names that are valid attributes."""
+        named = {}
+        for number, part in enumerate(self.parts):
+            for name, tensor in part.tensors().items():
+                named[f"part{number}_{name}"] = tensor
+        return named
+
+    def settings(self) -> tuple[str, bool, tuple[dict[str, Any], ...]]:
+        """Returns what is no tensor; equal for weights that differ in their tensors only."""
+        return self.rows, self.is_transposed, tuple(part.settings() for part in self.parts)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        settings: tuple[str, bool, tuple[dict[str, Any], ...]],
+    ) -> "PackedWeight":
+        """Makes a weight of what `tensors` and `settings` returned."""
+        rows, is_transposed, parts = settings
+        made = []
+        for number, fields in enumerate(parts):
+            prefix = f"part{number}_"
+            own: dict[str, Any] = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            made.append(PackedExperts(**own, **fields))
+        return cls(tuple(made), rows, is_transposed)

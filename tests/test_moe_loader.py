@@ -1,0 +1,220 @@
+"""transformers loads checkpoints with 4-bit experts, and computes with them what it computes with
+decoded ones.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.8")
+pytestmark = pytest.mark.oracle
+
+from mixtures import MIXTURES, Packing, build, save, stacks_of  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import nf4conv.moe  # noqa: E402, F401 - what is tested
+from nf4conv.moe.tensor import Experts4bit  # noqa: E402
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+IDS = torch.tensor([[5, 9, 77, 3, 21, 64], [8, 8, 30, 110, 4, 99]])
+
+
+def packed_of(model) -> dict[str, Experts4bit]:
+    named = model.named_parameters()
+    return {name: weight for name, weight in named if isinstance(weight, Experts4bit)}
+
+
+def compare(loaded, decoded, names):
+    """Compares experts, logits and what is generated."""
+    found = packed_of(loaded)
+    assert sorted(found) == sorted(names)
+    for name, weight in found.items():
+        assert torch.equal(weight.decoded(), decoded.get_parameter(name)), name
+    for implementation in IMPLEMENTATIONS:
+        for model in (loaded, decoded):
+            model.set_experts_implementation(implementation)
+        with torch.no_grad():
+            assert torch.equal(loaded(IDS).logits, decoded(IDS).logits), implementation
+        generated = [
+            model.generate(IDS, max_new_tokens=4, do_sample=False) for model in (loaded, decoded)
+        ]
+        assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("layout", ["packed", "stacked"])
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_computes_as_with_decoded_experts(kind, layout, is_nested, tmp_path):
+    model = build(kind)
+    model.load_state_dict(save(model, kind, tmp_path, Packing(layout, is_nested)))
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+
+
+def test_gpt_oss_as_unsloth_names_it(tmp_path):
+    model = build("gpt_oss")
+    model.load_state_dict(save(model, "gpt_oss", tmp_path, Packing("unsloth")))
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_layers_in_16_bits_beside_packed_ones(kind, tmp_path):
+    model = build(kind)
+    model.load_state_dict(save(model, kind, tmp_path, Packing(layers=(1,))))
+    names = [name for name in stacks_of(model) if "layers.1." in name]
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, names)
+
+
+# ---------------------------------------------------------------------- training
+
+
+class Saved:
+    """Records what autograd saves for the backward pass."""
+
+    def __init__(self, matrix_sizes):
+        self.sizes = {tuple(sorted(size)) for size in matrix_sizes}
+        self.decoded = []
+
+    def __call__(self, tensor):
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_plain and tensor.dim() > 1 and tuple(sorted(tensor.shape[-2:])) in self.sizes:
+            self.decoded.append(tuple(tensor.shape))
+        return tensor
+
+
+def train(model, implementation, saved):
+    """Trains LoRA on experts; returns losses and the first gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    model.set_experts_implementation(implementation)
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses, gradients = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            loss = adapted(IDS, labels=IDS).loss
+        loss.backward()
+        if not gradients:
+            gradients = [parameter.grad.clone() for parameter in trained]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, gradients
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_lora_trains_as_with_decoded_experts(kind, implementation, tmp_path):
+    # matrices of experts have sizes that nothing else has
+    size = {"moe_intermediate_size": 80} if kind == "qwen3_moe" else {"intermediate_size": 80}
+    model = build(kind, **size)
+    model.load_state_dict(save(model, kind, tmp_path, Packing()))
+    sizes = [model.get_parameter(name).shape[1:] for name in stacks_of(model)]
+    of_decoded, of_packed = Saved(sizes), Saved(sizes)
+    losses, gradients = train(copy.deepcopy(model), implementation, of_decoded)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    own_losses, own_gradients = train(loaded, implementation, of_packed)
+    assert own_losses == pytest.approx(losses, abs=2e-6)
+    assert losses[2] < losses[0]
+    for own, other in zip(own_gradients, gradients, strict=True):
+        torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-5)
+    assert of_decoded.decoded, "the test would not notice decoded experts"
+    assert not of_packed.decoded
+
+
+def test_what_a_forward_pass_decodes(tmp_path, monkeypatch):
+    """One token decodes the experts that it is routed to, no other; in every implementation."""
+    from nf4conv.moe import weight
+
+    model = build("qwen3_moe")
+    save(model, "qwen3_moe", tmp_path, Packing())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    decode, counts = weight.decode, []
+
+    def counted(part, ids, dtype):
+        counts.append(ids.numel())
+        return decode(part, ids, dtype)
+
+    monkeypatch.setattr(weight, "decode", counted)
+    for implementation in IMPLEMENTATIONS:
+        counts.clear()
+        loaded.set_experts_implementation(implementation)
+        with torch.no_grad():
+            loaded(IDS[:1, :1])
+        assert sum(counts) == 2 * 2 * 3, implementation  # layers · top-k · projections
+
+
+# ---------------------------------------------------------------------- as a parameter of a model
+
+
+@pytest.fixture
+def loaded(tmp_path: Path):
+    model = build("qwen3_moe")
+    save(model, "qwen3_moe", tmp_path, Packing())
+    return AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_takes_the_bytes_of_its_codes(loaded):
+    for weight in packed_of(loaded).values():
+        held = sum(tensor.nbytes for tensor in weight.weight.tensors().values())
+        assert held < 0.75 * weight.numel()  # a byte an element would be 8 bits
+
+
+def test_a_copy_is_independent(loaded):
+    copied = copy.deepcopy(loaded)
+    name, weight = next(iter(packed_of(copied).items()))
+    before = loaded.get_parameter(name).decoded()
+    weight.weight.parts[0].codes.zero_()
+    assert torch.equal(loaded.get_parameter(name).decoded(), before)
+    assert not torch.equal(weight.decoded(), before)
+
+
+def test_another_dtype_keeps_the_codes(loaded):
+    name, weight = next(iter(packed_of(loaded).items()))
+    before = weight.decoded()
+    torch.nn.Module.to(loaded, torch.bfloat16)
+    converted = loaded.get_parameter(name)
+    assert isinstance(converted, Experts4bit)
+    assert converted.dtype == torch.bfloat16
+    assert torch.equal(converted.decoded(), before.to(torch.bfloat16))
+    with torch.no_grad():
+        assert loaded(IDS).logits.dtype == torch.bfloat16
+
+
+def test_flattens_for_torch_compile(loaded):
+    for weight in packed_of(loaded).values():
+        for shown in (weight, weight[torch.tensor([2, 0])], weight[1], weight.transpose(1, 2)):
+            names, rest = shown.__tensor_flatten__()
+            inner = {name: getattr(shown, name) for name in names}
+            again = Experts4bit.__tensor_unflatten__(inner, rest, shown.shape, shown.stride())
+            assert again.shape == shown.shape
+            assert torch.equal(again.decoded(), shown.decoded())
+
+
+def test_operations_that_it_does_not_know_decode(loaded):
+    weight = next(iter(packed_of(loaded).values()))
+    plain = weight.decoded()
+    assert torch.equal(weight + 1, plain + 1)
+    assert torch.equal(torch.einsum("eij->ji", weight), torch.einsum("eij->ji", plain))
+    assert torch.equal(weight[1:3], plain[1:3])
+    assert torch.equal(weight[-1], plain[-1])
+    assert torch.equal(weight[torch.tensor([True, False, True, False])], plain[[0, 2]])
+    assert torch.equal(weight.flatten(), plain.flatten())
+    assert (weight.mT.shape, weight.abs().max()) == (plain.mT.shape, plain.abs().max())
+
+
+def test_saving_is_refused_in_a_line(loaded, tmp_path):
+    with pytest.raises(ValueError, match="copy the folder that it was loaded from"):
+        loaded.save_pretrained(tmp_path / "again")
