@@ -6,7 +6,8 @@ Nf4convError                    base of all; the command line prints the line an
 │   ├── NoDiffusersFolderError  the input is no diffusers pipeline, but must be one
 │   ├── AdapterError            the input is a LoRA adapter, but must be a model
 │   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/device/protocol.py)
-│   └── CastError               a value is too large for its new dtype (run/device/protocol.py)
+│   ├── CastError               a value is too large for its new dtype (run/device/protocol.py)
+│   └── MergeError              adapters make a tensor NaN or infinite (run/device/protocol.py)
 ├── PlanError                   the input is readable, but the options do not fit it
 ├── OutputError                 the output exists already, is in use, or the disk is full
 ├── VerificationError           the output differs from what was planned; exit code 1

@@ -7,6 +7,7 @@ other fault that verify would find is packed anew.
 """
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,6 +150,8 @@ def _quant_state_of(stored: Format, blob: bytes) -> bytes:
     """Returns the quant state as bitsandbytes writes it today, from one of any release."""
     fields = json.loads(blob)
     offset = float(fields["nested_offset"]) if stored.double_quant else None
+    if offset is not None and not math.isfinite(offset):
+        raise ValueError(f"nested_offset is {offset}")
     return layout.quant_state_json(stored, fields["shape"], offset)
 
 

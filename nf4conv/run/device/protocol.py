@@ -39,6 +39,17 @@ class CastError(SourceError):
         )
 
 
+class MergeError(SourceError):
+    """A tensor becomes NaN or infinite where adapters change it."""
+
+    def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        super().__init__(
+            f"{tensor.file}: {tensor.name}: adapters make finite values NaN or infinite in "
+            f"{DTYPE_NAMES.get(tag, tag)}: they hold such values, or values too large for it; "
+            f"repair the adapter, or give another --dtype"
+        )
+
+
 class Gathered:
     """The absmax of a large weight, which several workers pack piece by piece.
 

@@ -1,12 +1,18 @@
 """Tasks that copy bytes from the source to a shard, without a detour over a device."""
 
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
 
 from nf4conv.plan.jobs import PackJob
-from nf4conv.run.device.protocol import CopyPart
+from nf4conv.run.device.protocol import CopyPart, NonFiniteError
 from nf4conv.run.shards import Destination
-from nf4conv.run.worker import Worker
+from nf4conv.run.worker import Worker, Writable
 from nf4conv.sources.tensors import TensorInfo
+
+_SCALES: Final = ("absmax", "nested_absmax")
+"""Suffixes of the components that may be NaN or infinite."""
 
 
 def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: Worker) -> None:
@@ -21,20 +27,46 @@ def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: W
 
 
 def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worker: Worker) -> None:
-    """Copies a weight that the source has in 4 bits as it is to be, in pieces of so many bytes."""
+    """Copies a weight that the source has in 4 bits as it is to be, in pieces of so many bytes.
+
+    Raises:
+        NonFiniteError: its scales hold NaN or infinity, as some of its values then would.
+    """
     stored = job.stored
     assert stored is not None
-    for offset, part in zip(job.offsets, stored.parts, strict=True):
+    finite = _FiniteScales(destination, job)
+    # the last component, the JSON blob, has no place yet
+    for component, offset, part in zip(job.components, job.offsets, stored.parts, strict=False):
         if isinstance(part, bytes):
             destination.write(offset, memoryview(part))
         else:
-            _copy_tensor(destination, offset, part, piece, worker)
+            is_scale = component.suffix in _SCALES and component.dtype == "F32"
+            target = finite if is_scale else destination
+            _copy_tensor(target, offset, part, piece, worker)
     destination.finish_weights(worker, [job], {job.name: stored.blob})
     destination.count_task()
 
 
+class _FiniteScales:
+    """Passes float32 scales on to a destination, and refuses those that are not finite."""
+
+    def __init__(self, destination: Destination, job: PackJob) -> None:
+        self._destination = destination
+        self._job = job
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes scales to their place.
+
+        Raises:
+            NonFiniteError: some are NaN or infinite.
+        """
+        if not np.isfinite(np.frombuffer(data, np.float32)).all():
+            raise NonFiniteError(self._job)
+        self._destination.write(offset, data)
+
+
 def _copy_tensor(
-    destination: Destination, offset: int, tensor: TensorInfo, piece: int, worker: Worker
+    destination: Writable, offset: int, tensor: TensorInfo, piece: int, worker: Worker
 ) -> None:
     """Copies a tensor to an offset, in pieces of so many bytes."""
     for start in range(tensor.start, tensor.stop, piece):

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from nf4conv.errors import SourceError
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
-from nf4conv.run.device.protocol import CastError, Converted, CopyPart
+from nf4conv.run.device.protocol import CastError, Converted, CopyPart, MergeError
 from nf4conv.run.worker import Activity
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import Merged, TensorInfo
 
 
 def convert(device: TorchBuffers, parts: Sequence[CopyPart]) -> Iterator[Converted]:
@@ -18,19 +19,44 @@ def convert(device: TorchBuffers, parts: Sequence[CopyPart]) -> Iterator[Convert
 
     Raises:
         CastError: finite values become infinite; raised once all values have been given.
+        MergeError: finite values become NaN or infinite where an adapter changes them; raised once
+            all values have been given.
     """
-    lost: CopyJob | None = None
+    error: SourceError | None = None
     for job, piece in parts:
         values = read_values(device, piece.tensor)
         with device.timed(Activity.COMPUTE):
             cast = values.to(TORCH_DTYPES[job.dtype])
-            is_lost = len(job.steps) > 1 and _loses_values(device, piece.tensor, values, cast)
+            if error is None:
+                error = _error_of(device, job, piece.tensor, values, cast)
             [fetched] = device.fetch([cast])
-        if is_lost and lost is None:
-            lost = job
         yield Converted(job, piece.start * cast.element_size(), fetched)
-    if lost is not None:
-        raise CastError(lost.source, lost.dtype)
+    if error is not None:
+        raise error
+
+
+def _error_of(
+    device: TorchBuffers,
+    job: CopyJob,
+    tensor: TensorInfo,
+    values: torch.Tensor,
+    cast: torch.Tensor,
+) -> SourceError | None:
+    """Returns what is wrong with the values of a tensor, or of a part of it; None if nothing is."""
+    if isinstance(tensor.encoding, Merged):
+        if _has_new_non_finite(device, tensor.unmerged, cast):
+            return MergeError(job.source, job.dtype)
+    elif len(job.steps) > 1 and _loses_values(device, tensor, values, cast):
+        return CastError(job.source, job.dtype)
+    return None
+
+
+def _has_new_non_finite(device: TorchBuffers, before: TensorInfo, after: torch.Tensor) -> bool:
+    """Returns True if values are NaN or infinite that were finite before adapters changed them."""
+    if math.isfinite(after.sum(dtype=torch.float32).item()):
+        return False
+    base = read_values(device, before)
+    return bool((torch.isfinite(base) & ~torch.isfinite(after)).any())
 
 
 def _loses_values(

@@ -1,0 +1,121 @@
+"""NaN and infinity in what is kept in 4 bits, and in adapters, is never certified."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import make_model
+from four_bit import pack, write
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
+from nf4conv.errors import SourceError
+from nf4conv.options import DequantizeOptions
+
+RUN = RunOptions(device="cpu", workers=1)
+NAME = "model.layers.0.mlp.up_proj.weight"
+OTHER = "model.layers.0.self_attn.q_proj.weight"
+
+
+def packed_source(folder: Path, double_quant: bool, damage: str, value: float) -> Path:
+    """A 4-bit checkpoint one weight of which has a scale that is not finite."""
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (NAME, OTHER):
+        weight = torch.randn(96, 128, generator=generator).bfloat16()
+        tensors |= pack(name, weight, double_quant=double_quant)
+    if damage == "nested_offset":
+        state = f"{NAME}.quant_state.bitsandbytes__nf4"
+        fields = json.loads(bytes(tensors[state].tolist()))
+        fields["nested_offset"] = value
+        tensors[state] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    else:
+        scales = tensors[f"{NAME}.{damage}"]
+        scales.view(-1)[-1] = value
+    tensors["model.embed_tokens.weight"] = torch.ones(256, 128).bfloat16()
+    tensors["lm_head.weight"] = torch.ones(256, 128).bfloat16()
+    return write(folder, tensors)
+
+
+DAMAGES = [(False, "absmax"), (True, "nested_absmax"), (True, "nested_offset")]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("double_quant", "damage"), DAMAGES)
+@pytest.mark.parametrize("verify", [False, True])
+def test_scales_that_are_not_finite_are_refused(
+    tmp_path: Path, double_quant: bool, damage: str, value: float, verify: bool
+):
+    source = packed_source(tmp_path / "source", double_quant, damage, value)
+    with pytest.raises(SourceError, match=rf"{NAME}.*(NaN|infini|quant_state|nested_offset)"):
+        quantize_checkpoint(
+            source, tmp_path / "out", QuantizeOptions(), replace(RUN, verify=verify)
+        )
+    assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize(("double_quant", "damage"), DAMAGES[:2])
+def test_keep_decodes_them_to_16_bits_and_says_so(tmp_path: Path, double_quant: bool, damage: str):
+    source = packed_source(tmp_path / "source", double_quant, damage, math.nan)
+    options = QuantizeOptions(non_finite="keep")
+    report = quantize_checkpoint(source, tmp_path / "out", options, replace(RUN, verify=True))
+    assert any(note.startswith(f"{NAME}: kept unquantized") for note in report.notes)
+    tensors = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(file)
+    assert tensors[NAME].dtype == torch.bfloat16
+    assert tensors[NAME].isnan().any()
+    assert tensors[OTHER].dtype == torch.uint8
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return make_model(folder / "model", "llama")
+
+
+def adapter_with(folder: Path, model: Path, value: float) -> Path:
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    adapted.save_pretrained(folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    first = min(name for name in tensors if "lora_B" in name)
+    tensors = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+    tensors[first][0, 0] = value
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, model: Path, value: float):
+    adapter = adapter_with(tmp_path / "adapter", model, value)
+    options = DequantizeOptions(lora=(str(adapter),))
+    refused = r"q_proj\.weight: adapters make finite values NaN or infinite in \w*float"
+    with pytest.raises(SourceError, match=refused):
+        dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+    assert not (tmp_path / "out/config.json").exists()
+    with pytest.raises(SourceError, match=r"q_proj\.weight"):
+        quantize_checkpoint(model, tmp_path / "q", QuantizeOptions(lora=(str(adapter),)), RUN)
+
+
+def test_an_adapter_whose_sums_float16_cannot_hold_is_refused(tmp_path: Path, model: Path):
+    adapter = adapter_with(tmp_path / "adapter", model, 1e6)
+    options = DequantizeOptions(lora=(str(adapter),), dtype="float16")
+    with pytest.raises(SourceError, match="adapters make finite values NaN or infinite in float16"):
+        dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+
+
+def test_an_adapter_with_large_finite_values_is_merged(tmp_path: Path, model: Path):
+    adapter = adapter_with(tmp_path / "adapter", model, 1e6)
+    options = DequantizeOptions(lora=(str(adapter),))
+    report = dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+    assert report.copied + report.decoded > 0
