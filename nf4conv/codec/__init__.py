@@ -25,5 +25,6 @@ The arithmetic that all of them share:
     reciprocal.py   gives 1 / x as the GPU does
     reduction.py    takes the mean as torch's CUDA kernel does: the offset of double quantization
     mean_order.py   divides that mean among threads, for the kernels too; imports no torch
+    finite.py       tells whether scales are finite; imports no torch
     error_sums.py   states the bound that every packed value is held to, and what is measured
 """

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
+from nf4conv.codec.finite import are_finite
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import CopyPart, NonFiniteError
 from nf4conv.run.shards import Destination
@@ -60,7 +59,7 @@ class _FiniteScales:
         Raises:
             NonFiniteError: some are NaN or infinite.
         """
-        if not np.isfinite(np.frombuffer(data, np.float32)).all():
+        if not are_finite(data):
             raise NonFiniteError(self._job)
         self._destination.write(offset, data)
 
