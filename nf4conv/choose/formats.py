@@ -36,8 +36,13 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
         double_quant=double_quant,
         dtype=dtype,
         quant_storage=options.quant_storage or default.quant_storage,
-        scales=options.scales or default.scales,
+        scales=options.scales or _searched_if_calibrated(default.scales),
     )
+
+
+def _searched_if_calibrated(scales: str) -> str:
+    """Returns how other weights are scaled beside those that a source has calibrated."""
+    return "search" if scales == "calibrated" else scales
 
 
 def choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:

@@ -73,6 +73,9 @@ BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SCALES: Final = ("absmax", "search")
 """Ways to choose the scale of a block: its absmax, or the scale that codec/search.py finds."""
 
+RECORDED_SCALES: Final = (*SCALES, "calibrated")
+"""What nf4conv.json may say of the scales of a weight: calibration chooses them with the codes."""
+
 NESTED_BLOCKSIZE: Final = 256
 """Block size of the second quantization, of absmax itself; fixed in bitsandbytes."""
 

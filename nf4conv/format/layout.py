@@ -71,7 +71,7 @@ class Format:
         dtype: "float32", "float16" or "bfloat16": weights are cast to it before they are packed,
             and other float tensors are stored in it.
         quant_storage: the dtype that packed codes are stored as, of STORAGE_DTYPES.
-        scales: the way to choose a block's scale, of codebook.SCALES.
+        scales: the way to choose a block's scale, of codebook.RECORDED_SCALES.
     """
 
     quant_type: str

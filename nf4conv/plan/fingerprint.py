@@ -115,4 +115,6 @@ def plan_fingerprint(output: Plan) -> str:
 def _kind(job: Job) -> str:
     if isinstance(job, CopyJob):
         return "copied"
+    if job.original is not None:
+        return "calibrated"
     return "packed" if job.stored is None else "unchanged"

@@ -88,6 +88,9 @@ class PackJob:
     footprint: Footprint
     # what its components are copied from; None for a weight that has to be packed
     stored: Stored | None = None
+    # the tensor of the checkpoint, if the weight is calibrated: `source` and `stored` are then what
+    # calibration has made of it, once it is done
+    original: TensorInfo | None = None
     # where each component but the blob begins, from the start of the shard's data
     offsets: list[int] = field(default_factory=list)
 

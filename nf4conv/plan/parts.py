@@ -82,6 +82,11 @@ def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> Non
         )
     if not isinstance(plan.options, QuantizeOptions):
         return
+    if plan.options.calibrate:
+        raise PlanError(
+            f"{asked_by} does not go with --calibrate: what goes into a block comes from all blocks "
+            f"before it, so one process on one device calibrates them all"
+        )
     if plan.options.single_file:
         raise PlanError(f"{asked_by} does not go with --single-file: one file has no parts")
     if plan.options.non_finite == "keep":

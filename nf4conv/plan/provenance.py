@@ -6,6 +6,7 @@ that stays as it is has the scales that it had before, whatever was asked for.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nf4conv.choose.unchanged import stored_format
@@ -81,6 +82,10 @@ def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
 
 
 def _of_job(job: PackJob, format: Format) -> Provenance:
+    if job.original is not None:
+        calibrated = replace(format, scales="calibrated")
+        is_from_4_bits = is_in_4_bits(job.original)
+        return Provenance(PACKED, _made_from(job.original), is_from_4_bits, calibrated)
     return Provenance(
         origin=PACKED if job.stored is None else KEPT,
         made_from=_made_from(job.source),

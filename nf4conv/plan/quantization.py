@@ -5,6 +5,7 @@ choose what is packed → choose the format → find what stays as it is → pla
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from nf4conv.choose.choice import Choice, choose
@@ -16,6 +17,7 @@ from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
+from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
@@ -34,6 +36,8 @@ class QuantizationPlan(WritingPlan):
     non_finite: frozenset[str] = frozenset()
     # True for a submodel of a diffusers pipeline: it gets no card, and may have nothing to pack
     is_submodel: bool = False
+    # how weights are calibrated; None if they are not
+    calibration: Calibration | None = None
 
     @property
     def searches_in_vain(self) -> bool:
@@ -49,7 +53,19 @@ class QuantizationPlan(WritingPlan):
 
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
-        return {"tensors kept for NaN or infinity": sorted(self.non_finite)}
+        decided: dict[str, Any] = {"tensors kept for NaN or infinity": sorted(self.non_finite)}
+        if self.calibration is not None:
+            decided["calibration"] = self.calibration.described()
+            decided["transformers"] = self.calibration.transformers
+        return decided
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Returns the content of nf4conv.json, but for what calibration and verification found."""
+        record = super().record
+        if self.calibration is None:
+            return record
+        return {**record, "calibration": self.calibration.described()}
 
     def row(self, job: Job, file: str) -> PlanRow:
         """Describes a weight that is packed or a tensor that is kept; dtypes are the source's."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.format.codebook import SCALES
+from nf4conv.format.codebook import RECORDED_SCALES
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import AdapterFiles, Source
 from nf4conv.system.files import read_at
@@ -62,7 +62,7 @@ class GroupOfWeights:
         origin: PACKED or KEPT. Empty if the record does not say.
         made_from: what the source has in their place, such as "bfloat16" or "bitsandbytes
             nf4+/64". "from" in the file. Empty if the record does not say.
-        scales: how the blocks were scaled, of codebook.SCALES.
+        scales: how the blocks were scaled, of codebook.RECORDED_SCALES.
         count: the number of weights. None if the record does not say.
         names: their names, in which "*" stands for any number between two dots. None for the group
             of all weights that no other group names.
@@ -98,6 +98,8 @@ def record_of(
     """
     deciding = dict(options)
     deciding.pop("lora", None)  # may be paths; the adapters are described with the source
+    deciding.pop("calibrate", None)  # are paths; the texts are described with the calibration
+    deciding.pop("calibration_memory", None)  # changes no byte
     record = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -188,11 +190,11 @@ def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
 
 
 def _scales_or_absmax(scales: object) -> str:
-    return scales if isinstance(scales, str) and scales in SCALES else "absmax"
+    return scales if isinstance(scales, str) and scales in RECORDED_SCALES else "absmax"
 
 
 def recorded_scales(folder: Path) -> Callable[[str], str]:
-    """Returns a function that tells how a weight was scaled, of codebook.SCALES, given its name.
+    """Returns a function that tells how a weight was scaled, of RECORDED_SCALES, given its name.
 
     It says "absmax" unless the nf4conv.json in the folder says otherwise.
 

@@ -1,0 +1,258 @@
+"""Builds a model without weights from the installed transformers, and finds its blocks.
+
+A parameter without weights is on torch's meta device, or, where code has to run, one zero that is
+repeated: neither takes memory. Buffers, such as the frequencies of rotary embeddings, are real:
+nothing on disk holds them. No code comes from the checkpoint.
+"""
+
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from nf4conv.errors import PlanError
+from nf4conv.models.config import architecture_of, without_quantization
+
+_MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if without weights
+
+_KERNEL_KEYS: Final = (
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "use_kernels",
+    "kernel_config",
+    "auto_map",
+    "custom_pipelines",
+)
+"""Keys of a config by which transformers would fetch code."""
+
+_RANDOM: Final = {
+    "uniform_",
+    "normal_",
+    "trunc_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "orthogonal_",
+    "sparse_",
+    "erfinv_",
+}
+"""Functions that initialize weights, which then are thrown away."""
+
+_ATTENTION: Final = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """Names the list of a model's blocks.
+
+    Attributes:
+        path: where it stands in the model, such as "model.layers".
+        blocks: the blocks in their order.
+    """
+
+    path: str
+    blocks: tuple[nn.Module, ...]
+
+    def prefix(self, number: int) -> str:
+        """Returns what the names of a block's parameters begin with."""
+        return f"{self.path}.{number}."
+
+    def number_of(self, parameter: str) -> int | None:
+        """Returns the block that a parameter is in; None if it is in none."""
+        if not parameter.startswith(f"{self.path}."):
+            return None
+        number = parameter[len(self.path) + 1 :].partition(".")[0]
+        return int(number) if number.isdecimal() else None
+
+
+def version() -> str:
+    """Returns the version of the installed transformers.
+
+    Raises:
+        PlanError: it is not installed, or older than 5.
+    """
+    try:
+        import transformers
+        from transformers.core_model_loading import rename_source_key  # noqa: F401
+    except ImportError as error:
+        raise PlanError(
+            f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' ({error})"
+        ) from error
+    return str(transformers.__version__)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Loads the tokenizer of a checkpoint.
+
+    Raises:
+        PlanError: there is none that transformers can load.
+    """
+    import transformers
+
+    advice = "give token ids instead: --calibrate ids.npy"
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers raises anything
+        raise PlanError(
+            f"{folder}: transformers finds no tokenizer that it can load "
+            f"({first_line(error)}); {advice}"
+        ) from error
+
+
+def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """Builds the model of a config.json, all parameters of which are on the meta device.
+
+    Args:
+        config: the content of config.json.
+        dtype: what the model computes in.
+
+    Raises:
+        PlanError: transformers has no class for it, or cannot build it.
+    """
+    import transformers
+
+    release = f"transformers {version()}"
+    architecture = architecture_of(config)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None or not hasattr(model_class, "_from_config"):
+        raise PlanError(
+            f"--calibrate: {release} has no {architecture or 'architecture'}; "
+            f"without --calibrate the model can be quantized all the same"
+        )
+    _check_numbers(config, architecture)
+    failures = []
+    for attention in _ATTENTION:
+        try:
+            parsed = _parse(config, model_class)
+            with _without_weights(), _NoInitialization():
+                model: nn.Module = model_class._from_config(
+                    parsed, dtype=dtype, attn_implementation=attention
+                )
+            return model.eval().requires_grad_(False)
+        except Exception as error:  # transformers raises anything
+            failures.append(error)
+    raise PlanError(
+        f"--calibrate: {release} cannot build {architecture}: {first_line(failures[-1])}"
+    ) from failures[-1]
+
+
+def _check_numbers(config: Mapping[str, Any], architecture: str) -> None:
+    """Refuses a config that would take very long to build."""
+    from nf4conv.choose.evidence import numbers_of  # only needed here
+
+    for key, value in numbers_of(config):
+        if value > _MOST_PARTS and any(word in key for word in ("layer", "depth", "expert")):
+            raise PlanError(f"--calibrate: {architecture}: {key} is {value:,}")
+
+
+def _parse(config: Mapping[str, Any], model_class: Any) -> Any:
+    """Parses a config, without what would fetch code; kernels of experts are plain torch."""
+    # only a file goes through all the code by which transformers reads a config
+    with tempfile.TemporaryDirectory() as folder:
+        content = json.dumps(_without_kernels(without_quantization(config)))
+        Path(folder, "config.json").write_text(content)
+        parsed = model_class.config_class.from_pretrained(folder)
+    for part in (parsed, parsed.get_text_config()):
+        part.use_cache = False
+        part._experts_implementation = "eager"
+    return parsed
+
+
+def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
+    edited = {}
+    for key, value in config.items():
+        if key not in _KERNEL_KEYS:
+            edited[key] = _without_kernels(value) if isinstance(value, Mapping) else value
+    return edited
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Moves every parameter to the meta device as soon as a module has it."""
+    register = nn.Module.register_parameter
+
+    def register_without_weight(
+        module: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_without_weight  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _NoInitialization(TorchFunctionMode):
+    """Leaves out the random initialization of weights."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _RANDOM and args:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def find_blocks(model: nn.Module, packed: Collection[str]) -> BlockList:
+    """Returns the list of modules that holds most of the weights that are to be packed.
+
+    Args:
+        model: the model.
+        packed: paths of the parameters that are packed.
+
+    Raises:
+        PlanError: no list of modules holds any.
+    """
+    best: tuple[int, BlockList] | None = None
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        count = sum(1 for name in packed if name.startswith(f"{path}."))
+        if count and (best is None or count > best[0]):
+            best = count, BlockList(path, tuple(module))
+    if best is None:
+        raise PlanError(
+            f"--calibrate: {type(model).__name__} has no list of blocks with weights to pack"
+        )
+    return best[1]
+
+
+def set_tensor(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    """Puts a tensor in the place of a parameter or a buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+    else:
+        module._buffers[leaf] = values
+
+
+def release(model: nn.Module, names: Collection[str]) -> None:
+    """Puts parameters without weights in the place of others."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name in parameters:
+            set_tensor(model, name, parameters[name].detach().to("meta"))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, of at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,323 @@
+"""Plans a calibration: reads the texts, builds the model without weights, finds its blocks.
+
+No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from nf4conv.calibrate.finished import size_of
+from nf4conv.calibrate.flow import Flow, find_flow
+from nf4conv.calibrate.model import build_model, find_blocks, load_tokenizer, version
+from nf4conv.calibrate.names import Filling, follow_names
+from nf4conv.calibrate.stages import Target
+from nf4conv.calibrate.text import Text, read_texts, wanted_texts
+from nf4conv.calibrate.windows import LENGTH, Windows, choose_windows, tokens_needed
+from nf4conv.errors import PlanError
+from nf4conv.models.module_names import module_of
+from nf4conv.options import QuantizeOptions
+from nf4conv.plan.calibration import Calibration, CalibrationText
+from nf4conv.plan.jobs import Job, PackJob, Plan
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.sources.source import Source
+
+TOKENS: Final = 65536
+"""Tokens that calibrate, unless the user asks for another number."""
+
+MEMORY: Final = 4 * 10**9
+"""Bytes of hidden states that are kept in memory, unless the user allows another number."""
+
+_FEWEST_TOKENS: Final = 512
+
+
+@dataclass(frozen=True)
+class PreparedCalibration(Calibration):
+    """Holds what carries out a calibration, beside what describes it.
+
+    Attributes:
+        windows: the tokens that the model reads.
+        flow: runs the model up to its blocks.
+        fillings: what the parameters of each block are filled from, by the block's number; None
+            stands for those outside.
+        targets: the weights of each block that are calibrated.
+    """
+
+    windows: Windows
+    flow: Flow
+    fillings: Mapping[int | None, Sequence[Filling]]
+    targets: Mapping[int, Sequence[Target]]
+
+
+def refuse_impossible(source: Source, options: QuantizeOptions) -> QuantizationPlan | None:
+    """Refuses options that do not go with --calibrate.
+
+    Raises:
+        PlanError: one of them was given, or the source is no model of transformers.
+    """
+    if options.scales == "absmax":
+        raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
+    if options.single_file or (source.config or {}).get("_class_name"):
+        raise PlanError(
+            f"{source}: --calibrate is for models of transformers; --scales search needs no text"
+        )
+    if source.config is None:
+        raise PlanError(f"{source}: --calibrate needs the config.json that says what model it is")
+    if source.fetched is not None and source.fetched.absent:
+        raise PlanError(
+            "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
+            "out to download the model first"
+        )
+    tokens = options.calibration_tokens
+    if tokens is not None and tokens < _FEWEST_TOKENS:
+        raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
+    memory = options.calibration_memory
+    if memory is not None and memory < 0:
+        raise PlanError(f"--calibration-memory {memory}: expected a number of bytes")
+    return None
+
+
+def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
+    """Adds a calibration to the plan of a checkpoint, whose scales are searched.
+
+    Raises:
+        PlanError: the model cannot be calibrated, or the texts are not what is needed.
+    """
+    source = plan.source
+    options = plan.options
+    refuse_impossible(source, options)
+    release = version()
+    assert source.config is not None
+    model = build_model(source.config, torch.float32)
+    found = _Found(plan, model)
+    if not found.targets:
+        raise PlanError(f"{source}: --calibrate finds no weight to calibrate in its blocks")
+    flow = find_flow(model, found.blocks)
+    found.require_filled(flow)
+    texts, windows = _windows(source, options, model)
+    calibration = PreparedCalibration(
+        texts=tuple(CalibrationText(text.name, text.sha256, text.share) for text in texts),
+        tokens=windows.tokens,
+        judging_tokens=windows.judging * windows.ids.shape[1],
+        window=windows.ids.shape[1],
+        seed=options.calibration_seed or 0,
+        transformers=release,
+        blocks=len(found.blocks.blocks),
+        weights=found.weights,
+        bytes_to_read=found.bytes_to_read,
+        bytes_on_disk=found.bytes_on_disk + _spilled(windows, source, options),
+        windows=windows,
+        flow=flow,
+        fillings=found.fillings,
+        targets=found.targets,
+    )
+    output = with_jobs(plan.output, found.weights)
+    notes = (*plan.notes, *_notes(calibration, found, options))
+    return replace(plan, output=output, calibration=calibration, notes=notes)
+
+
+def with_jobs(output: Plan, names: frozenset[str]) -> Plan:
+    """Marks the jobs of weights that are calibrated."""
+
+    def marked(job: Job) -> Job:
+        if isinstance(job, PackJob) and job.name in names:
+            return replace(job, original=job.source, reason=f"{job.reason}, calibrated")
+        return job
+
+    shards = []
+    for shard in output.shards:
+        shards.append(replace(shard, jobs=tuple(marked(job) for job in shard.jobs)))
+    return replace(output, shards=tuple(shards))
+
+
+class _Found:
+    """Finds out which weights of a plan are calibrated, and in which block each of them is.
+
+    Attributes:
+        targets: the weights of each block.
+        left_out: names of packed weights that are not calibrated.
+    """
+
+    def __init__(self, plan: QuantizationPlan, model: nn.Module) -> None:
+        self._source = plan.source
+        self._model = model
+        self._format = plan.output.format
+        self._fillings = follow_names(model, plan.source.tensors)
+        self._jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
+        for job in plan.output.jobs:
+            if isinstance(job, PackJob) and job.stored is None:
+                self._jobs[job.source.name].append(job)
+        self.blocks = find_blocks(model, list(self._packed_parameters()))
+        self.targets: defaultdict[int, list[Target]] = defaultdict(list)
+        self.left_out: list[str] = []
+        self._find_targets()
+
+    def _packed_parameters(self) -> Iterator[str]:
+        for filling in self._fillings:
+            if any(tensor.name in self._jobs for tensor in filling.tensors):
+                yield from filling.parameters
+
+    def _find_targets(self) -> None:
+        reached = set()
+        for filling in self._fillings:
+            number = self.blocks.number_of(filling.parameters[0])
+            for tensor in filling.tensors:
+                for job in self._jobs.get(tensor.name, ()):
+                    target = None if number is None else self._target(filling, job, number)
+                    if target is not None and number is not None:
+                        self.targets[number].append(target)
+                        reached.add(job.name)
+        for jobs in self._jobs.values():
+            self.left_out += [job.name for job in jobs if job.name not in reached]
+
+    def _target(self, filling: Filling, job: PackJob, number: int) -> Target | None:
+        """Returns how a weight is calibrated; None if it cannot be."""
+        if filling.convert is not None or job.matrix.shape[1] % self._format.blocksize:
+            return None
+        path = module_of(filling.parameters[0])
+        if path == filling.parameters[0]:
+            return None
+        module = self._model.get_submodule(path)
+        is_whole = job.matrix.expert is None and job.matrix.rows is None
+        if not is_whole or job.matrix.columns is not None:
+            return None
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        return Target(job, path.removeprefix(self.blocks.prefix(number))) if is_linear else None
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """The names of all weights that are calibrated."""
+        return frozenset(
+            target.job.name for targets in self.targets.values() for target in targets
+        )
+
+    @cached_property
+    def fillings(self) -> dict[int | None, list[Filling]]:
+        """What is filled from the checkpoint, by block; None stands for what is outside."""
+        found: defaultdict[int | None, list[Filling]] = defaultdict(list)
+        for filling in self._fillings:
+            found[self.blocks.number_of(filling.parameters[0])].append(filling)
+        return dict(found)
+
+    def require_filled(self, flow: Flow) -> None:
+        """Raises a PlanError if a parameter that is needed is not in the checkpoint."""
+        known = {name for filling in self._fillings for name in filling.parameters}
+        buffers = {name for name, _ in self._model.named_buffers()}
+        needed = set(flow.needed)
+        for name, _ in self._model.named_parameters():
+            if self.blocks.number_of(name) is not None:
+                needed.add(name)
+        missing = sorted(needed - known - buffers)
+        if missing:
+            raise PlanError(
+                f"{self._source}: --calibrate: transformers expects {missing[0]}"
+                f"{f' and {len(missing) - 1:,} more' if len(missing) > 1 else ''}, which the "
+                f"checkpoint does not have"
+            )
+
+    @property
+    def bytes_to_read(self) -> int:
+        """The bytes of all blocks."""
+        total = 0
+        for number, fillings in self.fillings.items():
+            if number is not None:
+                total += sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
+        return total
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """The most bytes of the finished blocks."""
+        shapes: list[tuple[int, ...]] = []
+        for targets in self.targets.values():
+            shapes += [target.job.matrix.shape for target in targets]
+        return size_of(self._format, shapes)
+
+
+def _windows(
+    source: Source, options: QuantizeOptions, model: nn.Module
+) -> tuple[list[Text], Windows]:
+    """Reads the texts and cuts them into windows."""
+    tokenizers: list[Any] = []
+
+    def tokenizer() -> Any:
+        if not tokenizers:
+            tokenizers.append(load_tokenizer(source.folder))
+        return tokenizers[0]
+
+    tokens = options.calibration_tokens or TOKENS
+    length = _length(model)
+    texts = read_texts(
+        wanted_texts(options.calibrate), tokens_needed(tokens, length), tokenizer
+    )
+    _require_known_tokens(texts, model, source)
+    ends = _ends(tokenizers[0]) if tokenizers else ()
+    return texts, choose_windows(texts, tokens, length, options.calibration_seed or 0, ends)
+
+
+def _length(model: Any) -> int:
+    """Returns how many tokens the model reads together."""
+    config = model.config.get_text_config()
+    length = LENGTH
+    for key in ("max_position_embeddings", "n_positions"):
+        found = getattr(config, key, None)
+        if isinstance(found, int) and found > 0:
+            length = min(length, found)
+    return length
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids that encoders such as BERT expect around a text; none for other models."""
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    return () if first is None or last is None else (first, last)
+
+
+def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> None:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for text in texts:
+        largest = int(text.ids.max())
+        least = int(text.ids.min())
+        if least < 0 or largest >= vocabulary:
+            wrong = least if least < 0 else largest
+            raise PlanError(
+                f"{text.name}: holds the token id {wrong:,}, but {source} has "
+                f"{vocabulary:,} tokens"
+            )
+
+
+def _spilled(windows: Windows, source: Source, options: QuantizeOptions) -> int:
+    """Returns the bytes of hidden states that go to disk."""
+    nbytes = hidden_bytes(windows, source.config or {}, 4)
+    return nbytes if nbytes > (options.calibration_memory or MEMORY) else 0
+
+
+def hidden_bytes(windows: Windows, config: Mapping[str, Any], itemsize: int) -> int:
+    """Returns the bytes of the hidden states of all windows."""
+    text = config.get("text_config", config)
+    size = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if key in text), 4096)
+    return int(windows.ids.size * size * itemsize)
+
+
+def _notes(
+    calibration: Calibration, found: _Found, options: QuantizeOptions
+) -> Iterator[str]:
+    wanted = options.calibration_tokens or TOKENS
+    yield (
+        f"calibration: {len(calibration.weights):,} weights in {calibration.blocks:,} blocks, "
+        f"by {calibration.tokens:,} tokens of {', '.join(text.name for text in calibration.texts)}"
+    )
+    if calibration.tokens < wanted - calibration.window:
+        yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
+    if found.left_out:
+        others = len(found.left_out)
+        yield (
+            f"{others:,} other weights have searched scales, such as {found.left_out[0]}: they are "
+            f"not in the blocks, or no matrix of whole blocks"
+        )
+
+

@@ -1,0 +1,119 @@
+"""Divides the weights of a block into stages, and catches what goes into each of them.
+
+Weights that multiply the same tensor form a stage, such as those of queries, keys and values. The
+stages of a block are taken in the order in which the block reaches them: what goes into one depends
+on those before it, which are in 4 bits by then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nf4conv.calibrate.flow import Call
+from nf4conv.plan.jobs import PackJob
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight of a block that is calibrated.
+
+    Attributes:
+        job: what becomes of it.
+        path: the module in the block that multiplies with it.
+    """
+
+    job: PackJob
+    path: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights of a block that multiply the same inputs."""
+
+    targets: tuple[Target, ...]
+
+    @property
+    def path(self) -> str:
+        """The module whose inputs stand for those of all."""
+        return self.targets[0].path
+
+
+class _Stop(Exception):
+    """Ends the run of a block where nothing more is needed of it."""
+
+
+def find_stages(
+    block: nn.Module, call: Call, hidden: torch.Tensor, targets: Sequence[Target]
+) -> list[Stage]:
+    """Runs a block once, and groups its weights by what they multiply, in the order of the run.
+
+    Weights that are not reached are left out.
+    """
+    # inputs are kept, so that no other tensor gets the memory of one of them
+    inputs: list[torch.Tensor] = []
+    members: dict[object, list[Target]] = {}
+
+    def note(target: Target, found: torch.Tensor) -> None:
+        inputs.append(found)
+        place = (found.data_ptr(), found.numel(), found.dtype)
+        known = members.setdefault(place, [])
+        if target not in known:
+            known.append(target)
+
+    with _watching(block, targets, note):
+        call.run(block, hidden)
+    return [Stage(tuple(of_stage)) for of_stage in members.values()]
+
+
+def inputs_of(
+    block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Returns what goes into a stage, [tokens, in_features]; the block runs no further than that.
+
+    Args:
+        block: of which earlier stages are in 4 bits.
+        stage: one of its stages.
+        call: how the block is called.
+        hidden: what goes into the block.
+    """
+    caught: list[torch.Tensor] = []
+
+    def note(target: Target, found: torch.Tensor) -> None:  # noqa: ARG001
+        caught.append(found)
+        raise _Stop
+
+    with _watching(block, stage.targets[:1], note):
+        try:
+            call.run(block, hidden)
+        except _Stop:
+            pass
+    return caught[0].reshape(-1, caught[0].shape[-1])
+
+
+@contextmanager
+def _watching(
+    block: nn.Module, targets: Sequence[Target], note: Callable[[Target, torch.Tensor], None]
+) -> Iterator[None]:
+    """Tells of the inputs of modules, before they run."""
+    handles = []
+    for target in targets:
+        module = block.get_submodule(target.path)
+        handles.append(module.register_forward_pre_hook(_hook(target, note)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(
+    target: Target, note: Callable[[Target, torch.Tensor], None]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
+        note(target, args[0])
+
+    return hook

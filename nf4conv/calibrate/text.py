@@ -1,0 +1,225 @@
+"""Reads the text that calibrates a model, as token ids.
+
+A text is a file, or "default" for what nf4conv ships:
+
+    .txt      UTF-8 text
+    .jsonl    a JSON object a line: {"text": …}, or {"messages": […]} of a chat, which takes the
+              form that the tokenizer's template gives it
+    .npy      token ids: an array of integers with one dimension, which needs no tokenizer
+
+"FILE=SHARE" says what share of the tokens a text has beside others.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from nf4conv.errors import PlanError, named
+from nf4conv.sources.reader import digest_of
+
+DEFAULT: Final = "default"
+"""Names the texts that nf4conv ships."""
+
+_SHIPPED: Final = Path(__file__).with_name("texts")
+_SUFFIXES: Final = (".txt", ".jsonl", ".npy")
+
+_CHARACTERS: Final = 16  # of text that are read for a token that is wanted
+_PARTS: Final = 64  # of a long text that are read, at equal distances
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text as the user named it."""
+
+    place: str
+    # what share of the tokens it has, relative to the shares of other texts
+    share: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that has been read."""
+
+    # the file's own name
+    name: str
+    share: float
+    # of the file
+    sha256: str
+    # [tokens]
+    ids: Ids
+
+
+def wanted_texts(places: Sequence[str]) -> list[Wanted]:
+    """Returns the texts that --calibrate names; "default" becomes the files that nf4conv ships.
+
+    Raises:
+        PlanError: one of them is no file that can be read.
+    """
+    found: list[Wanted] = []
+    for place in places:
+        wanted = _parse(place)
+        if wanted.place != DEFAULT:
+            _require_file(wanted.place)
+            found.append(wanted)
+            continue
+        shipped = _shipped()
+        for path in shipped:
+            found.append(Wanted(str(path), wanted.share / len(shipped)))
+    return found
+
+
+def _parse(place: str) -> Wanted:
+    """Divides "FILE=SHARE"; a file may have such a name, too."""
+    head, sign, tail = place.rpartition("=")
+    if not sign or Path(place).exists():
+        return Wanted(place, 1.0)
+    try:
+        share = float(tail)
+    except ValueError:
+        return Wanted(place, 1.0)
+    if not (math.isfinite(share) and share > 0):
+        raise PlanError(f"--calibrate {place}: the share {tail} is not a positive number")
+    return Wanted(head, share)
+
+
+def _shipped() -> list[Path]:
+    found = [path for path in sorted(_SHIPPED.glob("*")) if path.suffix in _SUFFIXES]
+    if not found:
+        raise PlanError("--calibrate default: this build of nf4conv ships no text; name a file")
+    return found
+
+
+def _require_file(place: str) -> None:
+    path = Path(place)
+    if path.is_file():
+        if path.suffix in _SUFFIXES:
+            return
+        kinds = ", ".join(_SUFFIXES)
+        raise PlanError(f"--calibrate {place}: expected a file that ends in {kinds}")
+    if path.exists():
+        raise PlanError(f"--calibrate {place}: expected a file, and this is a folder")
+    if place.count("/") == 1 and not place.startswith((".", "/")):
+        raise PlanError(
+            f"--calibrate {place}: no such file; a data set on the Hub is not fetched: save some "
+            f"megabytes of its text as .txt or .jsonl, or take --calibrate default"
+        )
+    raise PlanError(f"--calibrate {place}: no such file; name one, or take --calibrate default")
+
+
+def read_texts(
+    wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], Any]
+) -> list[Text]:
+    """Reads texts, as many tokens of each as its share takes, or all if it has fewer.
+
+    Args:
+        wanted: the texts.
+        tokens: how many are needed of all texts together.
+        tokenizer: returns the model's tokenizer, or raises a PlanError; called if text needs it.
+
+    Raises:
+        PlanError: a text cannot be read or tokenized, or is empty.
+    """
+    whole = sum(text.share for text in wanted)
+    found = []
+    for text in wanted:
+        path = Path(text.place)
+        needed = math.ceil(tokens * text.share / whole)
+        if path.suffix == ".npy":
+            ids = _read_ids(path)
+        else:
+            ids = _tokenized(path, needed, tokenizer())
+        if ids.size == 0:
+            raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model")
+        with named(path, PlanError):
+            digest = digest_of(path)
+        found.append(Text(path.name, text.share / whole, digest, ids))
+    return found
+
+
+def _read_ids(path: Path) -> Ids:
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise PlanError(f"{path}: is no array of numpy that can be read ({error})") from error
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise PlanError(f"{path}: expected token ids: integers in one dimension")
+    return ids.astype(np.int64)
+
+
+def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:
+    """Returns the ids of a text, or of parts of a long one."""
+    ids: list[int] = []
+    most = _CHARACTERS * needed
+    pieces = _messages_or_texts(path, tokenizer) if path.suffix == ".jsonl" else _parts(path, most)
+    try:
+        for piece, is_chat in pieces:
+            # a template has written a chat's special tokens already
+            encoded = tokenizer(piece, add_special_tokens=not is_chat, verbose=False)
+            ids += encoded["input_ids"]
+            if len(ids) > 4 * needed:
+                break
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise PlanError(f"{path}: the model's tokenizer cannot read it ({error})") from error
+    return np.array(ids, dtype=np.int64)
+
+
+def _parts(path: Path, most: int) -> Iterator[tuple[str, bool]]:
+    """Yields a text; of a long one, parts from all over it."""
+    content = _decoded(path)
+    if len(content) <= most:
+        yield content, False
+        return
+    length = max(most // _PARTS, 1)
+    for number in range(_PARTS):
+        start = (len(content) - length) * number // (_PARTS - 1)
+        yield content[start : start + length], False
+
+
+def _decoded(path: Path) -> str:
+    try:
+        with named(path, PlanError):
+            content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)") from error
+    if "\0" in content:
+        raise PlanError(f"{path}: holds zero bytes, as no text does")
+    return content
+
+
+def _messages_or_texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Yields the texts of a .jsonl file, and whether a chat template has written them."""
+    for number, line in enumerate(_decoded(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path}: line {number} is not JSON: {error}") from error
+        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+            yield entry["text"], False
+        elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+            yield _chat(path, number, entry["messages"], tokenizer), True
+        else:
+            raise PlanError(f'{path}: line {number} has neither "text" nor "messages"')
+
+
+def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise PlanError(
+            f"{path}: line {number} is a chat, but the model's tokenizer has no chat template; "
+            f'give texts: {{"text": …}}'
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # a template is a program, and may raise anything
+        raise PlanError(
+            f"{path}: line {number}: the model's chat template refuses it ({error})"
+        ) from error
