@@ -11,14 +11,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import torch
 
 from nf4conv.codec.rounding import Rounded
 from nf4conv.errors import OutputError, SourceError, named
-from nf4conv.format.layout import ITEMSIZES, QUANT_STATE_PREFIX, Format, components
+from nf4conv.format.layout import ITEMSIZES, Format, components
 from nf4conv.output.writer import write_file
 from nf4conv.sources.header import build_header, read_header
 from nf4conv.sources.reader import digest_of
+from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.tensors import TensorInfo
 
 _TAGS: Final = {"torch.float32": "F32", "torch.uint8": "U8"}
@@ -139,6 +142,17 @@ class FinishedBlocks:
             return None
         return record
 
+    def components(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the components of a block's weights in host memory, by weight and suffix."""
+        content = self.file(number).read_bytes()
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for tensor in read_header(self.file(number)):
+            owner, suffix = split_component(tensor.name)
+            raw = torch.frombuffer(bytearray(content[tensor.start : tensor.stop]), dtype=torch.uint8)
+            values = raw.view(torch.float32) if suffix and tensor.dtype == "F32" else raw
+            found.setdefault(owner, {})[suffix] = values
+        return found
+
     def tensors(self, number: int) -> dict[str, TensorInfo]:
         """Returns the components of a block's weights by their names."""
         return {tensor.name: tensor for tensor in read_header(self.file(number))}
@@ -158,13 +172,3 @@ def size_of(format: Format, shapes: list[tuple[int, ...]]) -> int:
     for shape in shapes:
         total += sum(part.nbytes for part in components(format, shape))
     return total
-
-
-__all__ = [
-    "QUANT_STATE_PREFIX",
-    "BlockRecord",
-    "FinishedBlocks",
-    "WeightGain",
-    "names_of_components",
-    "size_of",
-]

@@ -99,6 +99,11 @@ def plan_quantization(
                 f"{source}: --single-file is for one part of a diffusers pipeline: "
                 f"--subfolder transformer, or unet"
             ) from error
+        if options.calibrate:
+            raise PlanError(
+                f"{source}: --calibrate is for models of transformers, one at a time: for a text "
+                f"encoder --subfolder text_encoder; --scales search needs no text"
+            ) from error
         from nf4conv.commands import quantize_pipeline  # few runs need to import it
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 

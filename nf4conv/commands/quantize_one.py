@@ -17,7 +17,7 @@ from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.loading import advice, gpu_bytes, loading_of_plan
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.run.checkpoint import require_apart, write_checkpoint
+from nf4conv.run.checkpoint import Card, Written, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.opening import open_source
@@ -42,8 +42,21 @@ def plan_checkpoint(
             opened = original_names.with_original_names(opened)
             options = original_names.within_blocks(opened, options)
         front, complaints = read_card(opened.folder / "README.md", opened.root)
-        plan = quantization.plan_source(opened, options)
+        plan = _planned(opened, options)
         return replace(plan, front=front, notes=(*plan.notes, *complaints))
+
+
+def _planned(
+    source: Source, options: QuantizeOptions, non_finite: frozenset[str] = frozenset()
+) -> QuantizationPlan:
+    """Plans an opened checkpoint; with --calibrate, its calibration too."""
+    if not options.calibrate:
+        return quantization.plan_source(source, options, non_finite)
+    from nf4conv.calibrate import planning  # importing torch takes seconds
+
+    planning.refuse_impossible(source, options)
+    searched = replace(options, scales="search")
+    return planning.plan_calibration(quantization.plan_source(source, searched, non_finite))
 
 
 def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:
@@ -147,7 +160,7 @@ def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> Quantization
     notes = []
     for name, (count, what) in found.items():
         notes.append(f"{name}: kept unquantized, {count:,} values are {what}")
-    anew = quantization.plan_source(plan.source, plan.options, frozenset(found))
+    anew = _planned(plan.source, plan.options, frozenset(found))
     _, complaints = read_card(plan.source.folder / "README.md", plan.source.root)
     return replace(
         anew,
@@ -169,7 +182,7 @@ def write_one(
     `announce` is told name and path of each finished shard.
     """
     card = partial(_card, plan)
-    write = partial(write_checkpoint, plan, out, run, progress, card, announce)
+    write = partial(_write, plan, out, run, progress, card, announce)
     try:
         written = found_or_written(plan, out, run, progress, write)
     except NonFiniteError as error:
@@ -189,6 +202,24 @@ def write_one(
         advice=advice(plan.rows()),
         verification=written.verification,
     )
+
+
+def _write(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    card: Card,
+    announce: Callable[[str, Path], None] | None,
+) -> Written:
+    """Writes a checkpoint; one that is to be calibrated is calibrated first."""
+    if plan.calibration is None:
+        return write_checkpoint(plan, out, run, progress, card, announce)
+    from nf4conv.calibrate.calibrating import calibrate  # importing torch takes seconds
+
+    made = calibrate(plan, out, run, progress)
+    after = replace(run, overwrite=False)
+    return write_checkpoint(made, out, after, progress, card, announce)
 
 
 def _source_bytes(source: Source) -> int:

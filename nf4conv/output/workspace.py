@@ -3,6 +3,7 @@
     OUT/.nf4conv/lock               held for as long as a process works here
     OUT/.nf4conv/run.json           the fingerprint of the run
     OUT/.nf4conv/shards/NAME.json   a record of each shard that is finished, see FinishedFile
+    OUT/.nf4conv/calibrated         finished blocks of a calibration
     OUT/.nf4conv/*.partial          shards being written
     OUT/.nf4conv/source             source files being streamed
     OUT/*.safetensors               finished shards
@@ -29,6 +30,7 @@ from nf4conv.output.fingerprints import as_json, require_same_run
 from nf4conv.output.folder import LOCK, OutputFolder
 from nf4conv.output.writer import write_file
 from nf4conv.sources.unfinished import (
+    CALIBRATED,
     HOW_TO_FINISH,
     PARTS,
     RECORD,
@@ -151,6 +153,8 @@ class Workspace(OutputFolder):
             require_same_run(self.out, before.fingerprint, self._fingerprint, advice)
             if before.stamps == self._stamps:
                 self.finished = self.intact(self.known())
+            else:
+                remove_contents(self.out, WORK_FOLDER, CALIBRATED)
             return
         if any(entry.name != WORK_FOLDER for entry in self.out.iterdir()):
             # all that was left to do for an earlier run, which is complete but for this

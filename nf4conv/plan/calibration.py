@@ -2,11 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-CALIBRATED: Final = "calibrated"
-"""The folder in the work folder of the output that keeps finished blocks."""
-
+from typing import Any
 
 @dataclass(frozen=True)
 class CalibrationText:

@@ -17,7 +17,7 @@ from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
-from nf4conv.plan.calibration import Calibration
+from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
@@ -38,18 +38,25 @@ class QuantizationPlan(WritingPlan):
     is_submodel: bool = False
     # how weights are calibrated; None if they are not
     calibration: Calibration | None = None
+    # what came of it; None before
+    calibrated: CalibrationResult | None = None
 
     @property
     def searches_in_vain(self) -> bool:
         """Returns True if a search was asked for, and no weight of any part has searched scales."""
         if self.options.scales != "search" or not self.weights:
             return False
-        return all(weight.format.scales != "search" for weight in self.weights.values())
+        return all(weight.format.scales == "absmax" for weight in self.weights.values())
 
     @property
     def packs_anything(self) -> bool:
         """Returns True if any part of the plan packs a weight."""
         return any(isinstance(job, PackJob) for job in self.whole.jobs)
+
+    @property
+    def bytes_to_calibrate(self) -> int:
+        """Counts the source bytes that a calibration reads."""
+        return 0 if self.calibration is None else self.calibration.bytes_to_read
 
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
@@ -65,7 +72,10 @@ class QuantizationPlan(WritingPlan):
         record = super().record
         if self.calibration is None:
             return record
-        return {**record, "calibration": self.calibration.described()}
+        record = {**record, "calibration": self.calibration.described()}
+        if self.calibrated is not None:
+            record["calibrated"] = self.calibrated.described()
+        return record
 
     def row(self, job: Job, file: str) -> PlanRow:
         """Describes a weight that is packed or a tensor that is kept; dtypes are the source's."""

@@ -73,6 +73,7 @@ def find_earlier(
     if record is None:
         return None
     verification = VerificationSummary.from_record(record.pop("verified", None))
+    record.pop("calibrated", None)  # what came of it was not known before
     _require_same(record, plan.record, out)
     if not _is_whole(plan, out):
         return None

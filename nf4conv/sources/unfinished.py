@@ -21,6 +21,9 @@ RECORD: Final = "run.json"
 SHARDS: Final = "shards"
 """The folder in it with the records of finished files."""
 
+CALIBRATED: Final = "calibrated"
+"""The folder in it with the finished blocks of a calibration."""
+
 PARTS: Final = "number of parts"
 """The key in the fingerprint of a folder that is filled in parts."""
 

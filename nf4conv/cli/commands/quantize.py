@@ -20,7 +20,7 @@ from nf4conv.cli.options import (
     writing_display_options,
     writing_machine_options,
 )
-from nf4conv.cli.parameters import Dtype, Place
+from nf4conv.cli.parameters import Dtype, Place, Size
 from nf4conv.options import MOE, NON_FINITE, PLANNERS, QUANT_STORAGES, QUANT_TYPES, SCALES
 from nf4conv.report.text.contents import plan_lines
 from nf4conv.report.text.progress_bar import progress
@@ -65,6 +65,34 @@ from nf4conv.report.text.runs import quantization_lines
     type=click.Choice(SCALES),
     help="Scale each block by its largest value, as bitsandbytes does, or search for a scale "
     "with a smaller error.  [default: absmax, or SRC's own]",
+)
+@option(
+    "--calibrate",
+    group=Group.RESULT,
+    multiple=True,
+    metavar="TEXT",
+    help="Let the model read this text (.txt, .jsonl, .npy) while it is quantized, and lose less. "
+    "'default' takes what nf4conv ships. May be given again; TEXT=0.5 gives shares.",
+)
+@option(
+    "--calibration-tokens",
+    group=Group.RESULT,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Calibrate by this number of tokens.  [default: 65536]",
+)
+@option(
+    "--calibration-seed",
+    group=Group.RESULT,
+    type=int,
+    metavar="N",
+    help="Let this number decide which parts of TEXT are read.  [default: 0]",
+)
+@option(
+    "--calibration-memory",
+    group=Group.MACHINE,
+    type=Size(),
+    help="Keep so many bytes of hidden states in memory, and more in OUT.  [default: 4 GB]",
 )
 @option(
     "--quant-storage",
@@ -195,6 +223,9 @@ def quantize(source: str, out: str, **values: Any) -> None:
     totals = plan.totals()
     work = totals.bytes_before
     verb = "quantizing"
+    if options.calibrate:
+        work += plan.bytes_to_calibrate
+        verb = "calibrating and quantizing"
     if run.verify:
         work += totals.bytes_before + totals.bytes_after
         verb = "quantizing and verifying"
