@@ -28,6 +28,7 @@ ORDER = (
     "check",
     "report",
     "run",
+    "calibrate",
     "commands",
 )
 
@@ -35,6 +36,7 @@ ORDER = (
 # delayed ones, count too
 ROOMS = {room: {*ORDER[:place]} for place, room in enumerate(ORDER)}
 ROOMS["run"].add("codec")
+ROOMS["calibrate"].add("codec")
 ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["moe"] = {"codec", "errors", "format"}
@@ -51,6 +53,8 @@ ORACLES = {
         "moe.converters",
         "moe.hooks",
         "moe.operations",
+        "calibrate.model",
+        "calibrate.names",
     ),
     "ray": ("commands.spread.ray_tasks",),
 }

@@ -16,5 +16,4 @@ weights.py      fills a block with weights
 activations.py  keeps the hidden states of all windows
 finished.py     keeps finished blocks in the output's work folder
 overlay.py      puts finished blocks in the place of the weights that they were made from
-texts/          holds what --calibrate default reads
 """

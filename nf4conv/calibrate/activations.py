@@ -43,9 +43,7 @@ class Activations:
             self._batches.append(hidden.to(self._place, copy=True))
             return
         stop = self._elements + hidden.numel()
-        mapped = torch.from_file(
-            str(self._file), shared=True, size=stop, dtype=hidden.dtype
-        )
+        mapped = torch.from_file(str(self._file), shared=True, size=stop, dtype=hidden.dtype)
         batch = mapped[self._elements : stop].view(hidden.shape)
         batch.copy_(hidden)
         self._batches.append(batch)

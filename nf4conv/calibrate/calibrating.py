@@ -28,7 +28,7 @@ from nf4conv.codec.quant_state import DTYPES
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
-from nf4conv.plan.calibration import CalibrationResult
+from nf4conv.plan.calibration import CalibratedWeights, CalibrationResult
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.checkpoint import space_needed
@@ -61,9 +61,7 @@ def calibrate(
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
     asked = fingerprint(plan, str(device))
-    with Workspace(
-        out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum
-    ) as folder:
+    with Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder:
         work = _Work(plan, out, device, progress)
         missing = plan.calibration.bytes_on_disk if plan.calibration else 0
         folder.check_space(space_needed(plan, folder.finished) + missing - work.bytes_there())
@@ -105,14 +103,16 @@ class _Work:
 
     def result(self) -> CalibrationResult:
         """Returns what came of all blocks."""
-        gains = {}
-        few = {}
+        blocks = []
         for number in sorted(self._records):
-            for name, gain in self._records[number].gains.items():
-                gains[name] = gain.gain
+            record = self._records[number]
+            gains = {name: gain.gain for name, gain in record.gains.items()}
+            few = {}
+            for name, gain in record.gains.items():
                 if gain.tokens is not None:
                     few[name] = gain.tokens
-        return CalibrationResult(self._made_by, gains, few)
+            blocks.append(CalibratedWeights(record.components_sha256, gains, few))
+        return CalibrationResult(self._made_by, tuple(blocks))
 
     def calibrate_all(self) -> None:
         """Calibrates the blocks that are not finished."""
@@ -182,9 +182,12 @@ class _Work:
         """Yields token ids, [windows, length] int64; no batch holds windows of both kinds."""
         windows = self._calibration.windows
         ids = torch.from_numpy(windows.ids)
-        step = max(_BATCH_TOKENS[self._device.type] // ids.shape[1], 1)
-        yield from ids[: windows.calibrating].split(step)
-        yield from ids[windows.calibrating :].split(step)
+        yield from torch.split(ids[: windows.calibrating], self._windows_of_batch())
+        yield from torch.split(ids[windows.calibrating :], self._windows_of_batch())
+
+    def _windows_of_batch(self) -> int:
+        length = self._calibration.window
+        return max(_BATCH_TOKENS[self._device.type] // length, 1)
 
     def _work_on(
         self,
@@ -199,7 +202,9 @@ class _Work:
         model = calibration.flow.model
         contents = Contents(model, fillings, self._read_with(reader))
         files = {tensor.file for filling in fillings for tensor in filling.tensors}
-        require_unchanged(self._plan.source, "while it was read; start anew with --overwrite", files)
+        require_unchanged(
+            self._plan.source, "while it was read; start anew with --overwrite", files
+        )
         nbytes = sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
         block = BlockAtWork(
             number=number,
@@ -225,9 +230,7 @@ class _Work:
         self._progress(nbytes)
 
     def _calibrating_batches(self) -> int:
-        windows = self._calibration.windows
-        step = max(_BATCH_TOKENS[self._device.type] // windows.ids.shape[1], 1)
-        return -(-windows.calibrating // step)
+        return -(-self._calibration.windows.calibrating // self._windows_of_batch())
 
     def _read_with(self, reader: WeightReader) -> Callable[[TensorInfo, str], torch.Tensor]:
         """Returns what reads a tensor in the dtype that its parameter has in the model."""

@@ -47,11 +47,13 @@ class BlockRecord:
 
     Attributes:
         sha256: of the file with its weights.
+        components_sha256: of the bytes of all components but the code maps, weight after weight.
         gains: by the name of the weight.
         made_by: device and versions.
     """
 
     sha256: str
+    components_sha256: str
     gains: Mapping[str, WeightGain]
     made_by: Mapping[str, str]
 
@@ -100,7 +102,8 @@ class FinishedBlocks:
         for chunk in chunks:
             digest.update(chunk)
         write_file(self.file(number), chunks)
-        record = BlockRecord(digest.hexdigest(), gains, made_by)
+        components = self._digest_of_components(weights)
+        record = BlockRecord(digest.hexdigest(), components, gains, made_by)
         write_file(self._record_file(number), [json.dumps(asdict(record)).encode()])
 
     def _chunks(self, weights: Mapping[str, Rounded]) -> Iterator[bytes]:
@@ -117,6 +120,15 @@ class FinishedBlocks:
                 position = stop
         yield build_header(entries)
         yield from contents
+
+    def _digest_of_components(self, weights: Mapping[str, Rounded]) -> str:
+        """Returns the SHA-256 of what decodes weights; code maps are the same for all."""
+        digest = hashlib.sha256()
+        for rounded in weights.values():
+            for suffix, _, _, content in self._parts(rounded):
+                if not suffix.endswith("quant_map"):
+                    digest.update(content)
+        return digest.hexdigest()
 
     def _parts(self, rounded: Rounded) -> Iterator[tuple[str, tuple[int, ...], str, bytes]]:
         """Yields suffix, shape, dtype and bytes of every component of a weight."""
@@ -135,7 +147,9 @@ class FinishedBlocks:
         try:
             content = json.loads(self._record_file(number).read_bytes())
             gains = {name: WeightGain(**gain) for name, gain in content["gains"].items()}
-            record = BlockRecord(content["sha256"], gains, content["made_by"])
+            record = BlockRecord(
+                content["sha256"], content["components_sha256"], gains, content["made_by"]
+            )
             if digest_of(self.file(number)) != record.sha256:
                 return None
         except (OSError, SourceError, ValueError, TypeError, KeyError):
@@ -148,7 +162,9 @@ class FinishedBlocks:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for tensor in read_header(self.file(number)):
             owner, suffix = split_component(tensor.name)
-            raw = torch.frombuffer(bytearray(content[tensor.start : tensor.stop]), dtype=torch.uint8)
+            raw = torch.frombuffer(
+                bytearray(content[tensor.start : tensor.stop]), dtype=torch.uint8
+            )
             values = raw.view(torch.float32) if suffix and tensor.dtype == "F32" else raw
             found.setdefault(owner, {})[suffix] = values
         return found

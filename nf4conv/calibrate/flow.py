@@ -86,7 +86,7 @@ class Flow:
             ) from error
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 - it is no error
     """Ends a run behind the last block."""
 
 
@@ -157,7 +157,7 @@ def _caught(
 @contextmanager
 def _in_place(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Puts another function in the place of a block's forward."""
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
     try:
         yield
     finally:
@@ -218,7 +218,7 @@ def _noting(used: dict[str, None], names: Sequence[str]) -> Callable[[nn.Module,
 
 
 def shared_with(before: Sequence[Sequence[Call]], calls: Calls) -> list[Call]:
-    """Returns the calls of a batch; those that an earlier batch of the same size has stand for them.
+    """Returns the calls of a batch, or those of an earlier batch that are the same.
 
     Masks and position embeddings do not depend on the tokens, and need not be kept again.
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from nf4conv.choose.evidence import numbers_of
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
 
@@ -143,7 +144,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
                     parsed, dtype=dtype, attn_implementation=attention
                 )
             return model.eval().requires_grad_(False)
-        except Exception as error:  # transformers raises anything
+        except Exception as error:  # noqa: BLE001, PERF203 - transformers raises anything
             failures.append(error)
     raise PlanError(
         f"--calibrate: {release} cannot build {architecture}: {first_line(failures[-1])}"
@@ -152,8 +153,6 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
 
 def _check_numbers(config: Mapping[str, Any], architecture: str) -> None:
     """Refuses a config that would take very long to build."""
-    from nf4conv.choose.evidence import numbers_of  # only needed here
-
     for key, value in numbers_of(config):
         if value > _MOST_PARTS and any(word in key for word in ("layer", "depth", "expert")):
             raise PlanError(f"--calibrate: {architecture}: {key} is {value:,}")
@@ -192,7 +191,7 @@ def _without_weights() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_without_weight  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_without_weight  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -77,15 +77,15 @@ def _follow(model: Any, tensors: Sequence[TensorInfo]) -> list[Filling]:
     fillings: list[Filling] = []
     joined: dict[str, list[tuple[str, TensorInfo]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
-        target, pattern = rename_source_key(tensor.name, renamings, converters, prefix, state)
+        target, matched = rename_source_key(tensor.name, renamings, converters, prefix, state)
         if target not in state and tensor.name in state:
-            target, pattern = tensor.name, None
-        if target not in state:
+            fillings.append(Filling((tensor.name,), (tensor,)))
+        elif target not in state:
             continue
-        if pattern is None:
+        elif matched is None:
             fillings.append(Filling((target,), (tensor,)))
         else:
-            joined.setdefault(target, []).append((pattern, tensor))
+            joined.setdefault(target, []).append((matched, tensor))
     for target, parts in joined.items():
         convert = _Conversion(model, target, by_pattern[parts[0][0]], [part[0] for part in parts])
         members = tuple(tensor for _, tensor in parts)

@@ -43,10 +43,7 @@ def with_calibrated_weights(plan: QuantizationPlan, finished: FinishedBlocks) ->
             return _copied(job, format, components)
         return job
 
-    shards = []
-    for shard in plan.output.shards:
-        shards.append(replace(shard, jobs=tuple(finished_job(job) for job in shard.jobs)))
-    return replace(plan, output=replace(plan.output, shards=tuple(shards)))
+    return replace(plan, output=plan.output.with_jobs(finished_job))
 
 
 def _copied(job: PackJob, format: Format, components: Mapping[str, TensorInfo]) -> PackJob:
@@ -87,5 +84,5 @@ def _copied(job: PackJob, format: Format, components: Mapping[str, TensorInfo]) 
         job,
         source=source,
         matrix=PackedMatrix(job.name, job.matrix.shape),
-        stored=Stored(tuple(copied), blob, format.scales),
+        stored=Stored(tuple(copied), blob, "calibrated"),
     )

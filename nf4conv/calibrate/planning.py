@@ -126,13 +126,10 @@ def with_jobs(output: Plan, names: frozenset[str]) -> Plan:
 
     def marked(job: Job) -> Job:
         if isinstance(job, PackJob) and job.name in names:
-            return replace(job, original=job.source, reason=f"{job.reason}, calibrated")
+            return replace(job, original=job, reason=f"{job.reason}, calibrated")
         return job
 
-    shards = []
-    for shard in output.shards:
-        shards.append(replace(shard, jobs=tuple(marked(job) for job in shard.jobs)))
-    return replace(output, shards=tuple(shards))
+    return output.with_jobs(marked)
 
 
 class _Found:
@@ -192,9 +189,7 @@ class _Found:
     @property
     def weights(self) -> frozenset[str]:
         """The names of all weights that are calibrated."""
-        return frozenset(
-            target.job.name for targets in self.targets.values() for target in targets
-        )
+        return frozenset(target.job.name for targets in self.targets.values() for target in targets)
 
     @cached_property
     def fillings(self) -> dict[int | None, list[Filling]]:
@@ -251,9 +246,7 @@ def _windows(
 
     tokens = options.calibration_tokens or TOKENS
     length = _length(model)
-    texts = read_texts(
-        wanted_texts(options.calibrate), tokens_needed(tokens, length), tokenizer
-    )
+    texts = read_texts(wanted_texts(options.calibrate), tokens_needed(tokens, length), tokenizer)
     _require_known_tokens(texts, model, source)
     ends = _ends(tokenizers[0]) if tokenizers else ()
     return texts, choose_windows(texts, tokens, length, options.calibration_seed or 0, ends)
@@ -285,8 +278,7 @@ def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> 
         if least < 0 or largest >= vocabulary:
             wrong = least if least < 0 else largest
             raise PlanError(
-                f"{text.name}: holds the token id {wrong:,}, but {source} has "
-                f"{vocabulary:,} tokens"
+                f"{text.name}: holds the token id {wrong:,}, but {source} has {vocabulary:,} tokens"
             )
 
 
@@ -303,9 +295,7 @@ def hidden_bytes(windows: Windows, config: Mapping[str, Any], itemsize: int) -> 
     return int(windows.ids.size * size * itemsize)
 
 
-def _notes(
-    calibration: Calibration, found: _Found, options: QuantizeOptions
-) -> Iterator[str]:
+def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
     wanted = options.calibration_tokens or TOKENS
     yield (
         f"calibration: {len(calibration.weights):,} weights in {calibration.blocks:,} blocks, "
@@ -319,5 +309,3 @@ def _notes(
             f"{others:,} other weights have searched scales, such as {found.left_out[0]}: they are "
             f"not in the blocks, or no matrix of whole blocks"
         )
-
-

@@ -6,7 +6,7 @@ on those before it, which are in 4 bits by then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Stage:
         return self.targets[0].path
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 - it is no error
     """Ends the run of a block where nothing more is needed of it."""
 
 
@@ -69,9 +69,7 @@ def find_stages(
     return [Stage(tuple(of_stage)) for of_stage in members.values()]
 
 
-def inputs_of(
-    block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor
-) -> torch.Tensor:
+def inputs_of(block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor) -> torch.Tensor:
     """Returns what goes into a stage, [tokens, in_features]; the block runs no further than that.
 
     Args:
@@ -86,11 +84,8 @@ def inputs_of(
         caught.append(found)
         raise _Stop
 
-    with _watching(block, stage.targets[:1], note):
-        try:
-            call.run(block, hidden)
-        except _Stop:
-            pass
+    with _watching(block, stage.targets[:1], note), suppress(_Stop):
+        call.run(block, hidden)
     return caught[0].reshape(-1, caught[0].shape[-1])
 
 

@@ -53,7 +53,6 @@ class Text:
     share: float
     # of the file
     sha256: str
-    # [tokens]
     ids: Ids
 
 
@@ -71,8 +70,8 @@ def wanted_texts(places: Sequence[str]) -> list[Wanted]:
             found.append(wanted)
             continue
         shipped = _shipped()
-        for path in shipped:
-            found.append(Wanted(str(path), wanted.share / len(shipped)))
+        share = wanted.share / len(shipped)
+        found.extend(Wanted(str(path), share) for path in shipped)
     return found
 
 
@@ -114,9 +113,7 @@ def _require_file(place: str) -> None:
     raise PlanError(f"--calibrate {place}: no such file; name one, or take --calibrate default")
 
 
-def read_texts(
-    wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], Any]
-) -> list[Text]:
+def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], Any]) -> list[Text]:
     """Reads texts, as many tokens of each as its share takes, or all if it has fewer.
 
     Args:
@@ -188,7 +185,9 @@ def _decoded(path: Path) -> str:
         with named(path, PlanError):
             content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)") from error
+        raise PlanError(
+            f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)"
+        ) from error
     if "\0" in content:
         raise PlanError(f"{path}: holds zero bytes, as no text does")
     return content
@@ -213,6 +212,8 @@ def _messages_or_texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]
 
 def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
+        if path.parent == _SHIPPED:  # base models have no template, and are to be calibrated, too
+            return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         raise PlanError(
             f"{path}: line {number} is a chat, but the model's tokenizer has no chat template; "
             f'give texts: {{"text": …}}'

@@ -37,7 +37,7 @@ class Windows:
     @property
     def tokens(self) -> int:
         """The number of tokens that calibrate."""
-        return self.calibrating * self.ids.shape[1]
+        return self.calibrating * int(self.ids.shape[1])
 
     @property
     def judging(self) -> int:

@@ -1,8 +1,9 @@
 """Says what a calibration will do: which weights, by which text, and what it takes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
 
 @dataclass(frozen=True)
 class CalibrationText:
@@ -54,12 +55,9 @@ class Calibration:
 
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json that are known before anything is computed."""
-        texts = []
-        for text in self.texts:
-            texts.append({"name": text.name, "sha256": text.sha256, "share": text.share})
         return {
             "knows": self.knows,
-            "texts": texts,
+            "texts": [asdict(text) for text in self.texts],
             "tokens": self.tokens,
             "judging_tokens": self.judging_tokens,
             "window": self.window,
@@ -69,24 +67,42 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class CalibrationResult:
-    """Says what came of a calibration.
+class CalibratedWeights:
+    """Says what came of the weights of a block.
 
     Attributes:
-        made_by: device and versions.
+        sha256: of their components, see `nf4conv.check.calibrated`.
         gains: for each weight the error of its outputs on judging windows, relative to that of
             searched scales; 1 where the search was kept.
         few_tokens: how many tokens reached each weight that fewer reached than it needs.
     """
 
-    made_by: Mapping[str, str]
+    sha256: str
     gains: Mapping[str, float]
     few_tokens: Mapping[str, int]
 
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Says what came of a calibration.
+
+    Attributes:
+        made_by: device and versions.
+        blocks: what came of each block, in their order.
+    """
+
+    made_by: Mapping[str, str]
+    blocks: tuple[CalibratedWeights, ...]
+
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json."""
-        return {
-            "made_by": dict(self.made_by),
-            "gains": {name: round(gain, 4) for name, gain in self.gains.items()},
-            "few_tokens": dict(self.few_tokens),
-        }
+        blocks = []
+        for block in self.blocks:
+            described: dict[str, Any] = {
+                "sha256": block.sha256,
+                "gains": {name: round(gain, 4) for name, gain in block.gains.items()},
+            }
+            if block.few_tokens:
+                described["few_tokens"] = dict(block.few_tokens)
+            blocks.append(described)
+        return {"made_by": dict(self.made_by), "blocks": blocks}

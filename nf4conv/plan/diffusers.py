@@ -42,6 +42,11 @@ class DiffusersPlan(Generic[PlanT]):
         return add_totals(totals)
 
     @property
+    def bytes_to_calibrate(self) -> int:
+        """Returns 0: no submodel is calibrated."""
+        return 0
+
+    @property
     def config(self) -> dict[str, Any]:
         """Returns the config of each submodel, by its name."""
         return {name: plan.config for name, plan in self.submodels.items()}

@@ -4,7 +4,7 @@ Everything that a dry run prints comes from here.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -88,9 +88,9 @@ class PackJob:
     footprint: Footprint
     # what its components are copied from; None for a weight that has to be packed
     stored: Stored | None = None
-    # the tensor of the checkpoint, if the weight is calibrated: `source` and `stored` are then what
-    # calibration has made of it, once it is done
-    original: TensorInfo | None = None
+    # of a weight that is calibrated, how it is read from the checkpoint; `source` and `stored` are
+    # what came of it, once that is done
+    original: "PackJob | None" = None
     # where each component but the blob begins, from the start of the shard's data
     offsets: list[int] = field(default_factory=list)
 
@@ -281,6 +281,13 @@ class Plan:
     def jobs(self) -> Iterator[Job]:
         """Returns the jobs of all shards."""
         return (job for shard in self.shards for job in shard.jobs)
+
+    def with_jobs(self, changed: Callable[[Job], Job]) -> "Plan":
+        """Returns the plan with other jobs in the same places, which take as many bytes."""
+        shards = tuple(
+            replace(shard, jobs=tuple(changed(job) for job in shard.jobs)) for shard in self.shards
+        )
+        return replace(self, shards=shards)
 
     @cached_property
     def largest_size(self) -> int:

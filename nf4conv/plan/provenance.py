@@ -84,8 +84,8 @@ def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
 def _of_job(job: PackJob, format: Format) -> Provenance:
     if job.original is not None:
         calibrated = replace(format, scales="calibrated")
-        is_from_4_bits = is_in_4_bits(job.original)
-        return Provenance(PACKED, _made_from(job.original), is_from_4_bits, calibrated)
+        is_from_4_bits = is_in_4_bits(job.original.source)
+        return Provenance(PACKED, _made_from(job.original.source), is_from_4_bits, calibrated)
     return Provenance(
         origin=PACKED if job.stored is None else KEPT,
         made_from=_made_from(job.source),

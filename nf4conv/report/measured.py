@@ -100,11 +100,13 @@ class WeightResult:
             not searched.
         scales: the differences between its scales and those of the source. None if it was not
             compared with a source.
+        is_damaged: True if it is not what calibration made of it.
     """
 
     weight: StoredWeight
     improper: int = 0
     scales: ScaleErrors | None = None
+    is_damaged: bool = False
     _pieces: dict[int, PieceErrors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -28,6 +28,8 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
             "scales",
             f"{result.improper:,} scales are infinite or NaN, or negative without being searched",
         )
+    if result.is_damaged:
+        yield "codes", "is not what calibration made of it"
     errors = result.errors
     scales = result.scales
     if errors is None or scales is None:

@@ -51,7 +51,12 @@ class AuditOfWritten:
         place = progress.writer.place(0)
         results = prove_written(worker, self._devices, progress.format, stored, jobs, place)
         for job in jobs:
-            if job.name not in results:
+            if job.original is not None:
+                # its bytes are proved by those of the finished block, and its errors measured here
+                is_damaged = job.name not in results
+                results[job.name] = self._diagnosed(worker, stored[job.name], job.original)
+                results[job.name].is_damaged = is_damaged
+            elif job.name not in results:
                 results[job.name] = self._diagnosed(worker, stored[job.name], job)
         with self._lock:
             self._weights.update(results)

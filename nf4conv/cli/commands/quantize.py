@@ -224,7 +224,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     work = totals.bytes_before
     verb = "quantizing"
     if options.calibrate:
-        work += plan.bytes_to_calibrate
+        work += whole.bytes_to_calibrate
         verb = "calibrating and quantizing"
     if run.verify:
         work += totals.bytes_before + totals.bytes_after

@@ -121,7 +121,7 @@ def _double_quantization(weight: Provenance) -> str:
 
 
 def _scales(weight: Provenance) -> str:
-    return "absmax" if weight.format.scales == "absmax" else "searched"
+    return "searched" if weight.format.scales == "search" else weight.format.scales
 
 
 def _count(subject: Subject, *, is_kept: bool) -> int:
@@ -227,6 +227,12 @@ def _meanings(subject: Subject) -> Iterator[str]:
         yield (
             f"Every {other}packed byte is the one that bitsandbytes' CUDA kernels make of the "
             f"original weight."
+        )
+    if "calibrated" in packed:
+        yield (
+            f"Scales and codes of {other}weights were chosen by what a text makes of the "
+            f"activations, so that the outputs of each layer change little; bitsandbytes decodes "
+            f"them like any others. nf4conv.json names the text."
         )
     if "search" in packed:
         yield (

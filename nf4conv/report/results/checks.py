@@ -17,8 +17,8 @@ class VerifySettings:
     Attributes:
         tolerance: the largest relative error that passes; "default" for that of the format.
         exact: True if every byte had to be the one that quantizing the source gives.
-        scales: how the weights were scaled, by the record of the checkpoint: "absmax", "search", or
-            "absmax, search" where some were searched.
+        scales: how the weights were scaled, by the record of the checkpoint: "absmax", "search",
+            "calibrated", or several of them with commas.
         device: the device that measured the values.
         nf4conv: the version of nf4conv.
         torch: the version of torch.

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from nf4conv import __version__
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
@@ -14,6 +14,9 @@ from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
 from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable, size
 from nf4conv.sources.record import recorded_weights
+
+_SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
+"""What is said of scales that are not absmax."""
 
 
 def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
@@ -58,6 +61,27 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
         source = made["source"].get("id")
         yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
         yield from _recorded_weights(made, totals.packed)
+        yield from _calibration(made)
+
+
+def _calibration(made: Mapping[str, Any]) -> Iterator[str]:
+    """Yields by what weights were calibrated, and what it gained; nothing if they were not."""
+    asked = made.get("calibration")
+    found = made.get("calibrated")
+    if not isinstance(asked, dict) or not isinstance(found, dict):
+        return
+    names = ", ".join(f"{text['name']} ({text['sha256'][:12]})" for text in asked["texts"])
+    made_by = ", ".join(f"{what} {which}" for what, which in found["made_by"].items())
+    gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
+    mean = sum(gains) / max(len(gains), 1)
+    kept = sum(1 for gain in gains if gain == 1)
+    yield printable(
+        f"calibrated by {asked['tokens']:,} tokens of {names}, seed {asked['seed']}: {made_by}"
+    )
+    yield (
+        f"errors of layer outputs are {mean:.2f} of those of searched scales on other windows; "
+        f"{kept:,} of {len(gains):,} weights keep the search"
+    )
 
 
 def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
@@ -67,7 +91,7 @@ def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
     if sum(counts) != packed or not packed:
         return
     for group, count in zip(groups, counts, strict=True):
-        scales = "searched scales" if group.scales == "search" else "absmax"
+        scales = _SCALES.get(group.scales, group.scales)
         yield printable(f"{count:,} weights {group.origin}, from {group.made_from}, {scales}")
 
 

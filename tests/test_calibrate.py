@@ -1,0 +1,336 @@
+"""Calibration: blocks one at a time, kept as they are finished, written like any other weight.
+
+The models are tiny and random; transformers makes them, and loads what comes of them.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import nf4conv
+from nf4conv.calibrate import calibrating
+from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
+from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.sources.opening import open_source
+
+VOCABULARY = 96
+LENGTH = 32
+CPU = RunOptions(device="cpu")
+
+
+def make_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+    """Saves a random model with two blocks."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for parameter in model.parameters():  # inputs of very unequal size, as real models have
+        if parameter.dim() == 2:
+            parameter.data.mul_(1 + 3 * torch.rand(parameter.shape[1]) ** 4)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def make_text(path: Path, tokens: int = 3000, seed: int = 0) -> Path:
+    """Writes token ids."""
+    generator = np.random.default_rng(seed)
+    np.save(path, (generator.random(tokens) ** 2 * VOCABULARY).astype(np.int32))
+    return path
+
+
+def options_for(text: Path, **changes: Any) -> QuantizeOptions:
+    return QuantizeOptions(calibrate=(str(text),), calibration_tokens=1024, **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text") / "ids.npy")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    nf4conv.quantize_checkpoint(
+        model, out, options_for(text), RunOptions(device="cpu", verify=True)
+    )
+    return out
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "nf4conv.json").read_text())
+    return found
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a checkpoint, decoded by nf4conv."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    found = {}
+    for name, tensor in tensors.items():
+        parts = {other: part for other, part in tensors.items() if other.startswith(f"{name}.")}
+        if parts:
+            state = nf4conv.QuantState.from_components(parts)
+            found[name] = nf4conv.dequantize_4bit(tensor, state)
+    return found
+
+
+def divergence(model: Path, out: Path, ids: torch.Tensor) -> float:
+    """Returns the mean divergence of a checkpoint's predictions, its weights decoded by us."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    original = load(model, dtype=torch.float32)
+    with torch.no_grad():
+        before = original(ids).logits.log_softmax(-1)
+        original.load_state_dict(weights_in(out), strict=False)
+        after = original(ids).logits.log_softmax(-1)
+    return float((before.exp() * (before - after)).sum(-1).mean())
+
+
+def test_it_diverges_less_than_a_search(model, text, made, tmp_path):
+    searched = tmp_path / "searched"
+    nf4conv.quantize_checkpoint(model, searched, QuantizeOptions(scales="search"), CPU)
+    ids = torch.from_numpy(np.load(text)[-512:].astype(np.int64)).view(-1, LENGTH)
+    assert divergence(model, made, ids) < 0.8 * divergence(model, searched, ids)
+
+
+def test_the_record_says_by_what(text, made):
+    record = record_of(made)
+    asked = record["calibration"]
+    assert asked["tokens"] == 1024
+    assert asked["seed"] == 0
+    assert asked["texts"][0]["name"] == "ids.npy"
+    assert len(asked["texts"][0]["sha256"]) == 64
+    assert str(text) not in json.dumps(record)
+    [group] = record["weights"]
+    assert group["scales"] == "calibrated"
+    assert group["origin"] == "packed"
+    assert group["from"] == "bfloat16"
+    found = record["calibrated"]
+    assert found["made_by"]["transformers"] == transformers.__version__
+    assert found["made_by"]["device"].startswith("cpu")
+    gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
+    assert len(gains) == group["count"] == 14
+    assert max(gains) <= 1
+    assert min(gains) < 0.9
+    assert record["verified"]["largest_relative_error"] > 0.05
+
+
+def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
+    report = nf4conv.verify_checkpoint(made, model)
+    assert report.passed
+    assert report.settings.scales == "calibrated"
+    other = make_model(tmp_path / "other", initializer_range=0.5)
+    assert not nf4conv.verify_checkpoint(made, other).passed
+    strict = nf4conv.verify_checkpoint(made, model, VerifyOptions(tolerance=0.05))
+    assert not strict.passed
+
+
+def test_inspect_and_card_say_so(made):
+    inspection = nf4conv.inspect_checkpoint(made)
+    done = subprocess.run(
+        [sys.executable, "-m", "nf4conv", "inspect", str(made)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert inspection.made is not None
+    assert "calibrated by 1,024 tokens of ids.npy" in done.stdout
+    assert "activations" in (made / "README.md").read_text()
+
+
+def test_other_commands_take_it(made, tmp_path):
+    nf4conv.dequantize_checkpoint(made, tmp_path / "decoded")
+    from safetensors.torch import load_file
+
+    decoded: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "decoded").glob("*.safetensors"):
+        decoded |= load_file(file)
+    for name, weight in weights_in(made).items():
+        assert torch.equal(decoded[name], weight)
+    nf4conv.quantize_checkpoint(made, tmp_path / "again", QuantizeOptions(), CPU)
+    group = record_of(tmp_path / "again")["weights"][0]
+    assert group["scales"] == "calibrated"
+    assert group["origin"] == "kept as found"
+
+
+def test_a_rerun_finds_the_result(model, text, made):
+    report = nf4conv.quantize_checkpoint(model, made, options_for(text), CPU)
+    assert report.already_complete
+    with pytest.raises(OutputError, match="calibration"):
+        nf4conv.quantize_checkpoint(model, made, options_for(text, calibration_seed=1), CPU)
+
+
+class _Killed(BaseException):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_a_run_that_was_killed_ends_in_the_same_bytes(
+    model, text, made, tmp_path, monkeypatch, finished
+):
+    out = tmp_path / "out"
+    original = calibrating.FinishedBlocks.write
+
+    def write(self: Any, number: int, *rest: Any) -> None:
+        if number == finished:
+            raise _Killed
+        original(self, number, *rest)
+
+    with monkeypatch.context() as patched:
+        if finished < 2:
+            patched.setattr(calibrating.FinishedBlocks, "write", write)
+        else:
+            patched.setattr(calibrating, "with_calibrated_weights", _kill)
+        with pytest.raises(_Killed):
+            nf4conv.quantize_checkpoint(model, out, options_for(text), CPU)
+    assert not (out / "config.json").exists()
+    kept = [path.read_bytes() for path in sorted(out.glob(".nf4conv/calibrated/*.safetensors"))]
+    assert len(kept) == finished
+    nf4conv.quantize_checkpoint(model, out, options_for(text), CPU)
+    for file in made.glob("*.safetensors"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
+    assert not (out / ".nf4conv").exists()
+
+
+def _kill(*_: object) -> None:
+    raise _Killed
+
+
+def test_an_interrupted_run_is_not_continued_with_another_text(model, text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrating, "with_calibrated_weights", _kill)
+        with pytest.raises(_Killed):
+            nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+    other = make_text(tmp_path / "ids.npy", seed=1)
+    with pytest.raises(OutputError, match="differs in"):
+        nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(other), CPU)
+
+
+def test_hidden_states_on_disk_change_no_byte(model, text, made, tmp_path):
+    out = tmp_path / "out"
+    nf4conv.quantize_checkpoint(model, out, options_for(text, calibration_memory=1000), CPU)
+    for file in made.glob("*.safetensors"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("empty.txt", b"", "tokenizer|no tokens"),
+        ("binary.txt", b"\xff\xfe\x00\x01", "tokenizer|UTF-8"),
+        ("short.npy", np.arange(20), "too few"),
+        ("floats.npy", np.ones(4000), "integers"),
+        ("table.npy", np.ones((40, 100), dtype=np.int64), "one dimension"),
+        ("unknown.npy", np.full(4000, VOCABULARY), "token id 96"),
+        ("damaged.npy", b"no array", "no array"),
+        ("text.pdf", b"%PDF", "ends in"),
+    ],
+)
+def test_texts_that_cannot_calibrate(model, tmp_path, name, content, error):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(PlanError, match=error):
+        nf4conv.plan_quantization(model, options_for(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"calibrate": ("wikitext/wikitext-2",)}, "data set on the Hub is not fetched"),
+        ({"calibrate": ("missing.txt",)}, "no such file"),
+        ({"scales": "absmax"}, "--scales absmax"),
+        ({"calibration_tokens": 10}, "--calibration-tokens 10"),
+    ],
+)
+def test_options_that_do_not_go_together(model, text, changes, error):
+    options = QuantizeOptions(**{"calibrate": (str(text),), **changes})
+    with pytest.raises(PlanError, match=error):
+        nf4conv.plan_quantization(model, options)
+
+
+def test_it_is_not_done_in_parts(model, text, tmp_path):
+    for run in (RunOptions(part="1/2"), RunOptions(ray=True)):
+        with pytest.raises(PlanError, match="does not go with --calibrate"):
+            nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), run)
+
+
+def test_a_model_that_transformers_does_not_know(text, tmp_path):
+    source = make_model(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    config["architectures"] = ["NobodysModel"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="has no NobodysModel"):
+        nf4conv.plan_quantization(source, options_for(text))
+
+
+def test_nan_is_named_by_block_and_module(text, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = make_model(tmp_path / "model")
+    name = "model.layers.1.input_layernorm.weight"
+    file = next(file for file in source.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    tensors[name][3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj: .*NaN"):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
+    source = make_model(tmp_path / "model")
+    plan = nf4conv.plan_quantization(source, options_for(text))
+    original = calibrating.calibrate_block
+
+    def changed(block: Any) -> Any:
+        for file in source.glob("*.safetensors"):
+            file.touch()
+        return original(block)
+
+    monkeypatch.setattr(calibrating, "calibrate_block", changed)
+    with pytest.raises(SourceError, match="changed while it was read"):
+        nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+
+
+def test_memory_that_does_not_suffice_is_one_line(model, text, tmp_path, monkeypatch):
+    def fails(_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(calibrating, "calibrate_block", fails)
+    with pytest.raises(Nf4convError, match="out of memory while calibrating"):
+        nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+
+
+def test_the_plan_reads_no_weight(model, text):
+    plan = nf4conv.plan_quantization(model, options_for(text))
+    assert any("calibration: 14 weights in 2 blocks" in note for note in plan.notes)
+    source = open_source(model)
+    assert {tensor.name for tensor in source.tensors} >= plan.calibration.weights
