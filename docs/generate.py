@@ -39,6 +39,7 @@ RESULTS: Final = {
     nf4conv.VerifyReport: "`verify`",
     nf4conv.ComparisonReport: "`compare`",
     nf4conv.Evaluation: "`evaluate`",
+    nf4conv.Evaluations: "`evaluate` of several",
     nf4conv.Inspection: "`inspect`",
     nf4conv.Environment: "`env`",
 }

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nf4conv.commands.describe import describe_plan as describe_plan
     from nf4conv.commands.environment import environment as environment
     from nf4conv.commands.evaluate import evaluate_checkpoint as evaluate_checkpoint
+    from nf4conv.commands.evaluate import evaluate_checkpoints as evaluate_checkpoints
     from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
     from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from nf4conv.commands.quantize import execute_quantization as execute_quantization
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from nf4conv.report.results.checks import VerifyReport as VerifyReport
     from nf4conv.report.results.contents import Environment as Environment
     from nf4conv.report.results.contents import Evaluation as Evaluation
+    from nf4conv.report.results.contents import Evaluations as Evaluations
     from nf4conv.report.results.contents import Inspection as Inspection
     from nf4conv.report.results.runs import DequantizeReport as DequantizeReport
     from nf4conv.report.results.runs import FinishReport as FinishReport
@@ -73,6 +75,7 @@ _MODULE_OF: Final = {
     "Environment": "nf4conv.report.results.contents",
     "EvaluateOptions": "nf4conv.options",
     "Evaluation": "nf4conv.report.results.contents",
+    "Evaluations": "nf4conv.report.results.contents",
     "FinishReport": "nf4conv.report.results.runs",
     "Inspection": "nf4conv.report.results.contents",
     "Nf4convError": "nf4conv.errors",
@@ -95,6 +98,7 @@ _MODULE_OF: Final = {
     "describe_plan": "nf4conv.commands.describe",
     "environment": "nf4conv.commands.environment",
     "evaluate_checkpoint": "nf4conv.commands.evaluate",
+    "evaluate_checkpoints": "nf4conv.commands.evaluate",
     "execute_comparison": "nf4conv.commands.compare",
     "execute_dequantization": "nf4conv.commands.dequantize",
     "execute_quantization": "nf4conv.commands.quantize",

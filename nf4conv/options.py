@@ -292,11 +292,14 @@ class EvaluateOptions:
             as give 2 GiB of log-probabilities if that is fewer.
         max_kl: the largest mean divergence, in nats, with which the evaluation passes. None
             (default) lets every divergence pass.
-        card: True writes the figures into OUT/README.md and updates its line in SHA256SUMS.
-            Default: False.
+        card: True writes the figures into OUT/README.md and updates its line in SHA256SUMS. With
+            several models, also OUT/evaluation.svg, the plot. Default: False.
+        plot: a file that gets a drawing, in SVG: divergence against bits per weight. None
+            (default) draws nothing.
     """
 
     text: Path | None = None
     tokens: int | None = None
     max_kl: float | None = None
     card: bool = False
+    plot: Path | None = None

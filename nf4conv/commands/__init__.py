@@ -7,10 +7,10 @@ finish.py                    makes a checkpoint of what parts have left in a fol
 verify.py                    checks a 4-bit checkpoint, alone or against its source
 compare.py                   compares two checkpoints
 inspect.py                   shows what is in a checkpoint
-evaluate.py                  compares what two models answer
-answers.py                   measures how far the answers of two models are apart
+evaluate.py                  compares what models answer
 describe.py                  describes a plan, for --dry-run
 environment.py               shows versions and what would compute, for bug reports
 submodels.py                 writes the submodels of a diffusers pipeline and joins their reports
+evaluating/                  lets models answer the same question
 spread/                      spreads a run over several GPUs, or over a Ray cluster
 """

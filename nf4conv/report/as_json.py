@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from nf4conv import __version__
 from nf4conv.output.writer import write_result
 from nf4conv.report.results.checks import ComparisonReport, VerifyReport
-from nf4conv.report.results.contents import Environment, Evaluation, Inspection
+from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
 from nf4conv.report.results.runs import FinishReport, PlanReport, RunReport
 
 SCHEMA_VERSION: Final = 1
@@ -23,6 +23,7 @@ Result: TypeAlias = (
     | VerifyReport
     | ComparisonReport
     | Evaluation
+    | Evaluations
     | Inspection
     | Environment
 )

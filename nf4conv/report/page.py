@@ -34,10 +34,10 @@ def write_page(report: VerifyReport, path: Path) -> None:
 
 def page(report: VerifyReport) -> str:
     """Returns a verification as HTML. It names folders of this machine, but not where they are."""
-    name = _folder_name(report.path)
+    name = folder_name(report.path)
     content = content_of(report)
     content["path"] = name
-    content["source"] = report.source and _folder_name(report.source)
+    content["source"] = report.source and folder_name(report.source)
     content["normal"] = report.normal
     content["findings"] = [
         {
@@ -64,7 +64,7 @@ def _read(name: str) -> str:
     return files("nf4conv.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _folder_name(place: str) -> str:
+def folder_name(place: str) -> str:
     """Returns the name of a folder without its path. A name on the Hub stays as it is."""
     path = Path(place)
     if path.is_absolute() or path.exists():

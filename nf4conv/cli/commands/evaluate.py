@@ -7,7 +7,7 @@ import click
 
 import nf4conv
 from nf4conv.cli.chosen import check_hub_options, chosen
-from nf4conv.cli.display import Display, silence_libraries
+from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, option
 from nf4conv.cli.options import (
     FILE,
@@ -18,16 +18,17 @@ from nf4conv.cli.options import (
     source_option,
 )
 from nf4conv.cli.parameters import Place
+from nf4conv.report.text.evaluations import evaluation_lines
 
 
 @click.command(cls=Command)
-@click.argument("out", metavar="OUT", type=Place("dir"))
+@click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
 @source_option("Compare OUT with this model, from which it was made.", required=True)
 @option(
     "--text",
     group=Group.CHECKS,
     type=FILE,
-    help="Let both models read this text, or these token ids (.npy).  "
+    help="Let all models read this text, or these token ids (.npy).  "
     "[default: Python's own reference]",
 )
 @option(
@@ -48,17 +49,25 @@ from nf4conv.cli.parameters import Place
     "--card",
     group=Group.CHECKS,
     is_flag=True,
-    help="Write the figures into OUT/README.md, and update its line in SHA256SUMS.",
+    help="Write the figures into OUT/README.md, and update its line in SHA256SUMS. With several "
+    "OUTs also a plot beside it.",
+)
+@option(
+    "--plot",
+    group=Group.CHECKS,
+    type=FILE,
+    help="Draw divergence against bits per weight into this file, as SVG.",
 )
 @repository_options
 @device_option("Compute on this device: auto, cpu, cuda or cuda:N.")
 @json_options
 @quiet_option("Show no progress and no table: the exit code tells the result.")
-def evaluate(out: str, source: str, device: str, **values: Any) -> None:
+def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> None:
     """Compare what the models OUT and SRC predict on the same text.
 
-    Either may be on the Hub; nf4conv takes OUT from its main branch. Needs pip install
-    'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use the model or the
+    With several OUTs, nf4conv shows them side by side: how far each is from SRC, and its size.
+    All may be on the Hub; nf4conv takes OUT from its main branch. Needs pip install
+    'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use a model or the
     tokens.
     """
     from tqdm import tqdm  # this import takes a moment, for which --help must not wait
@@ -78,7 +87,7 @@ def evaluate(out: str, source: str, device: str, **values: Any) -> None:
         leave=False,
         disable=hide_bar,
     ) as bar:
-        found = nf4conv.evaluate_checkpoint(out, source, options, device, where, bar.update)
-    lines = [f"{name:<20}{value}" for name, value in found.rows().items()]
-    display.show(found, lines)
+        found = nf4conv.evaluate_checkpoints(outs, source, options, device, where, bar.update)
+    result = found.evaluations[0] if len(outs) == 1 else found
+    display.show(result, evaluation_lines(found, terminal_width()))
     sys.exit(0 if found.passed else 1)

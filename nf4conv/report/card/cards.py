@@ -13,7 +13,7 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
 from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
 from nf4conv.report.loading import Loading
-from nf4conv.report.results.contents import Evaluation
+from nf4conv.report.results.contents import Evaluations
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import name_of
@@ -172,20 +172,26 @@ def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:
     return OriginalName(origin, base_model, name.rpartition("/")[2])
 
 
-def with_evaluation(card: str, evaluation: Evaluation) -> str:
+def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -> str:
     """Puts what `evaluate` found into a card.
 
     It replaces what an earlier evaluation found, and stands above the section on checking.
 
     Args:
         card: the content of README.md. Empty if there is none.
-        evaluation: what was found.
+        compared: what was found, of one form of the model or several.
+        at: which of them the card is about, counted from 0.
+        plot: the name of a drawing beside the card. Empty if there is none.
 
     Returns:
         The new content.
     """
     earlier = re.compile(rf"\n*{_EVALUATION_TITLE}\n.*?(?=\n## |\Z)", re.DOTALL)
     above, check, below = earlier.sub("", card).partition("\n## Check\n")
-    table = sections.evaluation_table(evaluation.rows())
-    text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{table}{check}{below}"
+    text = sections.evaluation_table(compared.evaluations[at].rows())
+    if len(compared.evaluations) > 1:
+        text += sections.side_by_side(compared, at)
+    if plot:
+        text += f"\n![Divergence against bits per weight]({plot})\n"
+    text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{text}{check}{below}"
     return text.lstrip("\n")

@@ -12,6 +12,8 @@ from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import Provenance
 from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
 from nf4conv.report.loading import Loading
+from nf4conv.report.results.contents import Evaluations
+from nf4conv.report.text.evaluations import comparison_cells
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import KEPT, PACKED
@@ -261,6 +263,18 @@ def original_text(original: OriginalCard) -> str:
 def evaluation_table(rows: Mapping[str, str]) -> str:
     """Returns the table of what `evaluate` found."""
     return _two_columns(rows)
+
+
+def side_by_side(compared: Evaluations, at: int) -> str:
+    """Returns the table of several forms of a model, the one of this card in bold."""
+    head, *body = comparison_cells(compared)
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for number, (name, *cells) in enumerate(body):
+        shown = escaped(name)
+        if number == at:
+            shown = f"**{shown}**"
+        lines.append(f"| {' | '.join([shown, *cells])} |")
+    return "\nBeside other forms, on the same tokens:\n\n" + "\n".join(lines) + "\n"
 
 
 def _two_columns(rows: Mapping[str, str]) -> str:

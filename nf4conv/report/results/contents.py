@@ -59,8 +59,14 @@ class Evaluation:
         figures: the results by name. An encoder has `cosine` (mean over positions), `cosine_least`
             (the smallest) and `cosine_pooled` (of the mean state of each window). All other models
             have the divergence of the predicted next token in nats as `kl` (mean over positions),
-            `kl_median` and `kl_99th` (percentile), the share of positions, from 0 to 1, where both
-            predict the same token as `agreement`, and `perplexity_source` and `perplexity`.
+            `kl_low` and `kl_high` (95 % interval of that mean, by how windows differ; not for one
+            window), `kl_median` and `kl_99th` (percentile), the share of positions, from 0 to 1,
+            where both predict the same token as `agreement`, and `perplexity_source` and
+            `perplexity`.
+        bytes: the size of all tensors of the model in 4 bits.
+        bits_per_weight: codes and scales of the linear weights, for each of their elements. Linear
+            weights are those that one at least of the models evaluated together has packed. None
+            if there are none.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -74,15 +80,36 @@ class Evaluation:
     device: str
     arithmetic: str
     figures: Mapping[str, float]
+    bytes: int = 0
+    bits_per_weight: float | None = None
 
     def rows(self) -> dict[str, str]:
         """Returns the lines of a table: what was measured, and how, in words and figures."""
         lines = {}
         for name, value in self.figures.items():
             lines[name.replace("_", " ")] = f"{value:.5g}"
+        if self.bits_per_weight is not None:
+            lines["bits per weight"] = f"{self.bits_per_weight:.3f}"
+        lines["size"] = f"{self.bytes / 1e6:,.1f} MB"
         lines["text"] = f"{self.tokens:,} tokens of {self.text}"
         lines["run"] = f"on {self.device}, {self.arithmetic}"
         return lines
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Describes several forms of one model in 4 bits, side by side.
+
+    Attributes:
+        passed: True if each of them passed.
+        evaluations: one for each form, in the order in which they were given. All read the same
+            tokens.
+    """
+
+    command: ClassVar[str] = "evaluate"
+
+    passed: bool
+    evaluations: tuple[Evaluation, ...]
 
 
 @dataclass(frozen=True)

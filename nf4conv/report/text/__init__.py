@@ -5,5 +5,6 @@ progress_bar.py  shows how far a run is
 tables.py        sets rows as a table, and numbers as cells
 checks.py        shows what `verify` and `compare` found
 contents.py      shows what `inspect`, `--dry-run` and `env` found
+evaluations.py   shows what `evaluate` found
 runs.py          shows what `quantize`, `dequantize` and `finish` did
 """

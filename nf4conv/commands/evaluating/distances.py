@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
+
+_NORMAL_95: Final = 1.96  # standard errors on either side of a mean
 
 
 @dataclass
@@ -12,6 +15,7 @@ class TokenDistances:
     """Gathers how far the predictions of two models are apart, one number for each position."""
 
     divergence: list[torch.Tensor] = field(default_factory=list)  # Kullback-Leibler, in nats
+    by_window: list[torch.Tensor] = field(default_factory=list)  # its mean over each window
     agreement: list[torch.Tensor] = field(default_factory=list)  # whether the best token is one
     loss_source: list[torch.Tensor] = field(default_factory=list)  # in nats
     loss: list[torch.Tensor] = field(default_factory=list)  # in nats
@@ -28,6 +32,7 @@ class TokenDistances:
         best_after = after.argmax(dim=-1)
         tokens = targets[..., None]
         self.divergence.append(_values(divergence))
+        self.by_window.append(_values(divergence.mean(dim=-1)))
         self.agreement.append(_values(best_before == best_after))
         loss_source = -before.gather(-1, tokens)
         loss = -after.gather(-1, tokens)
@@ -39,6 +44,11 @@ class TokenDistances:
         divergence = torch.cat(self.divergence).numpy()
         figures = {}
         figures["kl"] = float(divergence.mean())
+        means = torch.cat(self.by_window).numpy()
+        if means.size > 1:
+            half = _NORMAL_95 * float(means.std(ddof=1)) / math.sqrt(means.size)
+            figures["kl_low"] = figures["kl"] - half
+            figures["kl_high"] = figures["kl"] + half
         figures["kl_median"] = float(np.median(divergence))
         figures["kl_99th"] = float(np.quantile(divergence, 0.99))
         figures["agreement"] = _mean(self.agreement)

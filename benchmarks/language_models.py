@@ -1,0 +1,162 @@
+"""The second model and the texts of `python -m benchmarks.quality_calibrated`.
+
+    python -m benchmarks.language_models FOLDER [--steps 1000] [--seed 0]
+
+trains a small GPT-NeoX on a CPU: LayerNorm, biases, parallel residual and one fused projection for
+q, k and v, where the model that comes with the repository's data is a Llama. Its text is English:
+the docstrings of the Python packages that are installed, as bytes. One core of a CPU with AMX needs
+some ten minutes. The same seed, steps, packages and machine give the same weights.
+"""
+
+import argparse
+import ast
+import json
+import math
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rotary_pct": 0.25,
+    "use_parallel_residual": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+WINDOW = 256  # bytes
+BATCH = 16  # windows
+RATE = 3e-3  # the largest learning rate
+WARM_UP = 50  # steps
+
+PACKAGES = ("torch", "transformers", "numpy", "huggingface_hub", "accelerate", "sympy", "networkx")
+"""Packages whose docstrings the second model learns, of those that are installed."""
+
+
+def docstrings(files: list[Path]) -> Iterator[str]:
+    """Yields the docstrings of modules, classes and functions that are long enough to be prose."""
+    for file in files:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                found = ast.get_docstring(node)
+                if found and len(found) > 300:
+                    yield found
+
+
+def english() -> bytes:
+    """Returns the docstrings of the installed PACKAGES, each once."""
+    folder = Path(sysconfig.get_paths()["purelib"])
+    files = [file for name in PACKAGES for file in sorted((folder / name).rglob("*.py"))]
+    return "\n\n".join(dict.fromkeys(docstrings(files))).encode()
+
+
+def english_held_out() -> bytes:
+    """Returns the docstrings of the standard library, which the second model has not learnt."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(folder.rglob("*.py")) if "site-packages" not in file.parts]
+    return "\n\n".join(dict.fromkeys(docstrings(files))).encode()
+
+
+def python() -> bytes:
+    """Returns sources of the standard library."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return b"\n\n".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+
+
+def c_headers() -> bytes:
+    """Returns the headers of Python."""
+    folder = Path(sysconfig.get_paths()["include"])
+    return b"\n\n".join(file.read_bytes() for file in sorted(folder.rglob("*.h")))
+
+
+def windows(text: bytes, count: int, seed: int, window: int = 512) -> torch.Tensor:
+    """Returns windows of a text at random places, as token ids: [count, window] int64."""
+    values = np.frombuffer(text, dtype=np.uint8)
+    places = np.random.default_rng(seed).integers(0, len(values) - window, count)
+    return torch.from_numpy(np.stack([values[i : i + window] for i in places]).astype(np.int64))
+
+
+def train(folder: Path, steps: int, seed: int) -> dict[str, float | int]:
+    """Trains the second model and saves it.
+
+    Returns:
+        What was done, which also stands in FOLDER/training.json.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.GPTNeoXConfig(**CONFIG, attn_implementation="sdpa")
+    model = transformers.GPTNeoXForCausalLM(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    learnt = folder / "english.txt"  # which takes a minute to gather
+    if not learnt.exists():
+        learnt.write_bytes(english())
+    text = learnt.read_bytes()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    start = time.perf_counter()
+    for step in range(steps):
+        share = min(1, (step + 1) / WARM_UP)
+        decay = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * share * decay
+        ids = windows(text, BATCH, seed * steps + step, WINDOW)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            print(f"{step:>6} {loss.item():.4f} {time.perf_counter() - start:.0f} s", flush=True)
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    held_out = windows(english_held_out(), 32, seed)
+    with torch.no_grad():
+        logits = model.float()(held_out).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), held_out[:, 1:].flatten()
+    )
+    done = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "text_bytes": len(text),
+        "steps": steps,
+        "seed": seed,
+        "bytes_a_step": BATCH * WINDOW,
+        "seconds": round(time.perf_counter() - start),
+        "loss_held_out": loss.item(),
+    }
+    (folder / "training.json").write_text(json.dumps(done, indent=1) + "\n")
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(train(arguments.folder, arguments.steps, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

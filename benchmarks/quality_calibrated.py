@@ -1,0 +1,373 @@
+"""Measures rounding that knows the activations, beside other ways to make as small a model.
+
+    python -m benchmarks.language_models /tmp/second          (once: trains the second model)
+    python -m benchmarks.quality_calibrated NAME=MODEL:TEXT … --json FILE [--only METHODS]
+
+Each MODEL is a causal model with bytes as tokens; TEXT is the kind of text that it has learnt
+("python" or "english"). Calibration and evaluation take different parts of it, and the other kinds
+are the foreign texts. All methods see the same windows and calibrate block by block and, within a
+block, projection by projection, each on the inputs that what is rounded already gives. A ratio is
+the mean divergence KL(original ‖ rounded) over that of NF4 with blocks of 64 and absmax, on the
+same windows. Weights are decoded to bfloat16, and everything is computed in float32.
+
+The methods run in this process, on matrices. `nf4conv quantize --calibrate` does the same from file
+to file; the row "files" is made by the command.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nf4conv
+from benchmarks import int4_peers, language_models
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.codec.rounding import SecondMoments, factor, round_calibrated, search
+
+TEXTS = {
+    "python": language_models.python,
+    "english": language_models.english_held_out,
+    "c": language_models.c_headers,
+}
+STAGES = {
+    "llama": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.o_proj",),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+    ),
+    "gpt_neox": (
+        ("attention.query_key_value",),
+        ("attention.dense",),
+        ("mlp.dense_h_to_4h",),
+        ("mlp.dense_4h_to_h",),
+    ),
+}
+EVALUATED = 48  # windows of each text
+CALIBRATED = 128  # windows
+WINDOW = 512  # bytes
+CHUNK = 16  # windows at a time
+SHIPPED = Path(nf4conv.__file__).parent / "calibrate" / "texts"
+
+
+@dataclass
+class Inputs:
+    """What is known of the inputs of a stage."""
+
+    moments: SecondMoments
+    # Σ |x| of each input
+    magnitude: torch.Tensor
+
+    @classmethod
+    def of(cls, in_features: int) -> "Inputs":
+        zeros = SecondMoments.zeros(in_features, torch.device("cpu"))
+        return cls(zeros, torch.zeros(in_features))
+
+    def add(self, x: torch.Tensor) -> None:
+        self.moments.add(x)
+        self.magnitude += x.abs().sum((0, 1))
+
+
+Rounder = Callable[[list[torch.Tensor], Inputs | None], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to round the weights of a stage.
+
+    Attributes:
+        bits: of a weight.
+        round: returns decoded weights, given those of a stage and its inputs.
+        calibrates: True if it needs the inputs.
+    """
+
+    bits: float
+    round: Rounder
+    calibrates: bool
+
+
+def nf4_bits(blocksize: int) -> float:
+    return 4 + 8 / blocksize + 32 / (256 * blocksize)
+
+
+def data_free(quant_type: str, blocksize: int, scales: str) -> Method:
+    def round_stage(weights: list[torch.Tensor], _: Inputs | None) -> list[torch.Tensor]:
+        if scales == "search":
+            return [search(weight, quant_type, blocksize).values() for weight in weights]
+        return [
+            dequantize_4bit(*quantize_4bit(weight, quant_type, blocksize, True))
+            for weight in weights
+        ]
+
+    return Method(nf4_bits(blocksize), round_stage, calibrates=False)
+
+
+def calibrated(quant_type: str, blocksize: int) -> Method:
+    def round_stage(weights: list[torch.Tensor], inputs: Inputs | None) -> list[torch.Tensor]:
+        assert inputs is not None
+        of_inputs = factor(inputs.moments.mean(), blocksize)
+        found = round_calibrated(weights, of_inputs, quant_type)
+        return [one.values() for one in found]
+
+    return Method(nf4_bits(blocksize), round_stage, calibrates=True)
+
+
+def peer(name: str) -> Method:
+    def round_stage(weights: list[torch.Tensor], inputs: Inputs | None) -> Sequence[torch.Tensor]:
+        floats = [weight.float() for weight in weights]
+        if name == "hqq":
+            return [int4_peers.hqq(weight) for weight in floats]
+        if name == "q4_k":
+            return [int4_peers.q4_k(weight) for weight in floats]
+        assert inputs is not None
+        moments = inputs.moments.mean()
+        if name == "gptq":
+            return int4_peers.gptq(floats, moments)
+        return int4_peers.awq(floats, moments, inputs.magnitude / inputs.moments.tokens)
+
+    return Method(int4_peers.BITS[name], round_stage, calibrates=name in ("gptq", "awq"))
+
+
+METHODS = {
+    "NF4 64 absmax": data_free("nf4", 64, "absmax"),
+    "NF4 64 search": data_free("nf4", 64, "search"),
+    "NF4 64 J": calibrated("nf4", 64),
+    "NF4 32 J": calibrated("nf4", 32),
+    "NF4 128 J": calibrated("nf4", 128),
+    "GPTQ INT4 128": peer("gptq"),
+    "AWQ INT4 128": peer("awq"),
+    "Q4_K": peer("q4_k"),
+    "HQQ INT4 64": peer("hqq"),
+    "FP4 64 J": calibrated("fp4", 64),
+    "NF4 32 absmax": data_free("nf4", 32, "absmax"),
+    "NF4 32 search": data_free("nf4", 32, "search"),
+    "NF4 128 absmax": data_free("nf4", 128, "absmax"),
+    "NF4 128 search": data_free("nf4", 128, "search"),
+    "FP4 64 absmax": data_free("fp4", 64, "absmax"),
+    "FP4 64 search": data_free("fp4", 64, "search"),
+}
+BASE = "NF4 64 absmax"
+
+
+class Subject:
+    """A model, its texts, and what its original answers."""
+
+    def __init__(self, folder: Path, own: str) -> None:
+        import transformers
+
+        self.own = own
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        self.model.float().eval().requires_grad_(False)
+        self.stages = STAGES[self.model.config.model_type]
+        self.blocks = self.model.base_model.layers
+        self.original = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.texts = {}
+        for number, (name, text) in enumerate(TEXTS.items()):
+            content = text()
+            if name == own:
+                # what calibrates stands before, what judges behind
+                content = content[len(content) // 2 :]
+            self.texts[name] = language_models.windows(content, EVALUATED, 100 + number, WINDOW)
+        self.answers = {name: self.answer(ids) for name, ids in self.texts.items()}
+
+    def calibration(self, text: str, seed: int) -> torch.Tensor:
+        """Returns the windows that calibrate: of a kind of text, or of what nf4conv ships."""
+        if text == "shipped":
+            return shipped_windows(seed)
+        content = TEXTS[text]()
+        if text == self.own:
+            content = content[: len(content) // 2]
+        return language_models.windows(content, CALIBRATED, seed, WINDOW)
+
+    def reset(self) -> None:
+        self.model.load_state_dict(self.original)
+
+    @torch.no_grad()
+    def answer(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns log-probabilities, [windows, positions, 256]."""
+        found = [self.model(part).logits.log_softmax(-1) for part in ids.split(CHUNK)]
+        return torch.cat(found)
+
+    def measure(self) -> dict[str, dict[str, float]]:
+        """Returns divergence, its 95 % interval over windows, and agreement, by text."""
+        found = {}
+        for name, ids in self.texts.items():
+            before, after = self.answers[name], self.answer(ids)
+            divergence = (before.exp() * (before - after)).sum(-1).mean(-1)
+            found[name] = {
+                "kl": float(divergence.mean()),
+                "kl_half_interval": float(1.96 * divergence.std() / math.sqrt(len(divergence))),
+                "agreement": float((before.argmax(-1) == after.argmax(-1)).float().mean()),
+            }
+        return found
+
+    @torch.no_grad()
+    def round(self, method: Method, ids: torch.Tensor | None) -> None:
+        """Rounds all blocks in their order."""
+        states = None if ids is None or not method.calibrates else self.first_inputs(ids)
+        for block in self.blocks:
+            for names in self.stages:
+                self.round_stage(block, names, method, states)
+            if states is not None:
+                for state in states:
+                    state[0] = run(block, state)
+
+    def round_stage(
+        self, block: Any, names: Sequence[str], method: Method, states: list[Any] | None
+    ) -> None:
+        modules = [block.get_submodule(name) for name in names]
+        inputs = None
+        if states is not None:
+            inputs = Inputs.of(modules[0].in_features)
+            hook = modules[0].register_forward_pre_hook(lambda _, seen: inputs.add(seen[0]))
+            for state in states:
+                run(block, state)
+            hook.remove()
+        weights = [module.weight.data.bfloat16() for module in modules]
+        for module, found in zip(modules, method.round(weights, inputs), strict=True):
+            module.weight.data = found.bfloat16().float()
+
+    def first_inputs(self, ids: torch.Tensor) -> list[Any]:
+        """Returns the hidden states that enter the first block, with its other arguments."""
+        found: list[Any] = []
+
+        def keep(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            named = dict(named)
+            hidden = given[0] if given else named.pop("hidden_states")
+            for name in ("past_key_values", "layer_past", "use_cache"):
+                named.pop(name, None)
+            found.append([hidden, named])
+            raise StopIteration
+
+        hook = self.blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
+        for part in ids.split(CHUNK):
+            with contextlib.suppress(StopIteration):
+                self.model(part)
+        hook.remove()
+        return found
+
+
+def run(block: Any, state: list[Any]) -> torch.Tensor:
+    out = block(state[0], **state[1])
+    return out[0] if isinstance(out, tuple) else out
+
+
+def shipped_windows(seed: int) -> torch.Tensor:
+    """Returns windows of the shipped texts as bytes, as many of each file."""
+    files = sorted(SHIPPED.glob("*.jsonl"))
+    found = []
+    for number, file in enumerate(files):
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        text = "\n\n".join(plain(record) for record in records).encode()
+        count = CALIBRATED // len(files) + (number < CALIBRATED % len(files))
+        found.append(language_models.windows(text, count, seed, WINDOW))
+    return torch.cat(found)
+
+
+def plain(record: dict[str, Any]) -> str:
+    if "text" in record:
+        return str(record["text"])
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in record["messages"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="NAME=MODEL:TEXT")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", help="names of methods, with commas between")
+    parser.add_argument("--texts", default="own", help="what calibrates: own, shipped, python, …")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    chosen = arguments.only.split(",") if arguments.only else list(METHODS)
+    record = {"settings": settings(arguments.seed), "rows": []}
+    if arguments.json.exists():
+        record = json.loads(arguments.json.read_text())
+    for described in arguments.models:
+        name, _, rest = described.partition("=")
+        folder, _, own = rest.rpartition(":")
+        subject = Subject(Path(folder), own)
+        for method in chosen:
+            for text in arguments.texts.split(","):
+                kind = own if text == "own" else text
+                row = measured(subject, method, kind, arguments.seed)
+                add(record["rows"], {"model": name, "method": method, **row})
+                print(json.dumps(record["rows"][-1]), flush=True)
+                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        del subject
+        gc.collect()
+    print_tables(record["rows"])
+
+
+def settings(seed: int) -> dict[str, Any]:
+    libraries = ("torch", "transformers", "numpy")
+    return {
+        "windows_evaluated": EVALUATED,
+        "windows_calibrated": CALIBRATED,
+        "window": WINDOW,
+        "seed": seed,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.machine(),
+        **{name: version(name) for name in libraries},
+    }
+
+
+def measured(subject: Subject, method: str, text: str, seed: int) -> dict[str, Any]:
+    chosen = METHODS[method]
+    subject.reset()
+    start = time.process_time()
+    if chosen.calibrates:
+        subject.round(chosen, subject.calibration(text, seed))
+    else:
+        subject.round(chosen, None)
+    spent = time.process_time() - start
+    return {
+        "bits": chosen.bits,
+        "calibrated_on": text if chosen.calibrates else None,
+        "own_text": subject.own,
+        "cpu_seconds": round(spent, 1),
+        "texts": subject.measure(),
+    }
+
+
+def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Adds a row, or puts it in the place of one of the same model, method and calibration."""
+    keys = ("model", "method", "calibrated_on")
+    for number, other in enumerate(rows):
+        if all(other[key] == row[key] for key in keys):
+            rows[number] = row
+            return
+    rows.append(row)
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Prints a table for each model: divergence relative to BASE, by text."""
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name]
+        base = next(row for row in of_model if row["method"] == BASE)
+        texts = list(base["texts"])
+        print(f"\n**{name}**\n\n| | calibrated on | bits | {' | '.join(texts)} |")
+        print("|---|---|---|" + "---|" * len(texts))
+        for row in sorted(of_model, key=lambda row: row["texts"][row["own_text"]]["kl"]):
+            ratios = [
+                f"{row['texts'][text]['kl'] / base['texts'][text]['kl']:.3f}" for text in texts
+            ]
+            on = row["calibrated_on"] or ""
+            print(f"| {row['method']} | {on} | {row['bits']:.3f} | {' | '.join(ratios)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Chooses what all models of an evaluation are asked.
+
+What is wrong with text or models is found first, before transformers is imported and a model is
+loaded: both take long.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nf4conv.errors import PlanError
+from nf4conv.models.config import architecture_of
+from nf4conv.options import EvaluateOptions
+from nf4conv.sources.source import Source
+
+_WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
+"""Tokens of a window by the kind of model, unless the model takes fewer."""
+
+_TOKENS: Final = 16384  # that all models read, unless the user asks for another number
+_MOST_BYTES: Final = 2 << 30  # of the original's answers, unless the user asks for more tokens
+_CHARACTERS: Final = 16  # of text that are read for a token: more than one has on average
+
+_TOKENIZER_FILES: Final = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "bpe")
+_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
+"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
+
+REFUSALS: Final = (
+    ValueError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
+"""Exceptions that transformers raises for models and tokenizers that it cannot use."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Holds what all models are asked.
+
+    Attributes:
+        kind: "causal", "seq2seq", "masked" or "encoder".
+        loader: the class of transformers that loads the models.
+        ids: token ids, [windows, window] int64.
+        text: where the tokens come from.
+        mask: the id of the mask token; None if no token is to be masked.
+        ends: the ids of the tokens before and after a window that encoders expect; empty if there
+            are none.
+        width: the size of an answer: that of the vocabulary, or of an encoder's hidden states.
+        device: where the models run: "cpu", "cuda" or "cuda:N".
+    """
+
+    kind: str
+    loader: Any
+    ids: torch.Tensor
+    text: str
+    mask: int | None
+    ends: tuple[int, ...]
+    width: int
+    device: str
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Holds token ids, and the special tokens of the tokenizer that made them."""
+
+    # int64
+    ids: npt.NDArray[np.int64]
+    # id of the mask token; None if there is none, or if the ids come from a file
+    mask: int | None = None
+    # ids of the tokens before and after a text; empty if there are not both
+    ends: tuple[int, ...] = ()
+
+
+def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str) -> Question:
+    """Chooses what to ask, by the config and the tokenizer of the first model in 4 bits.
+
+    Raises:
+        PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
+            the models are not of one kind.
+    """
+    _require_libraries()
+    out = outs[0].folder
+    config = outs[0].config or {}
+    vocabulary = _vocabulary(outs[0])
+    for other in outs[1:]:
+        _require_alike(outs[0], other)
+    # ids, or a text for the tokenizer
+    content = _read_content(out, options)
+    kind, loader = _kind_of_model(config)
+    text_config = _text_config(config)
+    width = vocabulary
+    if kind == "encoder":
+        width = int(text_config.get("hidden_size") or text_config.get("dim") or 1)
+    window = _WINDOWS[kind]
+    for key in ("max_position_embeddings", "n_positions"):
+        window = min(window, text_config.get(key) or 512)
+    wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
+    if isinstance(content, str):
+        tokens = _tokenize(out, options.text, content, wanted)
+    else:
+        tokens = _Tokens(content[:wanted])
+    ids = tokens.ids
+    text = "pydoc_data.topics, the reference of the Python language"
+    if options.text is not None:
+        text = options.text.name
+    if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
+        raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
+    ends = tokens.ends if kind in ("encoder", "masked") else ()
+    window = min(window - len(ends), ids.size)
+    whole = ids.size // window * window
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Question(
+        kind=kind,
+        loader=loader,
+        ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
+        text=text,
+        mask=tokens.mask if kind == "masked" else None,
+        ends=ends,
+        width=width,
+        device=device,
+    )
+
+
+def _require_libraries() -> None:
+    for name in ("transformers", "bitsandbytes"):
+        if importlib.util.find_spec(name) is None:
+            raise PlanError(
+                f"evaluate needs transformers and bitsandbytes: "
+                f"pip install 'nf4conv[evaluate]' (there is no {name})"
+            )
+
+
+def _vocabulary(out: Source) -> int:
+    """Returns the number of tokens that a model knows."""
+    vocabulary = _text_config(out.config or {}).get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise PlanError(
+            f"{out.folder}: its config has no vocab_size, so the tokens cannot be checked"
+        )
+    return vocabulary
+
+
+def _require_alike(first: Source, other: Source) -> None:
+    """Refuses a model that cannot be asked what another one is asked."""
+    names = [architecture_of(out.config or {}) for out in (first, other)]
+    sizes = [_vocabulary(out) for out in (first, other)]
+    if names[0] != names[1] or sizes[0] != sizes[1]:
+        raise PlanError(
+            f"{other.folder}: is {names[1]} with {sizes[1]:,} tokens, and {first.folder} is "
+            f"{names[0]} with {sizes[0]:,}; evaluate compares forms of one model"
+        )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config that describes the language model."""
+    for key in ("text_config", "llm_config"):
+        if key in config:
+            found: Mapping[str, Any] = config[key]
+            return found
+    return config
+
+
+def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the kind of model that a config describes, and the class that loads it."""
+    try:
+        import bitsandbytes  # noqa: F401
+        import transformers
+        from transformers.models.auto import modeling_auto as auto
+    except ImportError as error:
+        raise PlanError(
+            f"evaluate needs transformers and bitsandbytes: "
+            f"pip install 'nf4conv[evaluate]' ({error})"
+        ) from error
+    # nf4conv shows a bar of its own
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    name = architecture_of(config)
+    model_type = config.get("model_type")
+    tables = {
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "causal": {
+            **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        },
+        "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    }
+    for kind, table in tables.items():
+        if name in table.values() and hasattr(transformers, name):
+            return kind, getattr(transformers, name)
+    if model_type in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
+        return "encoder", transformers.AutoModel
+    described = name or "a model whose config names no architecture"
+    raise PlanError(f"evaluate cannot run {described} ({model_type})")
+
+
+def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] | str:
+    """Reads token ids, or text: no more than what could be asked for."""
+    text = options.text
+    most = options.tokens or _TOKENS
+    try:
+        if text is not None and text.suffix == ".npy":
+            stored = np.load(text, mmap_mode="r", allow_pickle=False)
+            ids: npt.NDArray[np.int64] = stored.reshape(-1)[:most].astype(np.int64)
+            return ids
+        _require_tokenizer(out)
+        if text is not None:
+            with text.open(encoding="utf-8") as file:
+                return file.read(_CHARACTERS * most)
+    except REFUSALS as error:
+        raise PlanError(_not_tokenized(text or out, first_line(error))) from error
+    from pydoc_data.topics import topics  # prose that comes with every Python
+
+    return "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * most]
+
+
+def _require_tokenizer(out: Path) -> None:
+    for file in out.iterdir():
+        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
+            return
+    raise FileNotFoundError("there is no tokenizer in the folder")
+
+
+def _tokenize(out: Path, text: Path | None, content: str, wanted: int) -> _Tokens:
+    """Makes token ids of a text with the model's tokenizer."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+        encoded = tokenizer(
+            content[: _CHARACTERS * wanted], add_special_tokens=False, verbose=False
+        )
+    except REFUSALS as error:
+        raise PlanError(_not_tokenized(text or out, first_line(error))) from error
+    ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    ends = () if first is None or last is None else (first, last)
+    return _Tokens(ids, getattr(tokenizer, "mask_token_id", None), ends)
+
+
+def _not_tokenized(place: Path, reason: str) -> str:
+    return f"{place}: cannot be tokenized ({reason}); give token ids instead: --text ids.npy"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a message, or what kind of error it is if there is none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
