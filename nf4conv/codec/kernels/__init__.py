@@ -3,6 +3,7 @@ tensors.
 
     packing/        weight → packed codes, absmax and the codes of absmax
     decoding/       packed codes and other encodings → floats
+    rounding/       weights and second moments of their inputs → codes and scales
     product/        x, packed codes, absmax → x · Wᵀ
     error.py        compares a weight with its packed codes; nothing is materialised
     difference.py   compares two vectors

@@ -8,6 +8,8 @@ docs/quality.md explains the algorithm and its formulas. The result has the form
     levels.py       lists the values of a data type in ascending order, with the cuts between
     scales.py       finds the nearest scale that can be stored
     calibrated.py   rounds weights group by group, then sweeps over codes and scales
+    candidates.py   lists the scales that are tried
+    reference.py    defines all of it in float64
     steps.py        computes the two steps of a group, in plain torch
     rounded.py      packs codes and scales, and measures the cost of a layer
 """

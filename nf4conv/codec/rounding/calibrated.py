@@ -11,17 +11,19 @@ Everything between is transposed, [inputs, outputs], with inputs in the order of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Final
 
 import torch
 
+import nf4conv.codec.rounding.steps as plain_steps
+from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.ops import check_options
 from nf4conv.codec.rounding.factor import Factor
 from nf4conv.codec.rounding.levels import Levels, levels_of
 from nf4conv.codec.rounding.moments import full_precision
 from nf4conv.codec.rounding.rounded import Rounded, error_cost, pack, search
 from nf4conv.codec.rounding.scales import StorableScales, with_room
-from nf4conv.codec.rounding.steps import round_group, sweep_group
 from nf4conv.errors import CodecError
 
 SWEEPS: Final = 4
@@ -124,6 +126,15 @@ def groups_of(factor: Factor) -> torch.Tensor:
     return factor.order[:: factor.blocksize] // factor.blocksize
 
 
+def steps_for(device: torch.device) -> ModuleType:
+    """Return the module with `round_group` and `sweep_group` for a device."""
+    if not has_kernels(device):
+        return plain_steps
+    import nf4conv.codec.kernels.rounding as kernel_steps  # importing Triton takes a second
+
+    return kernel_steps
+
+
 def first_draft(
     target: torch.Tensor, factor: Factor, storable: StorableScales, levels: Levels
 ) -> Draft:
@@ -137,6 +148,7 @@ def first_draft(
     """
     inputs, outputs = target.shape
     blocksize = factor.blocksize
+    steps = steps_for(target.device)
     draft = Draft(
         ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
         scales=target.new_empty((inputs // blocksize, outputs)),
@@ -151,7 +163,7 @@ def first_draft(
             last = first + blocksize
             group = first // blocksize
             of_group = errors[first - start : last - start]
-            round_group(
+            steps.round_group(
                 target[first:last],
                 factor.upper[first:last, first:last],
                 group,
@@ -187,6 +199,7 @@ def sweep(
     inputs, outputs = gradient.shape
     blocksize = factor.blocksize
     moments = factor.moments
+    steps = steps_for(gradient.device)
     changes = gradient.new_empty((lazy_inputs(inputs, blocksize), outputs))
     for start in range(0, inputs, changes.shape[0]):
         stop = min(start + changes.shape[0], inputs)
@@ -194,7 +207,7 @@ def sweep(
             last = first + blocksize
             group = first // blocksize
             change = changes[first - start : last - start]
-            sweep_group(
+            steps.sweep_group(
                 draft.ranks[first:last],
                 gradient[first:last],
                 moments[first:last, first:last],

@@ -107,6 +107,7 @@ def _factor_of_inverse(
             root = lower.flip(0, 1)
             del lower
             unit = torch.eye(root.shape[0], dtype=root.dtype, device=root.device)
-            return torch.linalg.solve_triangular(root, unit, upper=True).float(), damping
+            upper = torch.linalg.solve_triangular(root, unit, upper=True)
+            return upper.float().contiguous(), damping
         damping = max(damping, 1e-6) * 10
     raise CodecError("second moments: no damping makes them positive definite")

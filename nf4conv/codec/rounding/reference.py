@@ -1,0 +1,200 @@
+"""Defines rounding that knows the activations, in float64: one loop over groups, one over inputs.
+
+What computes faster (steps.py, kernels/rounding/) agrees with this in every code, except where a
+decision is so close that float32 may turn it. So the reference also returns by how much its closest
+decision was made, for each output. A decision that turns changes all that follow in its output, and
+nothing in others.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from nf4conv.codec.rounding.candidates import FINER, first_candidates
+from nf4conv.codec.rounding.factor import Factor
+from nf4conv.codec.rounding.levels import Levels
+from nf4conv.codec.rounding.scales import StorableScales
+
+CLOSE: Final = 2e-5
+"""Below this margin a decision counts as a tie: float32 may make it differently."""
+
+
+@dataclass
+class Chosen:
+    """Ranks and scales, with inputs and groups in the order of the factor.
+
+    Attributes:
+        ranks: [in_features, outputs] int64, of the levels.
+        scales: [groups, outputs] float64, as they decode.
+        margins: [outputs] float64, the least margin of a decision: the distance of a quotient from
+            its nearest cut, or the relative distance of the best two costs.
+    """
+
+    ranks: torch.Tensor
+    scales: torch.Tensor
+    margins: torch.Tensor
+
+
+def choose_all(
+    target: torch.Tensor,
+    factor: Factor,
+    storable: StorableScales,
+    levels: Levels,
+    sweeps: int,
+) -> Chosen:
+    """Round weights group by group, then sweep over them.
+
+    Args:
+        target: [in_features, outputs] float32, inputs in the order of the factor.
+        factor: of the inputs.
+        storable: the scales to choose from, with groups in the order of the factor.
+        levels: of the data type.
+        sweeps: how often codes and scales are improved after the first choice.
+    """
+    original = target.double()
+    inputs, outputs = target.shape
+    chosen = Chosen(
+        ranks=torch.zeros((inputs, outputs), dtype=torch.int64),
+        scales=original.new_zeros((inputs // factor.blocksize, outputs)),
+        margins=original.new_full((outputs,), float("inf")),
+    )
+    _round_groups(original.clone(), chosen, factor, storable, levels)
+    for _ in range(sweeps):
+        _sweep_groups(original, chosen, factor, storable, levels)
+    return chosen
+
+
+def _round_groups(
+    compensated: torch.Tensor,
+    chosen: Chosen,
+    factor: Factor,
+    storable: StorableScales,
+    levels: Levels,
+) -> None:
+    """Make the first choice of all scales and ranks; `compensated` is overwritten."""
+    upper = factor.upper.double()
+    for group in range(chosen.scales.shape[0]):
+        first = group * factor.blocksize
+        last = first + factor.blocksize
+        block = compensated[first:last]
+        inside = upper[first:last, first:last]
+        scale = _best_scale(block, inside, group, chosen, storable, levels)
+        ranks, errors = _round(block, inside, scale, chosen, levels)
+        chosen.scales[group] = scale
+        chosen.ranks[first:last] = ranks
+        compensated[last:] -= upper[first:last, last:].T @ errors
+
+
+def _best_scale(
+    block: torch.Tensor,
+    upper: torch.Tensor,
+    group: int,
+    chosen: Chosen,
+    storable: StorableScales,
+    levels: Levels,
+) -> torch.Tensor:
+    """Return the scale of each output whose rounding of the block costs least, [outputs]."""
+    base = block.abs().amax(dim=0)
+    best = torch.full_like(base, float("inf"))
+    scale = torch.zeros_like(base)
+    for factors in (first_candidates(levels.is_symmetric), FINER):
+        before = scale.clone() if factors is FINER else base
+        for number in factors:
+            # the factors are float32 numbers
+            exact = torch.tensor(number, dtype=torch.float32).double()
+            tried = _snap(exact * before, group, storable)
+            _, errors = _round(block, upper, tried, None, levels)
+            cost = errors.square().sum(dim=0)
+            _note((cost - best).abs() / cost, tried != scale, chosen)
+            is_better = cost < best
+            best = cost.where(is_better, best)
+            scale = tried.where(is_better, scale)
+    return scale
+
+
+def _round(
+    block: torch.Tensor,
+    upper: torch.Tensor,
+    scale: torch.Tensor,
+    chosen: Chosen | None,
+    levels: Levels,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a block with given scales: error j moves each later input k by error · U[j, k].
+
+    Returns:
+        ranks: [inputs, outputs] int64.
+        errors: [inputs, outputs] float64, (w - q) / U[j, j].
+    """
+    rest = block.clone()
+    ranks = torch.zeros(block.shape, dtype=torch.int64)
+    for j in range(block.shape[0]):
+        ranks[j] = _nearest(rest[j], scale, chosen, levels)
+        error = (rest[j] - levels.values.double()[ranks[j]] * scale) / upper[j, j]
+        rest[j + 1 :] -= upper[j, j + 1 :, None] * error
+        rest[j] = error
+    return ranks, rest
+
+
+def _sweep_groups(
+    original: torch.Tensor,
+    chosen: Chosen,
+    factor: Factor,
+    storable: StorableScales,
+    levels: Levels,
+) -> None:
+    """Refit the scale of every group, and move every weight to the level that costs least."""
+    moments = factor.moments.double()
+    blocksize = factor.blocksize
+    values = levels.values.double()[chosen.ranks]
+    values = values * chosen.scales.repeat_interleave(blocksize, dim=0)
+    gradient = moments @ (original - values)
+    for group in range(chosen.scales.shape[0]):
+        inputs = slice(group * blocksize, (group + 1) * blocksize)
+        level = levels.values.double()[chosen.ranks[inputs]]
+        curvature = (level * (moments[inputs, inputs] @ level)).sum(dim=0)
+        slope = (level * gradient[inputs]).sum(dim=0)
+        step = (slope / curvature).where(curvature > 0, 0)
+        scale = _snap(chosen.scales[group] + step, group, storable, chosen)
+        gradient -= moments[:, inputs] @ (level * (scale - chosen.scales[group]))
+        chosen.scales[group] = scale
+        for j in range(inputs.start, inputs.stop):
+            value = levels.values.double()[chosen.ranks[j]] * scale
+            wanted = value + gradient[j] / moments[j, j]
+            chosen.ranks[j] = _nearest(wanted, scale, chosen, levels)
+            move = levels.values.double()[chosen.ranks[j]] * scale - value
+            gradient -= moments[:, j, None] * move
+
+
+def _nearest(
+    wanted: torch.Tensor, scale: torch.Tensor, chosen: Chosen | None, levels: Levels
+) -> torch.Tensor:
+    """Return the ranks of the nearest levels, [outputs] int64."""
+    quotients = (wanted / scale).where(scale != 0, 0)
+    cuts = levels.cuts.double()
+    if chosen is not None:
+        distances = (quotients[:, None] - cuts).abs().amin(dim=1)
+        _note(distances, scale != 0, chosen)
+    return torch.bucketize(quotients, cuts)
+
+
+def _snap(
+    wanted: torch.Tensor, group: int, storable: StorableScales, chosen: Chosen | None = None
+) -> torch.Tensor:
+    """Return the nearest storable scales, [outputs] float64.
+
+    Which is nearest is a float32 decision; it is noted as a tie if a slightly different wish would
+    have another answer.
+    """
+    scales, _ = storable.snap(group, wanted.float())
+    if chosen is not None and storable.maxima is not None:
+        spread = CLOSE * storable.maxima[group].double() / 20
+        lower, _ = storable.snap(group, (wanted - spread).float())
+        higher, _ = storable.snap(group, (wanted + spread).float())
+        _note(torch.zeros_like(wanted), lower != higher, chosen)
+    return scales.double()
+
+
+def _note(margins: torch.Tensor, counts: torch.Tensor, chosen: Chosen) -> None:
+    """Keep the least margin of each output; those that do not count are left out."""
+    chosen.margins = torch.minimum(chosen.margins, margins.where(counts, float("inf")))
