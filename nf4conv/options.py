@@ -12,7 +12,8 @@ QUANT_TYPES: Final = ("nf4", "fp4")
 SCALES: Final = ("absmax", "search")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 QUANT_STORAGES: Final = ("uint8", *DTYPES)
-MOE: Final = ("portable", "per-expert")
+MOE: Final = ("packed", "stacked", "portable")
+MOE_ALIASES: Final = {"per-expert": "packed"}  # what an earlier release called it
 PLANNERS: Final = ("rules", "transformers")
 NON_FINITE: Final = ("refuse", "keep")
 LORA_EXPERTS: Final = ("rank-major", "expert-major")
@@ -149,10 +150,11 @@ class QuantizeOptions:
         skip_modules: names of modules to keep unpacked. They match as `llm_int8_skip_modules` does
             in transformers 4 or 5. Default: empty.
         quantize_towers: True packs vision and audio towers too. Default: False.
-        moe: how to store experts. "portable" keeps them in 16 bits, which loads everywhere.
-            "per-expert" packs experts that are stored one by one; transformers 4 and vLLM load
-            them, transformers 5 does not. None (default) is "portable", but leaves packed what a
-            4-bit source has packed.
+        moe: how to store experts. "packed" packs them one by one, and takes stacks of them apart;
+            transformers 5 loads that with nf4conv installed. "stacked" packs stacks as they are.
+            "portable" keeps experts in 16 bits, which loads everywhere. "per-expert" is another
+            name for "packed". None (default) is "packed" if experts take more than half of the
+            bytes, and else "portable"; a 4-bit source keeps packed what it has packed.
         plan_with: who decides which modules are linear: nf4conv's "rules" (default), or the
             installed "transformers".
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes
@@ -210,6 +212,10 @@ class QuantizeOptions:
     calibration_tokens: int | None = None
     calibration_seed: int | None = None
     calibration_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.moe in MOE_ALIASES:
+            object.__setattr__(self, "moe", MOE_ALIASES[self.moe])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,17 @@
 """Experts that a source stacks in one tensor, and what quantize makes of them."""
 
-import pytest
+from pathlib import Path
 
+import bitsandbytes.functional as bitsandbytes
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from stacked_experts import build, place_of, single_experts
+
+from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
+from nf4conv.options import QuantizeOptions
 
 LAYER = "model.layers.0"
 STACKS = {
@@ -48,3 +57,69 @@ def test_other_tensors_of_a_mixture_are_no_stacks(name: str):
 
 def test_the_stacks_of_an_unknown_family_are_left_alone():
     assert layouts_of({"model_type": "something_new"}) == ()
+
+
+ON_DISK_AS_STACKS = (
+    "GptOssForCausalLM",
+    "OpenAIPrivacyFilterModel",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "AriaTextForCausalLM",
+    "AriaForConditionalGeneration",
+    "Gemma4ForCausalLM",
+    "DiffusionGemmaForBlockDiffusion",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Mistral4ForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "Inkling2ForCausalLM",
+    "HYV4ForCausalLM",
+    "MiniMaxM3VLForCausalLM",
+    "ZayaForCausalLM",
+    "Llama4ForCausalLM",
+    "Step3p7ForConditionalGeneration",
+    "DbrxForCausalLM",
+    "JetMoeForCausalLM",
+)
+ONE_BY_ONE = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM")
+
+
+def quantize(source: Path, out: Path, **options: object) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the result; absmax in float32, which a CPU makes as a GPU does."""
+    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False, **options))
+    tensors = {}
+    for file in out.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def compare_with_bitsandbytes(model: transformers.PreTrainedModel, found: dict[str, torch.Tensor]):
+    """Every expert of the model is packed, byte for byte as bitsandbytes packs its matrix."""
+    expected = dict(single_experts(model))
+    assert expected
+    names = {place_of(name): name for name in found}
+    for place, weight in expected.items():
+        name = names[place]
+        codes, state = bitsandbytes.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+        assert torch.equal(found[name], codes), name
+        assert torch.equal(found[f"{name}.absmax"], state.absmax), name
+    assert set(names) - {None} == set(expected)
+
+
+@pytest.mark.parametrize("architecture", ON_DISK_AS_STACKS)
+def test_packed_experts_are_those_that_transformers_computes_with(architecture, tmp_path):
+    model = build(architecture)
+    model.save_pretrained(tmp_path / "source")
+    found = quantize(tmp_path / "source", tmp_path / "out", moe="packed")
+    compare_with_bitsandbytes(model, found)
+
+
+@pytest.mark.parametrize("architecture", ONE_BY_ONE)
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_family_of_single_experts_may_come_stacked(architecture, is_stacked, tmp_path):
+    model = build(architecture)
+    model.save_pretrained(tmp_path / "source", save_original_format=not is_stacked)
+    found = quantize(tmp_path / "source", tmp_path / "out", moe="packed")
+    compare_with_bitsandbytes(model, found)

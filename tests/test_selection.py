@@ -157,11 +157,19 @@ MOE = [
 ]
 
 
-def test_experts_stay_in_16_bits_unless_the_user_says_otherwise():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions())
+def test_experts_stay_in_16_bits_if_the_user_says_so():
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="portable"))
     assert packed(selection) == [MOE[0].name, MOE[-1].name]
     assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate"} <= set(selection.skip_modules)
-    assert any("--moe per-expert" in note for note in selection.notes)
+    assert any("--moe packed" in note for note in selection.notes)
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_experts_are_packed_by_default_if_they_take_most_bytes(width: int):
+    source = [MOE[0]._replace(shape=(width, width), stop=2 * width**2), *MOE[1:]]
+    selection = select(source, {"model_type": "qwen2_moe"}, QuantizeOptions())
+    assert len(packed(selection)) == (6 if width == 64 else 2)
+    assert any("--moe portable" in note for note in selection.notes) is (width == 64)
 
 
 def test_per_expert_packs_experts_but_never_routers():
@@ -169,7 +177,7 @@ def test_per_expert_packs_experts_but_never_routers():
     assert len(packed(selection)) == 6
     assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep(Why.ROUTER, is_linear=True)
     assert "model.layers.0.mlp.gate" in selection.skip_modules
-    assert not selection.notes
+    assert ["vLLM" in note for note in selection.notes] == [True]
 
 
 def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
@@ -366,7 +374,7 @@ def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
 def test_demoted_tensors_are_kept_and_listed():
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     name = "model.layers.0.mlp.up_proj.weight"
-    demoted = demote(selection, [name], LLAMA_CONFIG)
+    demoted = demote(selection, [name], LLAMA, LLAMA_CONFIG)
     assert demoted.decisions[name] == Keep("holds NaN or infinity", is_linear=True)
     assert "model.layers.0.mlp.up_proj" in demoted.skip_modules
     assert len(packed(demoted)) == len(packed(selection)) - 1
@@ -375,7 +383,7 @@ def test_demoted_tensors_are_kept_and_listed():
 def test_what_cannot_be_demoted_alone_is_named():
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     with pytest.raises(PlanError, match=r"model\.norm\.weight: holds NaN or infinity"):
-        demote(selection, ["model.norm.weight"], LLAMA_CONFIG)
+        demote(selection, ["model.norm.weight"], LLAMA, LLAMA_CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nf4conv.choose.selection import split_experts
+from nf4conv.choose.decisions import PackedMatrix
+from nf4conv.choose.experts import Experts
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import CompareOptions
@@ -95,55 +96,60 @@ def pair_tensors(
     Returns:
         The pair of each name, those of the first checkpoint before those that only the second has.
     """
-    tensors_a = () if a is None else a.tensors
-    tensors_b = () if b is None else b.tensors
-    wanted_a = _wanted(_alike(tensors_a, tensors_b), options)
-    wanted_b = _wanted(_alike(tensors_b, tensors_a), options)
+    wanted_a = _wanted(_alike(a, b), options)
+    wanted_b = _wanted(_alike(b, a), options)
     pairs = {}
     for name in [*wanted_a, *wanted_b]:
         pairs[name] = TensorPair(wanted_a.get(name), wanted_b.get(name))
     return pairs
 
 
-def _alike(tensors: Sequence[TensorInfo], others: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
+def _alike(source: Source | None, other: Source | None) -> dict[str, TensorInfo]:
     """Returns tensors by name, as they can be compared with those of another checkpoint.
 
     Experts that are stacked in one tensor are taken apart where the other has them one by one.
 
     Args:
-        tensors: the tensors of one checkpoint.
-        others: the tensors of the other.
+        source: one checkpoint; None if it lacks this submodel of a pipeline.
+        other: the other.
     """
-    names = {other.name for other in others}
+    if source is None:
+        return {}
+    names = set()
+    if other is not None:
+        names = {tensor.name for tensor in other.tensors}
+    experts = Experts.gather(source.tensors, source.config or {})
     found = {}
-    for tensor in tensors:
-        experts = _experts_of(tensor) if tensor.encoding is None else []
-        if any(expert.name in names for expert in experts):
-            for expert in experts:
-                found[expert.name] = expert
+    for tensor in source.tensors:
+        matrices: Sequence[PackedMatrix] = ()
+        if tensor.name in experts.stacks and tensor.encoding is None:
+            matrices = experts.matrices_of(tensor)
+        if any(matrix.name in names for matrix in matrices):
+            for matrix in matrices:
+                found[matrix.name] = _view_of(tensor, matrix)
         else:
             found[tensor.name] = tensor
     return found
 
 
-def _experts_of(tensor: TensorInfo) -> list[TensorInfo]:
-    """Returns the weights of stacked experts as views of the stack."""
+def _view_of(tensor: TensorInfo, matrix: PackedMatrix) -> TensorInfo:
+    """Returns the weight of an expert as a view of the stack that holds it."""
     itemsize = DTYPE_BITS[tensor.dtype] // 8
-    experts = []
-    for matrix in split_experts(tensor):
-        assert matrix.expert is not None
-        assert matrix.columns is not None
-        _, rows_in_stack, columns_in_stack = tensor.shape
-        first_column, _ = matrix.columns
-        outputs, inputs = matrix.shape
-        # from the first value of the view to its last, with the gaps between its rows
-        length = (inputs - 1) * columns_in_stack + outputs
-        position = matrix.expert * rows_in_stack * columns_in_stack + first_column
-        start = tensor.start + position * itemsize
-        stored = tensor._replace(shape=(length,), start=start, stop=start + length * itemsize)
-        view = Strided(stored, strides=(1, columns_in_stack))
-        experts.append(stored._replace(name=matrix.name, shape=matrix.shape, encoding=view))
-    return experts
+    *_, rows, columns = tensor.shape
+    outputs, inputs = matrix.shape
+    first_row, _ = matrix.rows or (0, rows)
+    first_column, _ = matrix.columns or (0, columns)
+    if matrix.transpose:
+        strides = (matrix.step, columns)
+    else:
+        strides = (matrix.step * columns, 1)
+    # from the first value of the view to its last, with the gaps between them
+    length = (outputs - 1) * strides[0] + (inputs - 1) * strides[1] + 1
+    position = ((matrix.expert or 0) * rows + first_row) * columns + first_column
+    start = tensor.start + position * itemsize
+    stored = tensor._replace(shape=(length,), start=start, stop=start + length * itemsize)
+    view = Strided(stored, strides=strides)
+    return stored._replace(name=matrix.name, shape=matrix.shape, encoding=view)
 
 
 def _wanted(tensors: Mapping[str, TensorInfo], options: CompareOptions) -> dict[str, TensorInfo]:

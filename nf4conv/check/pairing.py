@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.selection import split_experts
+from nf4conv.choose.experts import Experts
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
@@ -77,9 +77,11 @@ def _pair_weights(
     structure: Structure, source: Source, by_name: Mapping[str, TensorInfo]
 ) -> Iterator[PackedPair]:
     config = source.config or {}
+    stacks = Experts.gather(source.tensors, config)
     experts: dict[str, _Origin] = {}
-    for tensor in source.tensors:
-        for matrix in split_experts(tensor):
+    for name in stacks.stacks:
+        tensor = stacks.tensors[name]
+        for matrix in stacks.matrices_of(tensor):
             experts[matrix.name] = _Origin(tensor, matrix)
 
     for weight in structure.weights.values():

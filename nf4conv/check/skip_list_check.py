@@ -158,15 +158,18 @@ def _misread_unpacked(
 def _linear_modules(structure: Structure, config: Mapping[str, Any]) -> Iterator[_LinearModule]:
     """Yields everything unpacked that loaders may hold in an `nn.Linear`."""
     original = [*structure.plain.values(), *_before_packing(structure, config)]
-    options = QuantizeOptions(quantize_towers=True, moe="per-expert")
+    options = QuantizeOptions(quantize_towers=True, moe="packed")
     try:
         decisions = select(original, config, options).decisions
     except PlanError as error:
         _note(structure, f"could not be checked: {error}", is_fault=False)
         return
+    splits_experts = any(family.splits_experts for family in families_of(config))
     for name, tensor in structure.plain.items():
         decision = decisions[name]
         if isinstance(decision, Pack):
+            if len(decision.matrices) > 1 and not splits_experts:
+                continue  # a stack of experts is no nn.Linear
             for matrix in decision.matrices:
                 yield _LinearModule(tensor, module_of(matrix.name), is_sure=True)
         elif isinstance(decision, Keep) and decision.is_linear:

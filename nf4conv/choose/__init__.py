@@ -4,6 +4,7 @@ choice.py         chooses everything about the quantization of one checkpoint
 decisions.py      declares what may be decided about a tensor, and about a whole checkpoint
 selection.py      decides for every tensor of a checkpoint
 evidence.py       collects what names, shapes and the config tell about the tensors
+experts.py        finds experts, checks that they are whole, and cuts stacks of them apart
 wishes.py         applies what the user asked for by names: --include, --exclude, --skip-modules
 skip_list.py      builds and checks llm_int8_skip_modules
 loader_rules.py   matches a list of modules as each loader does

@@ -46,7 +46,7 @@ def choose(source: Source, options: QuantizeOptions, non_finite: frozenset[str])
 
         selection = select_with_transformers(source.tensors, config, options)
     if non_finite:
-        selection = demote(selection, sorted(non_finite), config)
+        selection = demote(selection, sorted(non_finite), source.tensors, config)
     dtype = choose_dtype(source, selection, options)
     format = choose_format(source, dtype, options)
     selection = without_odd_sizes(source, selection, format)

@@ -12,19 +12,21 @@ class PackedMatrix(NamedTuple):
     Attributes:
         name: name of the weight in the output, such as
             "model.layers.0.mlp.experts.3.gate_proj.weight".
-        shape: [out, in], as it is stored in the output.
+        shape: [out, in], as it is stored in the output; the whole shape of a stack of experts.
         transpose: True if the source holds [in, out].
         expert: index along dimension 0 of a source with three dimensions; None for other sources.
         columns: range of the source's columns, before transposing; None for all of them.
         rows: range of the source's rows, before transposing; None for all of them.
+        step: distance between those rows that are taken; of a transposed weight, between columns.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     transpose: bool = False
     expert: int | None = None
     columns: tuple[int, int] | None = None
     rows: tuple[int, int] | None = None
+    step: int = 1
 
 
 class Pack(NamedTuple):

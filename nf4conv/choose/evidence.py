@@ -34,8 +34,8 @@ class Why(Enum):
     """Names the reasons for keeping a tensor that code asks for; the value is what users read."""
 
     ROUTER = "a router"
-    EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe per-expert packs it)"
-    STACKED_EXPERTS = "experts stacked in one tensor, which loaders take in 16 bits only"
+    EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe packed packs it)"
+    STACKED_EXPERTS = "experts stacked in one tensor (--moe packed packs them)"
     OUTSIDE_BLOCKS = "outside the blocks of a diffusion model"
     TOWER = "in a vision or audio part (--quantize-towers packs it)"
     RENAMED_TOWER = "in a vision or audio part, which transformers 5 loads under other names"

@@ -93,7 +93,7 @@ def without_odd_sizes(source: Source, selection: Selection, format: Format) -> S
     if not odd:
         return selection
     why = f"its packed bytes do not divide into {format.quant_storage}"
-    return demote(selection, odd, source.config or {}, why)
+    return demote(selection, odd, source.tensors, source.config or {}, why)
 
 
 def _is_odd(decision: Pack | Keep, size: int) -> bool:

@@ -11,20 +11,26 @@ from typing import Any, Final
 
 from nf4conv.choose import skip_list
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
-from nf4conv.choose.evidence import Evidence, Why
+from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
+from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
 from nf4conv.choose.wishes import Wishes
 from nf4conv.errors import PlanError
-from nf4conv.models.families import is_transposed
+from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
 _HINTS: Final = {
     Why.EXPERT: (
-        "experts, which transformers 5 cannot load in 4-bit. --moe per-expert packs them; such a "
-        "checkpoint loads in transformers 4, vLLM and Unsloth, and in transformers 5 not at all"
+        "experts, which transformers 5 cannot load in 4-bit on its own. --moe packed packs them; "
+        "such a checkpoint loads in transformers 5 with nf4conv installed, in transformers 4, vLLM "
+        "and Unsloth"
     ),
-    Why.STACKED_EXPERTS: "experts that are stacked in one tensor, which no loader takes in 4-bit",
+    Why.STACKED_EXPERTS: (
+        "experts that are stacked in one tensor, which transformers 5 cannot load in 4-bit on its "
+        "own. --moe packed packs them where nf4conv knows the family; such a checkpoint loads in "
+        "transformers 5 with nf4conv installed"
+    ),
     Why.TOWER: "the vision and audio parts. --quantize-towers packs them too",
 }
 """What to tell the user when many bytes are kept for a reason."""
@@ -47,6 +53,10 @@ def select(
         PlanError: no skip list can tell the packed modules from the others.
     """
     evidence = Evidence.gather(tensors, config)
+    experts = Experts.gather(tensors, config)
+    moe = options.moe
+    if moe is None and experts.packs_by_default(options):
+        moe = "packed"
     names = ModuleNames.of(config)
     wishes = Wishes(options, names)
     decisions: dict[str, Pack | Keep] = {}
@@ -56,7 +66,9 @@ def select(
         kind = (unwanted, evidence.kind_of(tensor))
         decision = known.get(kind)
         if decision is None:
-            decision = _decide(tensor, evidence, options, unwanted)
+            decision = _decide_stack(tensor, evidence, experts, moe, unwanted)
+            if decision is None:
+                decision = _decide(tensor, evidence, options, moe, unwanted)
             known[kind] = decision
         elif isinstance(decision, Pack):
             # another of many experts, each of which becomes one whole matrix
@@ -64,20 +76,33 @@ def select(
             matrix = PackedMatrix(tensor.name, first.shape, first.transpose)
             decision = Pack((matrix,), decision.reason)
         decisions[tensor.name] = decision
-    return with_skip_list(decisions, names, list(_notes(tensors, decisions)))
+    decisions = alike_in_layers(decisions, experts)
+    check_layout(decisions, experts, moe)
+    notes = list(_notes(tensors, decisions))
+    matrices = [matrix for each in decisions.values() for matrix in _matrices_of(each)]
+    readers = readers_of(matrices, config, options.quant_type)
+    if readers is not None:
+        notes.append(
+            f"{readers.text}; --moe portable keeps them in 16 bits, which loads everywhere"
+        )
+    return with_skip_list(decisions, names, notes)
 
 
 def demote(
     selection: Selection,
     names: Iterable[str],
+    tensors: Sequence[TensorInfo],
     config: Mapping[str, Any],
     why: str = "holds NaN or infinity",
 ) -> Selection:
     """Decides again with some tensors kept that were to be packed.
 
+    The other experts of the same layers are kept with them.
+
     Args:
         selection: the decisions so far.
         names: the tensors to keep.
+        tensors: all tensors of the checkpoint.
         config: the content of config.json.
         why: the reason, which the user reads.
 
@@ -86,11 +111,14 @@ def demote(
             loaders expect.
     """
     decisions = dict(selection.decisions)
+    experts = Experts.gather(tensors, config)
+    has_linear_experts = any(family.splits_experts for family in families_of(config))
     for name in names:
         packed = [matrix.name for matrix in _matrices_of(decisions[name])]
-        if packed != [name]:
+        if packed != [name] and (has_linear_experts or name not in experts.stacks):
             raise PlanError(f"{name}: {why}, but it cannot be kept in 16 bits on its own")
-        decisions[name] = Keep(why, is_linear=True)
+        decisions[name] = Keep(why, is_linear=name not in experts.stacks)
+    decisions = alike_in_layers(decisions, experts)
     return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
 
 
@@ -167,19 +195,15 @@ def _matrices_of(decision: Pack | Keep) -> tuple[PackedMatrix, ...]:
 
 
 def _decide(
-    tensor: TensorInfo, evidence: Evidence, options: QuantizeOptions, unwanted: str | None
+    tensor: TensorInfo,
+    evidence: Evidence,
+    options: QuantizeOptions,
+    moe: str | None,
+    unwanted: str | None,
 ) -> Pack | Keep:
     """Decides for one tensor, of which the user may have said why it is unwanted."""
     if tensor.dtype not in FLOAT_DTYPES:
         return Keep(f"{tensor.dtype} is not a float dtype")
-    experts = _split_experts_of(tensor, evidence)
-    if experts:
-        if unwanted:
-            raise PlanError(
-                f"{tensor.name}: {unwanted}, but transformers loads the experts of this family "
-                f"packed only"
-            )
-        return Pack(experts, "experts, one nn.Linear each")
     keep_dtype = evidence.is_float32_by_design(tensor)
     why = evidence.why_not_linear(tensor.name, tensor.shape)
     if why is not None:
@@ -192,7 +216,7 @@ def _decide(
         module,
         tensor.shape,
         towers=options.quantize_towers or is_packed,
-        experts=options.moe == "per-expert" or (is_packed and options.moe is None),
+        experts=moe in ("packed", "stacked") or (is_packed and moe is None),
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
@@ -209,50 +233,36 @@ def _decide(
     return Pack((PackedMatrix(tensor.name, (rows, columns)),), "nn.Linear")
 
 
-def _split_experts_of(tensor: TensorInfo, evidence: Evidence) -> tuple[PackedMatrix, ...]:
-    """Returns the weights of experts, if loaders of the family split them; else none."""
-    if tensor.elements and any(family.splits_experts for family in evidence.families):
-        return split_experts(tensor)
-    return ()
-
-
-def split_experts(tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
-    """Returns the weights into which transformers splits Llama 4's experts when it packs them.
-
-    They are loaded as one `nn.Linear` each (transformers, models/llama4 and quantizers/base.py:
-    SequentialLlama4TextExperts). gate_up_proj is [expert, in, 2 × intermediate], with the gate in
-    the first half of the columns; down_proj is [expert, intermediate, out].
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        Two weights for each expert of a gate_up_proj, and one for each expert of a down_proj; none
-        when the tensor holds no experts.
-    """
-    prefix, _, leaf = tensor.name.rpartition(".")
-    if len(tensor.shape) != 3 or not prefix.endswith("feed_forward.experts"):
-        return ()
-    experts, rows, columns = tensor.shape
-    if leaf == "gate_up_proj":
-        half = columns // 2
-        parts = [("gate_proj", 0, half), ("up_proj", half, columns)]
-    elif leaf == "down_proj":
-        parts = [("down_proj", 0, columns)]
-    else:
-        return ()
-    matrices = []
-    for expert in range(experts):
-        for name, start, stop in parts:
-            matrix = PackedMatrix(
-                name=f"{prefix}.{expert}.{name}.weight",
-                shape=(stop - start, rows),
-                transpose=True,
-                expert=expert,
-                columns=(start, stop),
+def _decide_stack(
+    tensor: TensorInfo, evidence: Evidence, experts: Experts, moe: str | None, unwanted: str | None
+) -> Pack | Keep | None:
+    """Decides for a tensor that stacks experts; None for one that the other rules decide about."""
+    if tensor.name not in experts.stacks or not tensor.elements:
+        return None
+    if any(family.splits_experts for family in evidence.families):
+        if unwanted:
+            raise PlanError(
+                f"{tensor.name}: {unwanted}, but transformers loads the experts of this family "
+                f"packed only"
             )
-            matrices.append(matrix)
-    return tuple(matrices)
+        if moe == "stacked":
+            raise PlanError(
+                f"{tensor.name}: --moe stacked: transformers loads the experts of this family one "
+                f"by one"
+            )
+        return Pack(experts.matrices_of(tensor), "experts, one nn.Linear each")
+    if moe is None and is_in_4_bits(tensor):
+        moe = "stacked"
+    if moe not in ("packed", "stacked"):
+        return Keep(Why.STACKED_EXPERTS, evidence.is_float32_by_design(tensor))
+    if unwanted:
+        return Keep(unwanted)
+    matrices = experts.matrices_of(tensor)
+    if moe == "packed":
+        if matrices[0].shape[0] < FEWEST_ROWS:
+            return Keep(Why.FEW_ROWS)
+        return Pack(matrices, "experts, taken out of their stack")
+    return Pack((PackedMatrix(tensor.name, tensor.shape),), "experts, as the stack that they are")
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:

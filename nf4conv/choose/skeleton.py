@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import Why, numbers_of
+from nf4conv.choose.experts import is_of_experts
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
@@ -130,7 +131,7 @@ def _select_twice(
     corrected = {}
     for tensor in tensors:
         decision = by_rule.decisions[tensor.name]
-        corrected[tensor.name] = _correct(tensor, decision, skeleton, options)
+        corrected[tensor.name] = _correct(tensor, decision, skeleton)
     return _TwoOpinions(by_rule, corrected, skeleton)
 
 
@@ -237,14 +238,12 @@ def _linear_layers(model: "PreTrainedModel") -> Iterator[_LinearLayer]:
             yield _LinearLayer(path, is_transposed=False)
 
 
-def _correct(
-    tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton, options: QuantizeOptions
-) -> Pack | Keep:
+def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton) -> Pack | Keep:
     """Returns what becomes of a decision of the rules by the module tree."""
     path = skeleton.modules.get(tensor.name)
     is_linear = path in skeleton.linear
     if isinstance(decision, Pack):
-        if len(decision.matrices) > 1 or is_linear or options.moe == "per-expert":
+        if is_linear or is_of_experts(decision):
             return decision
         return Keep(f"not an nn.Linear in transformers {skeleton.version}", is_linear=True)
     if not is_linear:

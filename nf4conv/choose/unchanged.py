@@ -235,7 +235,10 @@ def weights_that_stay(
     found: dict[str, Stored | str] = {}
     for tensor, stored in packed:
         scales = _scales_of(tensor, scales_of)
-        if options.dtype not in (None, stored.dtype):
+        decision = decisions[tensor.name]
+        if isinstance(decision, Pack) and len(decision.matrices) > 1:
+            found[tensor.name] = "taken out of a stack"
+        elif options.dtype not in (None, stored.dtype):
             found[tensor.name] = f"stored as {stored.dtype}"
         elif scales == "search" and options.scales == "absmax":
             found[tensor.name] = "stored with searched scales"

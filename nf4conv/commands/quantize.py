@@ -61,11 +61,15 @@ def quantize_checkpoint(
         >>> report = nf4conv.quantize_checkpoint("./Llama-3.1-8B", "./Llama-3.1-8B-nf4")
         >>> print(report.bits_per_parameter)
     """
-    return execute_quantization(plan_quantization(source, options, where), out, run, progress, push)
+    plan = plan_quantization(source, options, where, push)
+    return execute_quantization(plan, out, run, progress, push)
 
 
 def plan_quantization(
-    source: str | Path, options: QuantizeOptions | None = None, where: SourceOptions | None = None
+    source: str | Path,
+    options: QuantizeOptions | None = None,
+    where: SourceOptions | None = None,
+    push: PushOptions | None = None,
 ) -> AnyQuantizationPlan:
     """Decides everything about a quantization from headers and config alone.
 
@@ -78,6 +82,8 @@ def plan_quantization(
             globs and module names may begin with the name of a submodel and a slash, such as
             "transformer/*.attn.*". Others apply to all submodels.
         where: revision, subfolder and the like of the source; None for the defaults.
+        push: where the result will be uploaded to, if at all. Experts then stay in 16 bits unless
+            `options` says otherwise, so that everybody can load them.
 
     Returns:
         A plan for `execute_quantization`, `describe_plan` and `plan_part`.
@@ -91,8 +97,9 @@ def plan_quantization(
         >>> print(plan.totals().bits_per_parameter)
     """
     options = options or QuantizeOptions()
+    is_public = push is not None and push.push_to_hub is not None
     try:
-        plan = plan_checkpoint(source, options, where)
+        plan = plan_checkpoint(source, options, where, is_public=is_public)
     except DiffusersFolderError as error:
         if options.single_file:
             raise PlanError(
@@ -107,10 +114,13 @@ def plan_quantization(
         from nf4conv.commands import quantize_pipeline  # few runs need to import it
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
+        if is_public and options.moe is None:
+            options = replace(options, moe="portable")
         return quantize_pipeline.plan_pipeline(open_diffusers(source, where), options)
     require_searched(source, [plan])
+    without_token = None if push is None else replace(push, token=None)
     notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
-    again = partial(plan_quantization, source, options, where)
+    again = partial(plan_quantization, source, options, where, without_token)
     return replace(plan, notes=notes, again=again)
 
 

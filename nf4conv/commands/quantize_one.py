@@ -23,6 +23,7 @@ from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import is_in_4_bits
 from nf4conv.system.removal import remove
 
 if TYPE_CHECKING:
@@ -30,9 +31,17 @@ if TYPE_CHECKING:
 
 
 def plan_checkpoint(
-    source: str | Path, options: QuantizeOptions, where: SourceOptions | None
+    source: str | Path,
+    options: QuantizeOptions,
+    where: SourceOptions | None,
+    *,
+    is_public: bool = False,
 ) -> QuantizationPlan:
-    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline."""
+    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline.
+
+    With `is_public`, experts stay in 16 bits unless the options, or a source in 4 bits, say
+    otherwise: most who find the result on the Hub do not have nf4conv.
+    """
     quantization.check_options(options)
     with _without_garbage_collection():
         opened = _open(source, options, where)
@@ -41,6 +50,8 @@ def plan_checkpoint(
 
             opened = original_names.with_original_names(opened)
             options = original_names.within_blocks(opened, options)
+        if is_public and options.moe is None and not any(map(is_in_4_bits, opened.tensors)):
+            options = replace(options, moe="portable")
         front, complaints = read_card(opened.folder / "README.md", opened.root)
         plan = _planned(opened, options)
         return replace(plan, front=front, notes=(*plan.notes, *complaints))
@@ -198,7 +209,7 @@ def write_one(
         parameters=totals.parameters,
         bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(report.bytes_after),
-        loading="" if loading is None else loading.call(str(out)),
+        loading="" if loading is None else loading.code(str(out)),
         advice=advice(plan.rows()),
         verification=written.verification,
     )

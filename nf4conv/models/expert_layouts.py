@@ -41,6 +41,11 @@ class ExpertStack:
     is_interleaved: bool = False
     is_flat: bool = False
 
+    @property
+    def is_last(self) -> bool:
+        """Returns True if the projections lead back to the width of the model."""
+        return self.projections[0] in ("down_proj", "output_linear")
+
 
 class ExpertLayout(NamedTuple):
     """Describes how a family stacks its experts.
@@ -150,22 +155,28 @@ JETMOE: Final = ExpertLayout(
 
 _STANDARD_TYPES: Final = (
     "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text",
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffusion_gemma_text", "dots1",
-    "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_text",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
+    "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm5_next_text", "glm_moe_dsa",
-    "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "jamba", "kimi_linear", "kolibri1",
+    "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1",
     "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-    "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "mixtral", "muse_spark_text",
+    "minimax_m3_vl_text", "mistral_large4_text", "mixtral",
     "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
     "qwen3_omni_moe_text", "qwen3_omni_moe_talker_text", "qwen4_exp_text", "solar_open",
-    "unlimited_ocr_text", "zaya",
+    "unlimited_ocr_text",
 )  # fmt: skip
 """Model types whose experts transformers 5 computes with `use_experts_implementation` as it is by
-default. Most are stored expert by expert, and stacked only by other tools.
+default, and which are stored expert by expert: only other tools stack them.
 """
 
+_STACKED_TYPES: Final = (
+    "diffusion_gemma_text", "gemma4_text", "granitemoe_swa", "hy_v4", "mistral4",
+    "muse_spark_text", "zaya",
+)  # fmt: skip
+"""Model types of the same layout that are stored so."""
+
 LAYOUTS: Final[Mapping[str, tuple[ExpertLayout, ...]]] = {
-    **dict.fromkeys(_STANDARD_TYPES, (STANDARD,)),
+    **dict.fromkeys((*_STANDARD_TYPES, *_STACKED_TYPES), (STANDARD,)),
     "gpt_oss": (GPT_OSS,),
     "openai_privacy_filter": (TRANSPOSED,),
     "llama4": (TRANSPOSED,),
@@ -189,12 +200,42 @@ LAYOUTS: Final[Mapping[str, tuple[ExpertLayout, ...]]] = {
 """The layouts of each model type. One of the first that match a tensor's name counts."""
 
 
+UNEVEN: Final = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "longcat_flash")
+"""Model types whose layers have experts of several kinds, or fewer than their routers know."""
+
+WITHOUT_LOADER: Final = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text")
+"""Model types that have single experts which transformers 5 cannot load in 4 bits."""
+
+_NUMBERS: Final = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_moe_experts",
+)
+"""Keys of config.json for the number of experts in a layer."""
+
+_BY_LAYER: Final = re.compile(r"num_\w*expert|num_routed|block_configs")
+"""Found in keys that may hold a list with such a number for each layer."""
+
+
 def layouts_of(config: Mapping[str, Any]) -> tuple[ExpertLayout, ...]:
     """Returns the layouts of a model and of its parts, each once, the outermost first."""
     found: dict[ExpertLayout, None] = {}
     for model_type in model_types(config):
         found.update(dict.fromkeys(LAYOUTS.get(model_type, ())))
     return tuple(found)
+
+
+def are_stacked(config: Mapping[str, Any]) -> bool:
+    """Returns True if a model's authors store its experts as stacks.
+
+    Loaders then know no names of single experts.
+    """
+    for model_type in model_types(config):
+        if model_type not in _STANDARD_TYPES and model_type in LAYOUTS:
+            return True
+    return False
 
 
 def find_stack(name: str, layouts: tuple[ExpertLayout, ...]) -> FoundStack | None:
@@ -231,14 +272,17 @@ def _literal_end(stack: ExpertStack) -> str:
     return stack.pattern.rpartition(")")[2].removesuffix("$").replace("\\", "")
 
 
-def number_of_experts(config: Mapping[str, Any]) -> int | None:
-    """Returns how many experts a layer has, by the config; None if it does not say.
+def experts_in(config: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the numbers of experts in a layer that a config names, most often a single one.
 
-    Stacks of two dimensions do not tell it themselves.
+    Returns:
+        The numbers; none if the config does not say, or if layers differ.
     """
+    numbers = set()
     for _, level in levels(config):
-        for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-            count = level.get(key)
-            if type(count) is int and count > 0:
-                return count
-    return None
+        for key, value in level.items():
+            if isinstance(value, list) and _BY_LAYER.search(key):
+                return frozenset()
+            if key in _NUMBERS and type(value) is int and value > 0:
+                numbers.add(value)
+    return frozenset(numbers)

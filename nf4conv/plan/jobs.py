@@ -119,13 +119,16 @@ class PackJob:
     @property
     def is_cut_out(self) -> bool:
         """Returns True unless the weight's elements are one run of its source's bytes, in order."""
-        if self.matrix.transpose or self.matrix.columns is not None:
+        matrix = self.matrix
+        if matrix.transpose or matrix.columns is not None or matrix.step > 1:
             return True
         return self.source.encoding is not None
 
     @property
     def source_range(self) -> tuple[int, int]:
         """Returns the range of source bytes that hold the weight, with all columns of its rows."""
+        if self.matrix.expert is None and self.matrix.rows is None:
+            return self.source.start, self.source.stop
         *_, height, width = self.source.shape
         row = width * DTYPE_BITS[self.source.dtype] // 8
         first, last = self.matrix.rows or (0, height)

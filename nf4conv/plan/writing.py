@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from nf4conv import __version__
+from nf4conv.choose.experts import Readers, readers_of
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
@@ -116,6 +117,12 @@ class WritingPlan:
     def bytes_to_read(self) -> int:
         """Counts the source bytes that stand for what `output` holds."""
         return sum(job.source_bytes for job in self.output.jobs)
+
+    @cached_property
+    def readers(self) -> Readers | None:
+        """Says who reads experts that are packed; None if none are, or if every loader does."""
+        matrices = (job.matrix for job in self.whole.jobs if isinstance(job, PackJob))
+        return readers_of(matrices, self.source.config or {}, self.whole.format.quant_type)
 
     def changes_weights(self) -> bool:
         """Returns True if any weight is packed or decoded."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nf4conv.models.config import architecture_of
@@ -37,21 +37,41 @@ class Loading:
         class_name: the class of the library.
         arguments: what follows the path in the call, with its comma.
         method: the method that is called, with its dot. Empty to call the class.
+        needs_nf4conv: True if the library loads the checkpoint only with nf4conv installed.
     """
 
     library: str
     class_name: str
     arguments: str = ', device_map="auto"'
     method: str = ".from_pretrained"
+    needs_nf4conv: bool = False
+
+    @property
+    def install(self) -> str:
+        """Returns the command that installs what the code needs."""
+        if self.needs_nf4conv:
+            return f"pip install nf4conv {self.library} accelerate bitsandbytes"
+        return f"pip install {self.library} bitsandbytes"
 
     def imports(self) -> str:
         """Returns the lines that import what the call needs."""
         package = self.library.replace("-", "_")
-        install = f"pip install {self.library} bitsandbytes"
-        line = f"from {package} import {self.class_name}  # {install}"
+        if self.needs_nf4conv:
+            return f"# {self.install}\nfrom {package} import {self.class_name}"
+        line = f"from {package} import {self.class_name}  # {self.install}"
         if "torch." in self.arguments:
             return f"import torch\n{line}"
         return line
+
+    def code(self, place: str) -> str:
+        """Returns the call, below a comment that says what to install if that is not usual.
+
+        Args:
+            place: a path or a name on the Hub.
+        """
+        if self.needs_nf4conv:
+            return f"# {self.install}\n{self.call(place)}"
+        return self.call(place)
 
     def call(self, place: str) -> str:
         """Returns the call, given a path or a name on the Hub."""
@@ -97,9 +117,12 @@ def diffusers_loading(class_name: str, dtype: str) -> Loading:
 
 
 def loading_of_plan(plan: WritingPlan) -> Loading | None:
-    """Returns how the result of a plan is loaded; None if nothing says how."""
+    """Returns how the result of a plan is loaded; None if nothing says how, or nothing loads it."""
     beside = [str(name) for name in plan.auxiliary]
-    return loading_of(plan.config, beside, plan.output.format.dtype)
+    loading = loading_of(plan.config, beside, plan.output.format.dtype)
+    if loading is None or plan.readers is None:
+        return loading
+    return replace(loading, needs_nf4conv=True) if plan.readers.has_loader else None
 
 
 def loading_of_pipeline(plan: DiffusersPlan[Any]) -> Loading:

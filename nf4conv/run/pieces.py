@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.plan.jobs import PackJob
 from nf4conv.sources.encodings.pieces import (
     Piece,
@@ -13,6 +14,7 @@ from nf4conv.sources.encodings.pieces import (
     packed_pieces,
     plain_pieces,
     rows_of,
+    transposed,
 )
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo, packed_in_order
 
@@ -58,22 +60,38 @@ def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Piece]
 
 def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     """Cuts a weight that is encoded, transposed or cut out of other columns."""
-    matrix = job.matrix
-    source = job.source
-    if source.encoding is None or matrix.transpose or matrix.columns is not None:
+    source, matrix = located(job)
+    is_cut = matrix.transpose or matrix.columns is not None or matrix.step > 1
+    if source.encoding is None or is_cut or matrix.expert is not None:
         return []
-    is_whole = matrix.expert is None and matrix.rows is None
-    if is_whole and packed_in_order(source) is not None:
+    if matrix.rows is None and packed_in_order(source) is not None:
         return packed_pieces(source, most, unit)
-    if matrix.expert is not None:
-        if not is_stack_of_matrices(source):
-            return []
-        source = matrix_of(source, matrix.expert)
     if matrix.rows is not None:
         if not can_cut_rows(source, matrix.rows[0]):
             return []
         source = rows_of(source, *matrix.rows)
     return list(encoded_pieces(source, most, unit))
+
+
+def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
+    """Finds the smallest encoded tensor that holds a weight, and where it is in that.
+
+    Returns:
+        The source, or the matrix of an expert that was cut out of it, as it lies or transposed.
+        The place of the weight in it.
+    """
+    source = job.source
+    matrix = job.matrix
+    if source.encoding is None:
+        return source, matrix
+    if matrix.expert is not None and is_stack_of_matrices(source):
+        source = matrix_of(source, matrix.expert)
+        matrix = matrix._replace(expert=None)
+    flipped = transposed(source) if matrix.transpose else None
+    if flipped is not None:
+        source = flipped
+        matrix = matrix._replace(transpose=False, rows=matrix.columns, columns=matrix.rows)
+    return source, matrix
 
 
 def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:

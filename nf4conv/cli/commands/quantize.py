@@ -21,7 +21,15 @@ from nf4conv.cli.options import (
     writing_machine_options,
 )
 from nf4conv.cli.parameters import Dtype, Place, Size
-from nf4conv.options import MOE, NON_FINITE, PLANNERS, QUANT_STORAGES, QUANT_TYPES, SCALES
+from nf4conv.options import (
+    MOE,
+    MOE_ALIASES,
+    NON_FINITE,
+    PLANNERS,
+    QUANT_STORAGES,
+    QUANT_TYPES,
+    SCALES,
+)
 from nf4conv.report.text.contents import plan_lines
 from nf4conv.report.text.progress_bar import progress
 from nf4conv.report.text.runs import quantization_lines
@@ -139,9 +147,10 @@ from nf4conv.report.text.runs import quantization_lines
 @option(
     "--moe",
     group=Group.WEIGHTS,
-    type=click.Choice(MOE),
-    help="Keep experts in 16 bits, which loads everywhere, or pack them one by one, which "
-    "transformers 5 cannot load.  [default: portable]",
+    type=click.Choice([*MOE, *MOE_ALIASES]),
+    help="Pack experts one by one (per-expert means the same) or as the stacks that they are, both "
+    "of which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
+    "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
 )
 @option(
     "--plan-with",
@@ -213,7 +222,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     check_hub_options(where, source)
     if display.quiet:
         silence_libraries()
-    whole = nf4conv.plan_quantization(source, options, where)
+    whole = nf4conv.plan_quantization(source, options, where, push)
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)

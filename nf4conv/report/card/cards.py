@@ -57,7 +57,7 @@ def model_card(
     parts = [
         sections.settings(subject, _compute_dtype(plan.config)),
         sections.kept_table(subject.jobs),
-        sections.use(loading),
+        sections.use(loading, plan.readers),
     ]
     return _quantized_card(subject, parts)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv import __version__
+from nf4conv.choose.experts import Readers
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import Provenance
@@ -198,12 +199,20 @@ def kept_table(jobs: Sequence[Job]) -> str:
     return "".join(lines)
 
 
-def use(loading: Loading | None) -> str:
-    """Returns the section with the code that loads the model."""
+def use(loading: Loading | None, readers: Readers | None = None) -> str:
+    """Returns the section with the code that loads the model.
+
+    Args:
+        loading: how it is loaded. None if nothing says how.
+        readers: who reads its experts, if they are packed.
+    """
+    experts = "" if readers is None else f"\nIts {readers.text}.\n"
+    if loading is None and readers is not None and not readers.has_loader:
+        return f"## Use\n{experts}"
     if loading is None:
-        return "## Use\n\nIt loads as the original does, with bitsandbytes installed.\n"
+        return f"## Use\n\nIt loads as the original does, with bitsandbytes installed.\n{experts}"
     call = loading.call("path or name of this model")
-    return f"## Use\n\n```python\n{loading.imports()}\n\nmodel = {call}\n```\n"
+    return f"## Use\n\n```python\n{loading.imports()}\n\nmodel = {call}\n```\n{experts}"
 
 
 def check(subject: Subject) -> str:

@@ -33,8 +33,8 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
         yield _timing(report, report.bytes_before)
     if report.verification is not None:
         yield _verification_line(report.verification)
-    if report.loading:
-        yield f"load: {printable(report.loading)}"
+    for line in report.loading.splitlines():
+        yield f"load: {printable(line)}"
     if report.pushed is not None:
         yield f"pushed: {report.pushed}"
     else:

@@ -93,6 +93,15 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
     return tensor._replace(shape=shape, encoding=matrix)
 
 
+def transposed(tensor: TensorInfo) -> TensorInfo | None:
+    """Returns the transpose of a matrix, if that is how its parts lie; None for any other."""
+    encoding = tensor.encoding
+    if len(tensor.shape) != 2 or not isinstance(encoding, Fp4) or not encoding.is_transposed:
+        return None
+    rows, columns = tensor.shape
+    return tensor._replace(shape=(columns, rows), encoding=replace(encoding, is_transposed=False))
+
+
 def _delta_of_expert(delta: Delta, expert: int) -> Delta:
     """Returns what a delta of a stack of experts does to one of them."""
     return replace(delta, expert=expert) if isinstance(delta, LowRankDelta) else delta

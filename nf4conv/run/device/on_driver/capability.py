@@ -7,7 +7,7 @@ from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
 from nf4conv.run.device.on_driver.kernels import Action, Purpose
-from nf4conv.run.pieces import ENOUGH, pieces_of, whole_weight
+from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.sources.encodings.pieces import pieces_alike
 from nf4conv.sources.tensors import Joined, Merged, TensorInfo
 
@@ -76,11 +76,11 @@ def packing_steps(source: TensorInfo, format: Format) -> tuple[str, ...]:
 def why_torch(job: Job) -> str:
     """Says in a few words why there are no kernels for a job."""
     source = job.source
-    if isinstance(job, PackJob) and job.matrix.transpose:
+    if isinstance(job, PackJob) and located(job)[1].transpose:
         return "stored transposed"
     if isinstance(source.encoding, Merged | Joined):
         return source.encoding.name
-    if isinstance(job, PackJob) and job.matrix.columns is not None:
+    if isinstance(job, PackJob) and (job.matrix.columns is not None or job.matrix.step > 1):
         return "cut out of a larger tensor"
     if source.encoding is not None:
         return f"stored as {source.encoding.name}"

@@ -14,8 +14,8 @@ from nf4conv.codec.quant_state import QuantState
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
+from nf4conv.run.pieces import located
 from nf4conv.run.worker import Activity
-from nf4conv.sources.encodings.pieces import is_stack_of_matrices, matrix_of
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
@@ -172,11 +172,10 @@ def read_matrix(device: TorchBuffers, job: PackJob, dtype: torch.dtype) -> torch
     Returns:
         [n] `dtype` on the device, contiguous.
     """
-    matrix, source = job.matrix, job.source
+    source, matrix = located(job)
     if source.encoding is not None:
-        is_alone = matrix.expert is not None and is_stack_of_matrices(source)
-        weight = read_decoded(device, matrix_of(source, matrix.expert or 0) if is_alone else source)
-        if matrix.expert is not None and not is_alone:
+        weight = read_decoded(device, source)
+        if matrix.expert is not None:
             weight = weight[matrix.expert]
         if matrix.rows is not None:
             weight = weight[slice(*matrix.rows)]
@@ -188,4 +187,5 @@ def read_matrix(device: TorchBuffers, job: PackJob, dtype: torch.dtype) -> torch
             weight = weight[:, slice(*matrix.columns)]
         if matrix.transpose:
             weight = weight.t()
+        weight = weight[:: matrix.step]
         return weight.to(dtype).contiguous().view(-1)
