@@ -1,0 +1,153 @@
+"""Experts that a source stores in 8 or 4 bits, packed by both engines."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_two_engines import (
+    BARE,
+    GENERATOR,
+    KINDS,
+    by_torch,
+    gpu,  # noqa: F401  the driver is played for each test
+    same,
+    without_torch,
+    write,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nf4conv import QuantizeOptions, quantize_checkpoint
+
+EXPERTS = "model.layers.0.mlp.experts"
+PACKED = QuantizeOptions(moe="packed")
+Tensors = dict[str, torch.Tensor]
+
+
+def random_bytes(*shape: int, high: int = 256) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8, generator=GENERATOR)
+
+
+def source(folder: Path, model_type: str, tensors: Tensors, quantization=None) -> Path:
+    q_proj = {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64, dtype=torch.float16)}
+    write(folder, tensors | q_proj, quantization)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    return folder
+
+
+def mxfp4() -> tuple[Tensors, Tensors]:
+    """Returns the experts of gpt-oss as they are stored, and decoded to [experts, in, out]."""
+    stored, decoded = {}, {}
+    for name, shape in {"gate_up_proj": (3, 192, 2), "down_proj": (3, 64, 3)}.items():
+        blocks = random_bytes(*shape, 16)
+        scales = random_bytes(*shape, high=8) + 120
+        stored[f"{EXPERTS}.{name}_blocks"] = blocks
+        stored[f"{EXPERTS}.{name}_scales"] = scales
+        # its values are exact in float16
+        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        decoded[f"{EXPERTS}.{name}"] = values.half()
+    return stored, decoded
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_tensors(one: Path, other: Path):
+    ours, theirs = tensors_of(one), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert f"{EXPERTS}.2.up_proj.weight.absmax" in ours
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path):
+    stored, decoded = mxfp4()
+    encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
+    plain = source(tmp_path / "plain", "gpt_oss", decoded)
+    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
+    by_torch(quantize_checkpoint, plain, tmp_path / "expected", PACKED)
+    assert_same_tensors(tmp_path / "torch", tmp_path / "expected")
+    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+
+
+def test_the_driver_takes_what_lies_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """down_proj of gpt-oss, which is stored [out, in]."""
+    stored, _ = mxfp4()
+    encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
+    report = quantize_checkpoint(encoded, tmp_path / "bare", PACKED, BARE)
+    [note] = [note for note in report.notes if "took torch" in note]
+    # gate_proj and up_proj of three experts alternate
+    assert note.startswith("6 of 10 tensors took torch (cut out of a larger tensor)")
+
+
+@pytest.mark.parametrize("model_type", ["mistral4", "aria", "gpt_oss", "inkling2"])
+def test_both_engines_cut_the_same_experts_out_of_stacks(tmp_path: Path, model_type: str):
+    """Concatenated and interleaved, [out, in] and [in, out]."""
+    names = {
+        "mistral4": ("gate_up_proj", "down_proj"),
+        "aria": ("fc1.weight", "fc2.weight"),
+        "gpt_oss": ("gate_up_proj", "down_proj"),
+        "inkling2": ("w13_weight", "w2_weight"),
+    }
+    both = torch.randn(3, 192, 65, generator=GENERATOR).half()
+    down = torch.randn(3, 65, 96, generator=GENERATOR).half()
+    if model_type in ("aria", "gpt_oss"):
+        both, down = both.transpose(1, 2), down.transpose(1, 2)
+    first, second = names[model_type]
+    tensors = {f"{EXPERTS}.{first}": both, f"{EXPERTS}.{second}": down}
+    stacked = source(tmp_path / "stacked", model_type, tensors)
+    by_torch(quantize_checkpoint, stacked, tmp_path / "torch", PACKED)
+    quantize_checkpoint(stacked, tmp_path / "bare", PACKED, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert f"{EXPERTS}.2.up_proj.weight.absmax" in tensors_of(tmp_path / "torch")
+
+
+@pytest.mark.parametrize("inner", [96, 128], ids=["blocks that two share", "blocks of one"])
+def test_stacks_in_fp8(tmp_path: Path, inner: int, monkeypatch: pytest.MonkeyPatch):
+    """A scale for each 128 × 128 values. With 96 rows each, gate and up share one."""
+    stored, decoded = {}, {}
+    for name, rows, columns in (("gate_up_proj", 2 * inner, 65), ("down_proj", 65, inner)):
+        blocks = (3, math.ceil(rows / 128), math.ceil(columns / 128))
+        values = random_bytes(3, rows, columns, high=120).view(torch.float8_e4m3fn)
+        scale = torch.rand(blocks, generator=GENERATOR).half().float()
+        stored[f"{EXPERTS}.{name}"] = values
+        stored[f"{EXPERTS}.{name}_scale_inv"] = scale
+        spread = scale.repeat_interleave(128, 1)[:, :rows]
+        spread = spread.repeat_interleave(128, 2)[:, :, :columns]
+        decoded[f"{EXPERTS}.{name}"] = (values.float() * spread).half()
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    encoded = source(tmp_path / "encoded", "mistral4", stored, quantization)
+    plain = source(tmp_path / "plain", "mistral4", decoded)
+    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
+    by_torch(quantize_checkpoint, plain, tmp_path / "expected", PACKED)
+    assert_same_tensors(tmp_path / "torch", tmp_path / "expected")
+    if inner == 128:
+        without_torch(monkeypatch)
+    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "nvfp4 of modelopt"])
+def test_single_experts_in_8_and_4_bits(tmp_path: Path, kind: str):
+    description, parts = KINDS[kind]
+    stored = {}
+    for expert in range(3):
+        for name, shape in {
+            "gate_proj": (96, 64),
+            "up_proj": (96, 64),
+            "down_proj": (64, 96),
+        }.items():
+            for suffix, part in parts(*shape).items():
+                stored[f"{EXPERTS}.{expert}.{name}.{suffix}"] = part
+    encoded = source(tmp_path / "encoded", "qwen3_moe", stored, description)
+    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
+    found = tensors_of(tmp_path / "torch")
+    packed = [name for name in found if name.endswith("_proj.weight.absmax") and EXPERTS in name]
+    assert len(packed) == 9
+    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
