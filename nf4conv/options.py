@@ -25,7 +25,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "quant_storage": QUANT_STORAGES,
     "dtype": DTYPES,
     "compute_dtype": DTYPES,
-    "moe": MOE,
+    "moe": (*MOE, *MOE_ALIASES),
     "plan_with": PLANNERS,
     "non_finite": NON_FINITE,
     "lora_experts": LORA_EXPERTS,

@@ -72,7 +72,7 @@ class Modules:
 def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
     source, out = save_tiny(architecture, folder), folder / "out"
     # the CPU's nested codes are not CUDA's
-    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False))
+    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False, moe="portable"))
     model_class = getattr(transformers, architecture)
     ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
     method = BitsAndBytesConfig(
@@ -122,7 +122,7 @@ def compare_modules(architecture: str, source: Path) -> Modules:
     """Hold our selection against what transformers would replace in the same model."""
     opened = open_source(source)
     assert opened.config is not None
-    selection = select(opened.tensors, opened.config, QuantizeOptions())
+    selection = select(opened.tensors, opened.config, QuantizeOptions(moe="portable"))
     skeleton = read_skeleton([tensor.name for tensor in opened.tensors], opened.config)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(tiny_config(architecture))
@@ -153,7 +153,7 @@ def mistaken_modules(source: Path, other: str) -> list[str]:
     """Linear modules of another class that are packed and skipped, or on disk and neither."""
     opened = open_source(source)
     assert opened.config is not None
-    selection = select(opened.tensors, opened.config, QuantizeOptions())
+    selection = select(opened.tensors, opened.config, QuantizeOptions(moe="portable"))
     skeleton = read_skeleton(
         [tensor.name for tensor in opened.tensors], {**opened.config, "architectures": [other]}
     )

@@ -134,7 +134,9 @@ def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -
     known = [name for name, answer in saved.items() if answer == "ok"]
     for name in known:
         quantize_checkpoint(
-            folder / name / "source", folder / name / "out", QuantizeOptions(double_quant=False)
+            folder / name / "source",
+            folder / name / "out",
+            QuantizeOptions(double_quant=False, moe="portable"),
         )
     if not known:
         return {}

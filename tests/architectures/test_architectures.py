@@ -156,7 +156,9 @@ def test_transformers_4_loads_what_it_knows(python_with_transformers_4, tmp_path
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
         quantize_checkpoint(
-            source, tmp_path / architecture / "out", QuantizeOptions(double_quant=False)
+            source,
+            tmp_path / architecture / "out",
+            QuantizeOptions(double_quant=False, moe="portable"),
         )
     found = ask_transformers(python_with_transformers_4, "load", tmp_path)
     assert {
@@ -171,7 +173,8 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
     known = [name for name, result in saved.items() if result == "ok"]
     for architecture in known:
         folder = tmp_path / architecture
-        quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(double_quant=False))
+        options = QuantizeOptions(double_quant=False, moe="portable")
+        quantize_checkpoint(folder / "source", folder / "out", options)
     for python in (python_with_transformers_4, sys.executable):
         found = ask_transformers(python, "load", tmp_path, *known)
         assert {
@@ -182,7 +185,7 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
 
 @pytest.mark.architectures
 def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_path):
-    options = QuantizeOptions(double_quant=False, quantize_towers=True)
+    options = QuantizeOptions(double_quant=False, quantize_towers=True, moe="portable")
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
         if any(row.reason == Why.TOWER.value for row in plan_quantization(source).rows()):

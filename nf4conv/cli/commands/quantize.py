@@ -147,7 +147,7 @@ from nf4conv.report.text.runs import quantization_lines
 @option(
     "--moe",
     group=Group.WEIGHTS,
-    type=click.Choice([*MOE, *MOE_ALIASES]),
+    type=click.Choice((*MOE, *MOE_ALIASES)),
     help="Pack experts one by one (per-expert means the same) or as the stacks that they are, both "
     "of which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
