@@ -138,10 +138,10 @@ def _sweep_kernel(
         maximum = tl.load(maxima_ptr + output, mask=mask, other=0.0)
 
     # change holds the levels meanwhile
-    for j in range(inputs):
-        rank = tl.load(ranks_ptr + j * ranks_stride + output, mask=mask, other=0)
+    for row in range(inputs):
+        rank = tl.load(ranks_ptr + row * ranks_stride + output, mask=mask, other=0)
         level = tl.load(values_ptr + rank.to(tl.int32))
-        tl.store(change_ptr + j * change_stride + output, level, mask=mask)
+        tl.store(change_ptr + row * change_stride + output, level, mask=mask)
     tl.debug_barrier()
 
     slope = before * 0.0

@@ -1,0 +1,236 @@
+"""Measures calibrated rounding on a GPU: time and memory for real shapes, and codes against plain
+torch on the CPU.
+
+    python -m benchmarks.calibration_gpu [--json FILE] [--only NAME]
+
+Times are of whole calls with a synchronised device, after one call of each kernel on a small
+weight. Weights are normal; inputs are correlated and differ in energy.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from nf4conv.codec import rounding
+from nf4conv.codec.rounding import calibrated, reference
+from nf4conv.codec.rounding.levels import levels_of
+from nf4conv.codec.rounding.scales import StorableScales
+
+SHAPES = {
+    "8B qkv": ((4096, 1024, 1024), 4096),
+    "8B o": ((4096,), 4096),
+    "8B gate, up": ((14336, 14336), 4096),
+    "8B down": ((4096,), 14336),
+    "70B qkv": ((8192, 1024, 1024), 8192),
+    "70B gate, up": ((28672, 28672), 8192),
+    "70B down": ((8192,), 28672),
+}
+
+CASES = (
+    ("nf4", 64, True),
+    ("fp4", 32, True),
+    ("nf4", 128, True),
+    ("nf4", 1024, True),
+)
+
+OUTPUTS = 250  # of the weights that are compared with the definition
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    found: dict[str, object] = {"settings": settings()}
+    found["compiling"] = compile_kernels()
+    print(json.dumps(found), flush=True)
+    found["agreement"] = [show(agreement(*case)) for case in CASES]
+    found["shapes"] = []
+    for name, (outputs, inputs) in SHAPES.items():
+        if arguments.only in name:
+            found["shapes"].append(show({"name": name} | times(outputs, inputs)))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def settings() -> dict[str, str]:
+    libraries = {name: version(name) for name in ("torch", "triton", "bitsandbytes")}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+    } | libraries
+
+
+def show(row: dict[str, object]) -> dict[str, object]:
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def timed(call: Callable[[], object]) -> tuple[float, object]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def compile_kernels() -> float:
+    """Seconds until the kernels of one format have compiled."""
+    weight = torch.randn(64, 128, device="cuda")
+    factor = rounding.factor(torch.eye(128, device="cuda"), 64)
+    seconds, _ = timed(lambda: rounding.round_calibrated([weight], factor, sweeps=1))
+    return round(seconds, 2)
+
+
+def tokens_of(inputs: int, count: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    scale = torch.rand(inputs, device="cuda", generator=generator) + 0.2
+    shared = torch.randn(count, 64, device="cuda", generator=generator)
+    mixing = torch.randn(64, inputs, device="cuda", generator=generator) / 8
+    own = torch.randn(count, inputs, device="cuda", generator=generator)
+    return (own + shared @ mixing) * scale
+
+
+def agreement(quant_type: str, blocksize: int, double_quant: bool) -> dict[str, object]:
+    """Compares the kernels with plain torch and with the definition, on one problem."""
+    inputs = max(512, blocksize)
+    tokens = tokens_of(inputs, 4096).cpu()
+    factor = rounding.factor(tokens.T @ tokens / 4096, blocksize)
+    weight = torch.randn(OUTPUTS, inputs, generator=torch.Generator().manual_seed(1)) * 0.02
+    found = rounding.search(weight, quant_type, blocksize, double_quant)
+    groups = calibrated.groups_of(factor)
+    storable = StorableScales.beside([found.state]).in_order(groups)
+    target = calibrated.ordered([weight], factor)
+    levels = levels_of(quant_type, torch.device("cpu"))
+    sweeps = 1
+    defined = reference.choose_all(target, factor, storable, levels, sweeps)
+    sure = defined.margins > reference.CLOSE
+    row: dict[str, object] = {
+        "format": [quant_type, blocksize, double_quant],
+        "outputs": OUTPUTS,
+        "ties": int((~sure).sum()),
+    }
+    ranks = {}
+    for device in ("cpu", "cuda"):
+        draft = on_device(device, target, factor, storable, quant_type, sweeps)
+        different = (draft.ranks.cpu().long() != defined.ranks).any(dim=0)
+        ranks[device] = draft.ranks.cpu()
+        row[f"{device}: outputs that differ from the definition"] = int(different.sum())
+        row[f"{device}: of these no ties"] = int((different & sure).sum())
+    both = (ranks["cpu"] != ranks["cuda"]).float().mean()
+    row["codes that differ between cpu and cuda"] = float(both)
+    return row | decoding(quant_type, double_quant, weight, factor)
+
+
+def on_device(
+    device: str,
+    target: torch.Tensor,
+    factor: rounding.Factor,
+    storable: StorableScales,
+    quant_type: str,
+    sweeps: int,
+) -> calibrated.Draft:
+    factor = factor_on(device, factor)
+    if storable.offset is not None and storable.maxima is not None:
+        storable = StorableScales(storable.offset.to(device), storable.maxima.to(device))
+    target = target.to(device)
+    levels = levels_of(quant_type, target.device)
+    draft = calibrated.first_draft(target.clone(), factor, storable, levels)
+    gradient = factor.moments @ (target - draft.values(levels))
+    for _ in range(sweeps):
+        calibrated.sweep(draft, gradient, factor, storable, levels)
+    return draft
+
+
+def factor_on(device: str, factor: rounding.Factor) -> rounding.Factor:
+    return rounding.Factor(
+        factor.order.to(device),
+        factor.moments.to(device),
+        factor.upper.to(device),
+        factor.blocksize,
+        factor.damping,
+        factor.dead,
+    )
+
+
+def decoding(
+    quant_type: str,
+    double_quant: bool,
+    weight: torch.Tensor,
+    factor: rounding.Factor,
+) -> dict[str, object]:
+    """Compares our decoding of a result with that of bitsandbytes, both on the GPU."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    there = factor_on("cuda", factor)
+    (rounded,) = rounding.round_calibrated([weight.cuda()], there, quant_type, double_quant)
+    components = {f"w.{name}": one for name, one in rounded.state.components().items()}
+    state = QuantState.from_dict(components, device=torch.device("cuda"))
+    theirs = dequantize_4bit(rounded.packed, state)
+    return {
+        "is_calibrated": rounded.is_calibrated,
+        "cost, of the search's": rounded.cost / rounded.cost_searched,
+        "values that bitsandbytes decodes otherwise": int((theirs != rounded.values()).sum()),
+    }
+
+
+def factor_of(inputs: int, row: dict[str, object]) -> rounding.Factor:
+    """Makes the factor of some inputs, and notes what it took."""
+    tokens = tokens_of(inputs, 8192)
+    moments = rounding.SecondMoments.zeros(inputs, torch.device("cuda"))
+    row["moments of 8192 tokens"], _ = timed(lambda: moments.add(tokens))
+    moments.add(tokens_of(inputs, 2 * inputs))
+    mean = moments.mean()
+    moments.sums = mean[:0]
+    tokens = mean[:0]
+    torch.cuda.reset_peak_memory_stats()
+    row["factor"], factor = timed(lambda: rounding.factor(mean, 64))
+    row["factor, peak GiB"] = peak()
+    assert isinstance(factor, rounding.Factor)
+    return factor
+
+
+def times(outputs: tuple[int, ...], inputs: int) -> dict[str, object]:
+    """Times the steps of one group of matrices that share their inputs."""
+    torch.cuda.empty_cache()
+    row: dict[str, object] = {"outputs": outputs, "inputs": inputs}
+    factor = factor_of(inputs, row)
+    weights = [torch.randn(n, inputs, device="cuda").mul_(0.02).bfloat16() for n in outputs]
+    torch.cuda.reset_peak_memory_stats()
+    steps(row, weights, factor)
+    seconds, results = timed(lambda: rounding.round_calibrated(weights, factor))
+    row["whole"] = seconds
+    row["whole, peak GiB"] = peak()
+    row["cost, of the search's"] = [one.cost / one.cost_searched for one in results]
+    seconds, _ = timed(lambda: rounding.layer_cost(weights[0], results[0], factor.moments))
+    row["one judgement"] = seconds
+    return row
+
+
+def steps(row: dict[str, object], weights: list[torch.Tensor], factor: rounding.Factor) -> None:
+    seconds, found = timed(lambda: [rounding.search(weight) for weight in weights])
+    row["search"] = seconds
+    levels = levels_of("nf4", factor.order.device)
+    groups = calibrated.groups_of(factor)
+    storable = StorableScales.beside([one.state for one in found]).in_order(groups)
+    target = calibrated.ordered(weights, factor)
+    seconds, draft = timed(lambda: calibrated.first_draft(target, factor, storable, levels))
+    row["first choice"] = seconds
+    assert isinstance(draft, calibrated.Draft)
+    gradient = factor.moments @ (calibrated.ordered(weights, factor) - draft.values(levels))
+    for number in range(2):
+        seconds, _ = timed(lambda: calibrated.sweep(draft, gradient, factor, storable, levels))
+        row[f"sweep {number + 1}"] = seconds
+
+
+def peak() -> float:
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+if __name__ == "__main__":
+    main()
