@@ -7,4 +7,5 @@ skip_list_check.py   checks llm_int8_skip_modules against what is packed
 pairing.py           matches the tensors of a checkpoint with those of its source
 comparing.py         matches the tensors of any two checkpoints, and says how they can be compared
 checksums.py         checks SHA256SUMS
+intact.py            looks whether a finished result still is what was written
 """

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nf4conv.check.intact import require_sound
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.shared_folder import SharedFolder
@@ -33,8 +34,8 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
         Number and size of the weight files, and what the parts verified.
 
     Raises:
-        OutputError: a shard is missing or damaged; the error names the parts to run again. Or the
-            folder holds nothing to finish.
+        OutputError: a shard is missing or damaged; the error names the parts to run again, or the
+            file if all was finished before. Or the folder holds nothing to finish.
 
     Example:
         >>> nf4conv.finish_checkpoint("./shared/out")
@@ -51,6 +52,7 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
             # another process has finished it meanwhile
     if read_record(out) is None:
         raise OutputError(f"{out}: holds nothing that was made in parts")
+    require_sound(out)
     SharedFolder(out).remove_work_folder()
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     return FinishReport(

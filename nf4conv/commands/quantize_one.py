@@ -8,9 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nf4conv.errors import OutputError, PlanError, SourceError
+from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.format.layout import TAGS
-from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import (
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from nf4conv.plan import quantization
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
@@ -199,6 +205,8 @@ def write_one(
     except NonFiniteError as error:
         raise _describe_non_finite(error.job, plan, run) from error
     report = written.report
+    if report.already_complete and run.verify and plan.part is None:
+        _verify_again(plan, out, run, progress)
     totals, loading = plan.totals(), loading_of_plan(plan)
     if plan.part is None:
         report = replace(report, bytes_before=_source_bytes(plan.source))
@@ -231,6 +239,27 @@ def _write(
     made = calibrate(plan, out, run, progress)
     after = replace(run, overwrite=False)
     return write_checkpoint(made, out, after, progress, card, announce)
+
+
+def _verify_again(
+    plan: QuantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> None:
+    """Compares a result that was complete before with its source, byte by byte.
+
+    Raises:
+        VerificationError: it is not what quantizing the source gives.
+    """
+    fetched = plan.source.fetched
+    if fetched is not None and fetched.absent:
+        return  # a streamed source is not here to be compared with
+    from nf4conv.commands.verify import verify_result  # few runs need to import it
+
+    report = verify_result(out, plan.source, VerifyOptions(tolerance=run.tolerance), run, progress)
+    for finding in report.findings:
+        if finding.is_fault:
+            raise VerificationError(
+                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew"
+            )
 
 
 def _source_bytes(source: Source) -> int:

@@ -178,6 +178,32 @@ def _plan_checkpoint(
     return _plan_pairs(path, structure, config, source, options, where)
 
 
+def verify_result(
+    path: Path,
+    source: Source,
+    options: VerifyOptions,
+    run: RunOptions,
+    progress: Callable[[int], None],
+) -> VerifyReport:
+    """Verifies one checkpoint against a source that is open, with its adapters merged.
+
+    Args:
+        path: the folder of the checkpoint.
+        source: what it was made from.
+        options: what to require.
+        run: how to use the machine.
+        progress: called with the number of bytes that have been read since the last call.
+
+    Raises:
+        SourceError: the checkpoint or its source cannot be read.
+    """
+    structure = read_structure(path)
+    config = check_config(structure)
+    pairs = pair(structure, source)
+    plan = VerificationPlan(path, options, structure, config, source, pairs)
+    return _verify_checkpoint(plan, run, progress)
+
+
 def _plan_pipeline(
     folder: DiffusersFolder,
     path: str | Path,

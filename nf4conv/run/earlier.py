@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from nf4conv.check.intact import require_checksums, require_planned
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.output.folder import CHECKSUMS, OWN_NAMES
@@ -39,7 +40,8 @@ def found_or_written(
     """Returns what an earlier run has made of the plan, or else what `write` makes of it.
 
     Raises:
-        OutputError: the folder holds the result of another job, or lacks what this run asks for.
+        OutputError: the folder holds the result of another job, lacks what this run asks for, or
+            is damaged; the error names the file.
         VerificationError: the result was verified, and is farther off than this run allows.
         Nf4convError: `write` failed.
     """
@@ -77,7 +79,10 @@ def find_earlier(
     _require_same(record, plan.record, out)
     if not _is_whole(plan, out):
         return None
+    require_planned(out, plan.output.shards)
     _require_enough(run, verification, out)
+    if plan.part is None:
+        require_checksums(out)
     tidy(out)
     progress(plan.bytes_to_read)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
@@ -157,10 +162,7 @@ def _difference(key: str, old: object, new: object) -> str:
 
 
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
-    """Returns True if all files are there, as far as their names and sizes tell."""
-    for shard in plan.output.shards:
-        if not (out / shard.name).is_file():
-            return False
+    """Returns True if all files beside the weights are there, by their names and sizes."""
     names = FolderNames(out / MAKING, OWN_NAMES)
     for name in plan.auxiliary:
         if names.take(str(name)) is not None:

@@ -22,7 +22,7 @@ from nf4conv.options import RunOptions
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results.runs import RunReport
+from nf4conv.report.results.runs import QuantizeReport, RunReport
 from nf4conv.sources.unfinished import PARTS, finished_shards
 
 ReportT = TypeVar("ReportT", bound=RunReport)
@@ -76,8 +76,11 @@ def carry_out(
             _empty(out)
         reports = _make_parts(crew, plan, execute, out, shards, progress)
     elapsed = time.perf_counter() - started
-    finish_checkpoint(out, reread=False)
-    report = execute(plan, out, alone)  # which computes nothing, and says what is there now
+    finished = finish_checkpoint(out, reread=False)
+    # which computes nothing, and says what is there now; each part has verified its own
+    report = execute(plan, out, replace(alone, verify=False))
+    if run.verify and isinstance(report, QuantizeReport):
+        report = replace(report, verification=finished.verification)
     joined = _joined(report, reports, time.perf_counter() - started)
     return replace(joined, pipeline_seconds=elapsed) if run.ray else joined
 

@@ -1,0 +1,115 @@
+"""A finished result is looked at before it is called complete."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+
+from nf4conv import QuantizeOptions, RunOptions, finish_checkpoint, quantize_checkpoint
+from nf4conv.cli import main
+from nf4conv.errors import Nf4convError, OutputError, VerificationError
+
+RUN = RunOptions(device="cpu", workers=1)
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("here") / "source", layers=2)
+
+
+def truncate(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def empty(shard: Path) -> None:
+    shard.write_bytes(b"")
+
+
+def flip_header(shard: Path) -> None:
+    flip(shard, 20)
+
+
+def flip_data(shard: Path) -> None:
+    """In the codes, of which every one is valid."""
+    header = int.from_bytes(shard.read_bytes()[:8], "little")
+    flip(shard, 8 + header + (shard.stat().st_size - header) // 3)
+
+
+def flip(shard: Path, position: int) -> None:
+    content = bytearray(shard.read_bytes())
+    content[position] ^= 1
+    shard.write_bytes(content)
+
+
+def delete(shard: Path) -> None:
+    shard.unlink()
+
+
+def largest(out: Path) -> Path:
+    return max(out.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = [truncate, empty, flip_header, delete]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", ["again", "finish"])
+def test_a_damaged_shard_is_refused_by_name(
+    source: Path, tmp_path: Path, damage: Callable[[Path], None], how: str
+):
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, OPTIONS, RUN)
+    shard = largest(out)
+    damage(shard)
+    before = contents(out)
+    arguments = ["finish", str(out)]
+    if how == "again":
+        arguments = ["quantize", str(source), str(out), "--max-shard-size", "60kB"]
+    done = CliRunner().invoke(main, arguments)
+    assert isinstance(done.exception, SystemExit | Nf4convError)
+    assert shard.name in done.stderr
+    assert "--overwrite makes the result anew" in done.stderr
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("how", ["again", "finish"])
+def test_a_flipped_bit_is_found_by_its_checksum(source: Path, tmp_path: Path, how: str):
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, OPTIONS, replace(RUN, checksum=True))
+    flip_data(largest(out))
+    act = partial(finish_checkpoint, out)
+    if how == "again":
+        act = partial(quantize_checkpoint, source, out, OPTIONS, replace(RUN, checksum=True))
+    with pytest.raises(OutputError, match=rf"{largest(out).name}.*is not the file that was listed"):
+        act()
+
+
+def test_verify_looks_again(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    run = replace(RUN, verify=True)
+    first = quantize_checkpoint(source, out, OPTIONS, run)
+    again = quantize_checkpoint(source, out, OPTIONS, run)
+    assert again.already_complete
+    assert again.verification is not None
+    assert first.verification is not None
+    assert again.verification.to_record() == first.verification.to_record()
+    flip_data(largest(out))
+    with pytest.raises(VerificationError, match=r"verification failed: .*makes it anew"):
+        quantize_checkpoint(source, out, OPTIONS, run)
+    assert quantize_checkpoint(source, out, OPTIONS, replace(run, overwrite=True)).verification
+
+
+def test_parts_of_a_finished_result_look_at_their_own_files(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    for number in (1, 2):
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part=f"{number}/2"))
+    finish_checkpoint(out)
+    truncate(max(out.glob("*.safetensors")))
+    quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="1/2"))
+    with pytest.raises(OutputError, match=r"safetensors: is damaged"):
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="2/2"))
