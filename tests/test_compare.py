@@ -330,7 +330,16 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     source = plain(tmp_path / "source", stacked, model_type="llama4_text")
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
-    apart = load_file(tmp_path / "decoded" / "model.safetensors")
+    decoded = load_file(tmp_path / "decoded" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in decoded.items()} == {
+        name: tensor.shape for name, tensor in stacked.items()
+    }
+    apart = {}
+    for number in range(3):
+        gate_up = decoded[f"{layer}.gate_up_proj"][number].t()
+        apart[f"{layer}.{number}.gate_proj.weight"] = gate_up[:128]
+        apart[f"{layer}.{number}.up_proj.weight"] = gate_up[128:]
+        apart[f"{layer}.{number}.down_proj.weight"] = decoded[f"{layer}.down_proj"][number].t()
     for a, b in ((source, tmp_path / "packed"), (tmp_path / "packed", source)):
         report = compare(a, b, tolerance=0.12, run=run)
         assert report.passed, report.verdict
@@ -343,6 +352,9 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
         float(error.norm() / expert.norm()), rel=TEN_DIGITS
     )
     assert set(statuses(compare(source, source, run=run)).values()) == {"identical"}
+    again = compare(tmp_path / "packed", tmp_path / "decoded", tolerance=0, run=run)
+    assert again.passed
+    assert statuses(again) == dict.fromkeys(apart, "equal in value")
 
 
 def test_a_checkpoint_on_the_hub(hub, tmp_path):

@@ -2,6 +2,7 @@
 
 quantization.py     plans the quantization of one checkpoint
 dequantization.py   plans the dequantization of one checkpoint
+joining.py          puts single experts back into the stacks that their family has on disk
 diffusers.py        holds the plans of a diffusers pipeline's submodels
 jobs.py             holds one job for each output tensor, shards of jobs, and the whole
 calibration.py      says what a calibration will do: weights, texts, sizes

@@ -6,7 +6,7 @@ Weights that are to stay in 4 bits are copied as they are, all their tensors int
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
@@ -21,15 +21,17 @@ from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
+from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
+from nf4conv.sources.tensors import StackedExperts, TensorInfo, is_in_4_bits
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"
 _MERGED: Final = "merged with an adapter"
 _DECODED: Final = "decoded"
+_STACKED: Final = "decoded, and stacked as its family stores experts"
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     if packed and not wanted:
         raise PlanError(f"{place}: --include and --exclude leave no weight to decode")
     config, still_packed = _partly_packed(source, packed - wanted, options)
-    groups = list(_groups(source, still_packed, options))
+    tensors = join_experts(source.tensors, source.config or {}, still_packed)
+    groups = list(_groups(replace(source, tensors=tensors), still_packed, options))
     dtype = options.dtype or dominant_dtype(job.source for group in groups for job in group)
     output = arrange(
         groups,
@@ -222,5 +225,7 @@ def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
     if tensor.encoding is None:
         return CopyJob(tensor, dtype, _KEPT)
     reason = _DECODED if tensor.unmerged is tensor else _MERGED
+    if isinstance(tensor.encoding, StackedExperts):
+        reason = _STACKED
     # decoded to what it is stored in, not by way of another dtype, which would round twice
     return CopyJob(tensor._replace(dtype=dtype), dtype, reason)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.format.layout import DTYPE_NAMES, Component, Format, components
-from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, StackedExperts, TensorInfo
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 
@@ -183,6 +183,8 @@ class CopyJob:
         encoding = self.source.encoding
         if isinstance(encoding, Bitsandbytes4bit):
             return self.dtype == encoding.dtype
+        if isinstance(encoding, StackedExperts):
+            return all(part.dtype == self.dtype for _, part in encoding.parts)
         return self.dtype != "F16"
 
     @property
@@ -299,8 +301,9 @@ class Plan:
 
 
 def source_files(shards: Iterable[Shard]) -> set[Path]:
-    """Returns the source files that shards are made from.
-
-    Of an encoded tensor it names the file of its largest part.
-    """
-    return {job.source.file for shard in shards for job in shard.jobs}
+    """Returns the source files that shards are made from."""
+    found = set()
+    for shard in shards:
+        for job in shard.jobs:
+            found |= job.source.files
+    return found

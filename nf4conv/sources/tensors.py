@@ -57,6 +57,16 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def files(self) -> set[Path]:
+        """Returns the files that it is read from."""
+        if self.encoding is None:
+            return {self.file}
+        found = set()
+        for _, part in self.encoding.parts:
+            found |= part.files
+        return found
+
+    @property
     def unmerged(self) -> "TensorInfo":
         """Returns the tensor that adapters are merged into; itself if there are none."""
         if isinstance(self.encoding, Merged):
@@ -244,6 +254,49 @@ class Joined(_EncodingBase):
 
 
 @dataclass(frozen=True, slots=True)
+class Excerpt(_EncodingBase):
+    """A run of the elements of a larger tensor, which is decoded for it."""
+
+    name: ClassVar[str] = "cut out of a larger tensor"
+
+    base: TensorInfo
+    first: int  # how many elements of the base are before the run
+
+    @property
+    def parts(self) -> Parts:
+        return (("values", self.base),)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Excerpt) and self.first == other.first
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(_EncodingBase):
+    """Matrices of experts that are stored one by one, as the tensor that stacks them.
+
+    The tensor is [experts, rows, columns], [experts · rows, columns], or [rows, columns] of a
+    single expert; of biases it is [experts, elements].
+    """
+
+    name: ClassVar[str] = "stacked from single experts"
+
+    # the projections of each expert, encoded or not: [out, in], or [out] of biases. The outputs of
+    # several projections are fused
+    experts: tuple[tuple[TensorInfo, ...], ...]
+    is_transposed: bool = False  # True if the stack has [in, out] of each expert
+    is_interleaved: bool = False  # True if the outputs of fused projections alternate
+
+    @property
+    def parts(self) -> Parts:
+        matrices = [matrix for projections in self.experts for matrix in projections]
+        numbered = [(str(number), matrix) for number, matrix in enumerate(matrices)]
+        return ("values", matrices[0]), *numbered[1:]
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, StackedExperts) and self == other
+
+
+@dataclass(frozen=True, slots=True)
 class Merged(_EncodingBase):
     """Another tensor, encoded or not, which adapters change."""
 
@@ -273,7 +326,17 @@ class Merged(_EncodingBase):
         return False
 
 
-Encoding: TypeAlias = Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided | Joined | Merged
+Encoding: TypeAlias = (
+    Scaled
+    | Bitsandbytes8bit
+    | Fp4
+    | Bitsandbytes4bit
+    | Strided
+    | Joined
+    | Excerpt
+    | StackedExperts
+    | Merged
+)
 """How a tensor is decoded from others.
 
 Every type has a `name`, which reports show, and the method `decodes_like`: it returns True if parts

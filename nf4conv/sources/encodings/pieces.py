@@ -19,11 +19,13 @@ from nf4conv.sources.tensors import (
     Bitsandbytes8bit,
     Delta,
     Encoding,
+    Excerpt,
     Fp4,
     Joined,
     LowRankDelta,
     Merged,
     Scaled,
+    StackedExperts,
     Strided,
     TensorInfo,
     packed_in_order,
@@ -64,10 +66,12 @@ def is_stack_of_matrices(tensor: TensorInfo) -> bool:
     if len(tensor.shape) != 3:
         return False
     match tensor.unmerged.encoding:
-        case None | Scaled():
+        case None | Scaled() | StackedExperts():
             return True
         case Fp4(is_transposed=is_transposed):
             return is_transposed
+        case Bitsandbytes4bit(is_transposed=is_transposed):
+            return not is_transposed
         case _:
             return False
 
@@ -82,6 +86,11 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
         deltas = tuple(_delta_of_expert(delta, index) for delta in encoding.deltas)
         merged = Merged(matrix_of(encoding.base, index), deltas, encoding.first_row)
         return tensor._replace(shape=shape, encoding=merged)
+    if isinstance(encoding, StackedExperts):
+        alone = replace(encoding, experts=encoding.experts[index : index + 1])
+        return tensor._replace(shape=shape, encoding=alone)
+    if isinstance(encoding, Bitsandbytes4bit):
+        return _excerpt(tensor, encoding, index * math.prod(shape), shape)
     if not isinstance(encoding, (Scaled, Fp4)):
         raise AssertionError(f"{tensor.name}: {encoding.name} is no stack of matrices")
     matrices = tensor.shape[0]
@@ -100,6 +109,25 @@ def transposed(tensor: TensorInfo) -> TensorInfo | None:
         return None
     rows, columns = tensor.shape
     return tensor._replace(shape=(columns, rows), encoding=replace(encoding, is_transposed=False))
+
+
+def _excerpt(
+    tensor: TensorInfo, encoding: Bitsandbytes4bit, start: int, shape: tuple[int, ...]
+) -> TensorInfo:
+    """Cuts a matrix out of a packed stack, whose groups of blocks run over its borders.
+
+    Args:
+        tensor: the stack.
+        encoding: its encoding.
+        start: elements of the stack before the matrix.
+        shape: the shape of the matrix.
+    """
+    together = encoding.blocksize * NESTED_BLOCKSIZE
+    first = start - start % together
+    stop = start + math.prod(shape)
+    last = min(stop + -stop % together, tensor.elements)
+    base = packed_part(tensor, first, last)
+    return tensor._replace(shape=shape, encoding=Excerpt(base, start - first))
 
 
 def _delta_of_expert(delta: Delta, expert: int) -> Delta:
@@ -128,9 +156,9 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
-        case Scaled() | Bitsandbytes8bit() | Fp4() | Bitsandbytes4bit():
+        case Scaled() | Bitsandbytes8bit() | Fp4() | Bitsandbytes4bit() | StackedExperts():
             return start % _rows_together(tensor) == 0
-        case Strided() | Joined():
+        case Strided() | Joined() | Excerpt():
             return False
 
 
@@ -164,6 +192,9 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
     if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
         values = _cut_rows(encoding.values, start, stop)
         return replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
+    if isinstance(encoding, StackedExperts):
+        height = _rows_together(tensor)
+        return replace(encoding, experts=encoding.experts[start // height : -(-stop // height)])
     raise AssertionError(f"{tensor.name}: {encoding.name} cannot be cut into rows")
 
 
@@ -202,6 +233,8 @@ def _rows_together(tensor: TensorInfo) -> int:
             return elements // math.gcd(elements, max(tensor.shape[1], 1))
         case Scaled(block=(height, _)):
             return height
+        case StackedExperts(experts=experts):
+            return max(tensor.shape[0] // len(experts), 1)
         case _:
             return 1
 

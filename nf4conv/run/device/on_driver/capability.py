@@ -9,7 +9,7 @@ from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
 from nf4conv.run.device.on_driver.kernels import Action, Purpose
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.sources.encodings.pieces import pieces_alike
-from nf4conv.sources.tensors import Joined, Merged, TensorInfo
+from nf4conv.sources.tensors import Excerpt, Joined, Merged, StackedExperts, TensorInfo
 
 _NOTHING: Final = frozenset[Purpose]()
 
@@ -78,7 +78,7 @@ def why_torch(job: Job) -> str:
     source = job.source
     if isinstance(job, PackJob) and located(job)[1].transpose:
         return "stored transposed"
-    if isinstance(source.encoding, Merged | Joined):
+    if isinstance(source.encoding, Merged | Joined | StackedExperts | Excerpt):
         return source.encoding.name
     if isinstance(job, PackJob) and (job.matrix.columns is not None or job.matrix.step > 1):
         return "cut out of a larger tensor"

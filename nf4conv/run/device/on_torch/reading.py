@@ -20,12 +20,14 @@ from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
     Delta,
+    Excerpt,
     Fp4,
     Joined,
     LowRankDelta,
     Merged,
     RowsDelta,
     Scaled,
+    StackedExperts,
     Strided,
     TensorInfo,
     VectorDelta,
@@ -64,6 +66,12 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
     assert encoding is not None
     if isinstance(encoding, Merged):
         return _read_merged(device, tensor, encoding)
+    if isinstance(encoding, StackedExperts):
+        return _read_stack(device, tensor, encoding)
+    if isinstance(encoding, Excerpt):
+        base = _read_whole(device, encoding.base._replace(dtype=tensor.dtype))
+        run = base.view(-1)[encoding.first : encoding.first + tensor.elements]
+        return run.view(tensor.shape)
     if isinstance(encoding, Joined):
         # the parts are copied, since the next one is read into the same buffer
         return torch.cat([_read_whole(device, part).clone() for part in encoding.tensors])
@@ -112,6 +120,38 @@ def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
     does.
     """
     return values if values.shape == tensor.shape else values.view(tensor.shape)
+
+
+def _read_stack(device: TorchBuffers, tensor: TensorInfo, encoding: StackedExperts) -> torch.Tensor:
+    """Reads matrices of experts one by one, each of them to its place in the stack."""
+    dtype = TORCH_DTYPES[tensor.dtype]
+    stack: torch.Tensor | None = None
+    for number, projections in enumerate(encoding.experts):
+        matrices = []
+        for part in projections:
+            if part.encoding is not None:
+                part = part._replace(dtype=tensor.dtype)
+            # cast or copied, since the next one is read into the same buffer
+            matrices.append(_read_whole(device, part).to(dtype, copy=True))
+        with device.timed(Activity.COMPUTE):
+            matrix = _fused(matrices, encoding)
+            if stack is None:
+                shape = (len(encoding.experts), *matrix.shape)
+                stack = torch.empty(shape, dtype=dtype, device=matrix.device)
+            stack[number] = matrix
+    assert stack is not None
+    return _shaped(stack, tensor)
+
+
+def _fused(matrices: Sequence[torch.Tensor], encoding: StackedExperts) -> torch.Tensor:
+    """Fuses the projections of one expert, as they lie in the stack."""
+    if len(matrices) == 1:
+        [matrix] = matrices
+    elif encoding.is_interleaved:
+        matrix = torch.stack(list(matrices), dim=1).flatten(0, 1)
+    else:
+        matrix = torch.cat(list(matrices))
+    return matrix.t() if encoding.is_transposed and matrix.dim() == 2 else matrix
 
 
 def _read_merged(device: TorchBuffers, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:

@@ -1,0 +1,203 @@
+"""Puts experts that are stored one by one back into the stacks that their family has on disk.
+
+Nothing is read: a stack is a tensor with the encoding StackedExperts, and is put together expert by
+expert when it is written.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nf4conv.errors import SourceError
+from nf4conv.models.expert_layouts import ExpertLayout, number_of_experts
+from nf4conv.models.single_experts import (
+    is_gpt_oss,
+    single_expert,
+    stack_name,
+    stacked_layouts,
+)
+from nf4conv.sources.tensors import StackedExperts, TensorInfo
+
+_ROUTER_OF_UNSLOTH = ".router.linear."
+"""Part of the name of a router as Unsloth names it in gpt-oss; on disk it is ".router."."""
+
+
+class _Stack(NamedTuple):
+    """A tensor that is to be put together."""
+
+    name: str  # in the result
+    projections: tuple[str, ...]  # those that it fuses
+    leaf: str  # "weight" or "bias"
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    is_flat: bool = False
+
+
+@dataclass
+class _Layer:
+    """The tensors of the experts of a layer, by (projection, leaf) and number."""
+
+    experts: str
+    is_of_unsloth: bool
+    tensors: dict[tuple[str, str], dict[int, TensorInfo]] = field(default_factory=dict)
+
+    def has(self, stack: _Stack) -> bool:
+        """Returns True if the layer has any of the matrices of a stack."""
+        return any((name, stack.leaf) in self.tensors for name in stack.projections)
+
+
+def join_experts(
+    tensors: Sequence[TensorInfo],
+    config: Mapping[str, Any],
+    apart: Collection[str] = (),
+) -> tuple[TensorInfo, ...]:
+    """Joins the experts of families that store them stacked, and gives them the names they had.
+
+    Args:
+        tensors: the tensors of a checkpoint.
+        config: the content of its config.json.
+        apart: names of tensors that must stay as they are; the experts of their layers stay too.
+
+    Returns:
+        The tensors in order, a stack in the place of its first matrix. Those of other families are
+        given back as they are.
+
+    Raises:
+        SourceError: an expert is missing, or the experts of a layer do not fit together.
+    """
+    layers = _layers(tensors, apart)
+    if not layers:
+        return tuple(tensors)
+    layouts = stacked_layouts(config)
+    joined: dict[str, TensorInfo] = {}  # by the name of the first matrix
+    used: set[str] = set()
+    for layer in layers:
+        for stack in _stacks_of(layer, layouts, config):
+            experts = _matrices(layer, stack, config)
+            joined[experts[0][0].name] = _stacked(stack, experts)
+            used.update(matrix.name for matrices in experts for matrix in matrices)
+    found = []
+    for tensor in tensors:
+        if tensor.name in joined:
+            found.append(joined[tensor.name])
+        elif tensor.name not in used:
+            found.append(tensor)
+    return _with_plain_routers(found) if is_gpt_oss(config) else tuple(found)
+
+
+def _layers(tensors: Sequence[TensorInfo], apart: Collection[str]) -> list[_Layer]:
+    """Returns the layers of experts that are stored one by one."""
+    layers: dict[str, _Layer] = {}
+    left_out = set()
+    for tensor in tensors:
+        single = single_expert(tensor.name)
+        if single is None:
+            continue
+        if tensor.name in apart:
+            left_out.add(single.experts)
+        layer = layers.setdefault(single.experts, _Layer(single.experts, single.is_of_unsloth))
+        matrices = layer.tensors.setdefault((single.projection, single.leaf), {})
+        matrices[single.expert] = tensor
+    return [layer for layer in layers.values() if layer.experts not in left_out]
+
+
+def _stacks_of(
+    layer: _Layer, layouts: Sequence[ExpertLayout], config: Mapping[str, Any]
+) -> Iterator[_Stack]:
+    """Yields the stacks that the experts of a layer belong to."""
+    if layer.is_of_unsloth:
+        if not is_gpt_oss(config):
+            return
+        for projection, leaf in layer.tensors:
+            name = f"{layer.experts}.{projection}"
+            if leaf == "bias":
+                name += "_bias"
+            yield _Stack(name, (projection,), leaf, is_transposed=leaf == "weight")
+        return
+    for layout in layouts:
+        found = []
+        for kind in layout.stacks:
+            stacked_as = stack_name(layer.experts, kind, layout)
+            if stacked_as is None:
+                continue
+            flags = (kind.is_transposed, kind.is_interleaved, kind.is_flat)
+            stack = _Stack(stacked_as, kind.projections, "weight", *flags)
+            if layer.has(stack):
+                found.append(stack)
+        if found:
+            yield from found
+            return
+
+
+def _matrices(
+    layer: _Layer, stack: _Stack, config: Mapping[str, Any]
+) -> list[tuple[TensorInfo, ...]]:
+    """Returns the matrices of each expert that a stack is put together from.
+
+    Raises:
+        SourceError: an expert lacks one, or they do not fit together.
+    """
+    found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.projections]
+    count = max(max(matrices, default=-1) for matrices in found) + 1
+    count = max(count, number_of_experts(config) or 0)
+    experts = []
+    for number in range(count):
+        projections = []
+        for name, matrices in zip(stack.projections, found, strict=True):
+            matrix = matrices.get(number)
+            if matrix is None:
+                raise SourceError(
+                    f"{layer.experts}: expert {number} has no {name}.{stack.leaf}, so the "
+                    f"{count:,} experts of this layer cannot be stacked; the checkpoint is "
+                    f"incomplete"
+                )
+            projections.append(matrix)
+        experts.append(tuple(projections))
+    _check_alike(layer, stack, experts)
+    return experts
+
+
+def _check_alike(layer: _Layer, stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> None:
+    """Raises a SourceError if experts differ in shape or dtype, or projections do not fit."""
+    first = experts[0]
+    for projections in experts:
+        for matrix, other in zip(projections, first, strict=True):
+            if (matrix.shape, matrix.dtype) != (other.shape, other.dtype):
+                raise SourceError(
+                    f"{matrix.file}: {matrix.name}: {matrix.dtype} {list(matrix.shape)}, but "
+                    f"{other.name} is {other.dtype} {list(other.shape)}: the experts of a layer "
+                    f"must be alike"
+                )
+    dimensions = 2 if stack.leaf == "weight" else 1
+    inputs = {matrix.shape[1:] for matrix in first}
+    heights = {matrix.shape[0] for matrix in first if matrix.shape}
+    fits = len(inputs) == 1 and all(len(matrix.shape) == dimensions for matrix in first)
+    if not fits or (stack.is_interleaved and len(heights) > 1):
+        shapes = " and ".join(str(list(matrix.shape)) for matrix in first)
+        raise SourceError(
+            f"{first[0].file}: {layer.experts}: {' and '.join(stack.projections)} of {shapes} "
+            f"cannot be stacked"
+        )
+
+
+def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> TensorInfo:
+    """Returns the tensor that stacks matrices."""
+    first = experts[0][0]
+    height = sum(matrix.shape[0] for matrix in experts[0])
+    shape = (height, *first.shape[1:])
+    if stack.is_transposed:
+        shape = shape[::-1]
+    if stack.is_flat:
+        shape = (len(experts) * shape[0], *shape[1:])
+    else:
+        shape = (len(experts), *shape)
+    encoding = StackedExperts(tuple(experts), stack.is_transposed, stack.is_interleaved)
+    return first._replace(name=stack.name, shape=shape, encoding=encoding)
+
+
+def _with_plain_routers(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    """Gives the routers of a gpt-oss of Unsloth the names that they have on disk elsewhere."""
+    return tuple(
+        tensor._replace(name=tensor.name.replace(_ROUTER_OF_UNSLOTH, ".router."))
+        for tensor in tensors
+    )

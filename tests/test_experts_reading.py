@@ -1,0 +1,167 @@
+"""Packed mixtures of experts are read in every layout, against bitsandbytes and transformers.
+
+`dequantize` gives them back the names and the layout that plain transformers loads.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packed_experts import (
+    CLASSES,
+    encode,
+    make_mixture,
+    pack_as_unsloth_does_gpt_oss,
+    pack_one_by_one,
+    pack_stacked,
+    tensors_of,
+)
+from safetensors.torch import save_file
+
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.errors import SourceError
+from nf4conv.options import DequantizeOptions, RunOptions
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+WORDS = torch.arange(24).view(2, 12) % 90 + 3
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {family: make_mixture(family, folder / family) for family in CLASSES}
+
+
+def assert_equal(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = tensors_of(folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Returns what plain transformers computes; fails if a weight is missing or left over."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, report = getattr(transformers, name).from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        return model.eval()(input_ids=WORDS, use_cache=False).logits.float()
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_single_experts_go_back_to_the_layout_of_their_family(mixtures, tmp_path, family, nested):
+    source = mixtures[family]
+    expected = pack_one_by_one(family, source, tmp_path / "nf4", compress_statistics=nested)
+    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    assert_equal(tmp_path / "out", expected)
+    assert correlation(logits(tmp_path / "out"), logits(source)) > 0.8
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mistral4", "granitemoe"])
+def test_stacks_in_4_bits_decode_as_they_are(mixtures, tmp_path, family):
+    expected = pack_stacked(mixtures[family], tmp_path / "nf4")
+    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    assert_equal(tmp_path / "out", expected)
+    assert correlation(logits(tmp_path / "out"), logits(mixtures[family])) > 0.8
+
+
+def test_the_names_of_unsloth_become_those_of_gpt_oss(mixtures, tmp_path):
+    expected = pack_as_unsloth_does_gpt_oss(mixtures["gpt_oss"], tmp_path / "nf4")
+    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    assert_equal(tmp_path / "out", expected)
+    assert correlation(logits(tmp_path / "out"), logits(mixtures["gpt_oss"])) > 0.8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_decode_straight_to_another_dtype(mixtures, tmp_path, dtype):
+    """Not by way of bfloat16: a 4-bit value has more digits."""
+    expected = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
+    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", DequantizeOptions(dtype=dtype), CPU)
+    found = tensors_of(tmp_path / "out")
+    for name, tensor in expected.items():
+        assert found[name].dtype == getattr(torch, dtype)
+        torch.testing.assert_close(
+            found[name].float(), tensor.float(), rtol=2**-8, atol=1e-6, msg=name
+        )
+    experts = "model.layers.0.mlp.experts.down_proj"
+    assert not torch.equal(found[experts].float(), expected[experts].float())
+
+
+def test_layers_that_stay_in_4_bits_stay_one_by_one(mixtures, tmp_path):
+    expected = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
+    options = DequantizeOptions(exclude=("*layers.1.*",))
+    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", options, CPU)
+    found, packed = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "nf4")
+    for name, tensor in found.items():
+        if ".layers.1." in name:
+            assert torch.equal(tensor, packed[name]), name
+        else:
+            assert torch.equal(tensor, expected[name]), name
+    assert "model.layers.0.mlp.experts.gate_up_proj" in found
+    assert "model.layers.1.mlp.experts.3.up_proj.weight.absmax" in found
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tensors of a checkpoint, which is then a single file."""
+    tensors = tensors_of(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key == name or key.startswith(f"{name}.")]:
+            del tensors[key]
+
+    return change
+
+
+def without_last_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in tensors if ".layers.1.mlp.experts.3." in key]:
+        del tensors[key]
+
+
+def of_another_shape(tensors: dict[str, torch.Tensor]) -> None:
+    without(EXPERT)(tensors)
+    encode(tensors, EXPERT, torch.randn(64, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(EXPERT), r"layers\.0\.mlp\.experts: expert 2 has no up_proj\.weight"),
+        (without_last_expert, r"layers\.1\.mlp\.experts: expert 3 has no \w+\.weight"),
+        (of_another_shape, r"experts\.2\.up_proj\.weight: BF16 \[64, 64\], but .*0\.up_proj"),
+    ],
+    ids=["one matrix missing", "last expert missing", "another shape"],
+)
+def test_experts_that_cannot_be_stacked_are_refused(mixtures, tmp_path, change, message):
+    pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
+    edit(tmp_path / "nf4", change)
+    with pytest.raises(SourceError, match=message) as caught:
+        dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out/config.json").exists()
