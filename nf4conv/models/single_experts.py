@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.models.expert_layouts import (
     INKLING,
-    STANDARD,
     ExpertLayout,
     ExpertStack,
+    are_stacked,
     find_stack,
     layouts_of,
 )
@@ -27,19 +27,8 @@ _SINGLE_OF_UNSLOTH: Final = re.compile(
     r"^(.*(?:^|\.)experts)\.(gate_up_proj|down_proj)s\.(\d+)\.(weight|bias)$"
 )
 
-_STACKED_TYPES: Final = (
-    "diffusion_gemma_text",
-    "gemma4_text",
-    "granitemoe_swa",
-    "hy_v4",
-    "inkling_text",
-    "minimax_m3_vl_text",
-    "mistral4",
-    "muse_spark_text",
-    "zaya",
-)
-"""Model types of the standard layout that transformers 5 stores stacked, and finds only so."""
-
+_STACKED_WITHOUT_TOWERS: Final = "minimax_m3_vl_text"
+"""A model type that is stored stacked as a model of its own, and singly as a part of another."""
 
 _USUAL_NAMES: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """The names that most families have for what others call w1, w2 and w3."""
@@ -78,9 +67,10 @@ def single_expert(name: str) -> SingleExpert | None:
 
 
 def stacked_layouts(config: Mapping[str, Any]) -> tuple[ExpertLayout, ...]:
-    """Returns the layouts in which a model's experts are stored, if they are stored stacked."""
-    is_standard = any(name in _STACKED_TYPES for name in model_types(config))
-    return tuple(layout for layout in layouts_of(config) if layout is not STANDARD or is_standard)
+    """Returns the layouts in which a model's experts are stored; none if they are stored singly."""
+    if are_stacked(config) or config.get("model_type") == _STACKED_WITHOUT_TOWERS:
+        return layouts_of(config)
+    return ()
 
 
 def stack_name(experts: str, stack: ExpertStack, layout: ExpertLayout) -> str | None:

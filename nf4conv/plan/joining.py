@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.models.expert_layouts import ExpertLayout, number_of_experts
+from nf4conv.models.expert_layouts import ExpertLayout, experts_in
 from nf4conv.models.single_experts import (
     is_gpt_oss,
     single_expert,
@@ -139,7 +139,9 @@ def _matrices(
     """
     found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.projections]
     count = max(max(matrices, default=-1) for matrices in found) + 1
-    count = max(count, number_of_experts(config) or 0)
+    numbers = experts_in(config)
+    if len(numbers) == 1:
+        count = max(count, *numbers)
     experts = []
     for number in range(count):
         projections = []
