@@ -10,6 +10,7 @@ docs/quality.md explains the algorithm and its formulas. The result has the form
     calibrated.py   rounds weights group by group, then sweeps over codes and scales
     candidates.py   lists the scales that are tried
     reference.py    defines all of it in float64
+    two_sided.py    rounds with knowledge of what depends on the outputs as well
     steps.py        computes the two steps of a group, in plain torch
     rounded.py      packs codes and scales, and measures the cost of a layer
 """
@@ -22,3 +23,6 @@ from nf4conv.codec.rounding.moments import SecondMoments as SecondMoments
 from nf4conv.codec.rounding.rounded import Rounded as Rounded
 from nf4conv.codec.rounding.rounded import layer_cost as layer_cost
 from nf4conv.codec.rounding.rounded import search as search
+from nf4conv.codec.rounding.two_sided import OUTPUT_DAMPING as OUTPUT_DAMPING
+from nf4conv.codec.rounding.two_sided import round_two_sided as round_two_sided
+from nf4conv.codec.rounding.two_sided import two_sided_cost as two_sided_cost

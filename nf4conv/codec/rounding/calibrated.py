@@ -48,12 +48,44 @@ class Draft:
     scales: torch.Tensor
     scale_codes: torch.Tensor
 
+    def of(self, outputs: slice) -> "Draft":
+        """Return a view of some outputs."""
+        return Draft(self.ranks[:, outputs], self.scales[:, outputs], self.scale_codes[:, outputs])
+
+    def copy(self) -> "Draft":
+        """Return a copy."""
+        return Draft(self.ranks.clone(), self.scales.clone(), self.scale_codes.clone())
+
+    def put(self, other: "Draft") -> None:
+        """Take over what another draft of the same shape has chosen."""
+        self.ranks.copy_(other.ranks)
+        self.scales.copy_(other.scales)
+        self.scale_codes.copy_(other.scale_codes)
+
+    def ordered(self, outputs: torch.Tensor) -> "Draft":
+        """Return a draft with outputs in another order, given by their numbers."""
+        return Draft(
+            self.ranks.index_select(1, outputs),
+            self.scales.index_select(1, outputs),
+            self.scale_codes.index_select(1, outputs),
+        )
+
     def values(self, levels: Levels) -> torch.Tensor:
         """Return the decoded weights, [in_features, outputs] float32."""
         values = levels.decode(self.ranks)
         grouped = values.view(self.scales.shape[0], -1, values.shape[1])
         grouped.mul_(self.scales[:, None, :])
         return values
+
+
+def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
+    """Return a draft of nothing yet, for a target of [in_features, outputs]."""
+    groups = (target.shape[0] // blocksize, target.shape[1])
+    return Draft(
+        ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
+        scales=target.new_empty(groups),
+        scale_codes=torch.empty(groups, dtype=torch.uint8, device=target.device),
+    )
 
 
 def why_not_calibrated(weight: torch.Tensor, blocksize: int) -> str:
@@ -112,7 +144,11 @@ def round_calibrated(
             for _ in range(sweeps):
                 sweep(draft, gradient, factor, storable, levels)
             del gradient
-    return finished(weights, found, draft, factor)
+    results = packed(weights, found, draft, factor)
+    return [
+        cheaper(_cost(weight, one, factor), one, _cost(weight, result, factor), result)
+        for weight, one, result in zip(weights, found, results, strict=True)
+    ]
 
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
@@ -149,13 +185,7 @@ def first_draft(
     inputs, outputs = target.shape
     blocksize = factor.blocksize
     steps = steps_for(target.device)
-    draft = Draft(
-        ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
-        scales=target.new_empty((inputs // blocksize, outputs)),
-        scale_codes=torch.empty(
-            (inputs // blocksize, outputs), dtype=torch.uint8, device=target.device
-        ),
-    )
+    draft = empty_draft(target, blocksize)
     errors = target.new_empty((lazy_inputs(inputs, blocksize), outputs))
     for start in range(0, inputs, errors.shape[0]):
         stop = min(start + errors.shape[0], inputs)
@@ -229,13 +259,13 @@ def lazy_inputs(inputs: int, blocksize: int) -> int:
     return min(inputs, max(_LAZY, blocksize))
 
 
-def finished(
+def packed(
     weights: Sequence[torch.Tensor], found: Sequence[Rounded], draft: Draft, factor: Factor
 ) -> list[Rounded]:
-    """Return the packed weights of a draft, or the searched ones where they cost no more.
+    """Return the weights of a draft as they are stored.
 
     Args:
-        weights: the originals.
+        weights: the originals, whose rows are the outputs of the draft.
         found: what the search gave for each.
         draft: of all weights.
         factor: of their inputs.
@@ -250,15 +280,13 @@ def finished(
         ranks = draft.ranks[:, rows].index_select(0, places).T
         stored = draft.scales if one.state.state2 is None else draft.scale_codes
         scales = stored[:, rows].index_select(0, group_places).T
-        packed, state = pack(ranks, scales, one.state, with_room(one.state))
-        results.append(cheaper(weight, one, Rounded(packed, state), factor))
+        codes, state = pack(ranks, scales, one.state, with_room(one.state))
+        results.append(Rounded(codes, state))
     return results
 
 
-def cheaper(weight: torch.Tensor, found: Rounded, rounded: Rounded, factor: Factor) -> Rounded:
+def cheaper(cost_searched: float, found: Rounded, cost: float, rounded: Rounded) -> Rounded:
     """Return the rounded weight with its costs, or the searched one if it costs no more."""
-    cost_searched = _cost(weight, found, factor)
-    cost = _cost(weight, rounded, factor)
     if cost < cost_searched:
         return replace(rounded, cost_searched=cost_searched, cost=cost, is_calibrated=True)
     return replace(found, cost_searched=cost_searched, cost=cost_searched)

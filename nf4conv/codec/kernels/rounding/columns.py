@@ -3,7 +3,7 @@
 Weights are transposed here, [inputs, outputs]. Outputs are independent of each other: each thread
 has its own. PIECE inputs of a group are a tuple of tensors, and loops over them are unrolled, so
 nothing is gathered or reduced across threads. The errors of pieces before are read back from
-memory. (A group of 64 as one tuple takes minutes to compile.)
+memory. (The time to compile grows with the square of a piece: 64 inputs would take minutes.)
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nf4conv.codec.rounding.levels import INFINITY, ascending
 
-PIECE = tl.constexpr(16)
+PIECE = tl.constexpr(8)
 
 _NEVER = 3e38  # no quotient is above this
 
