@@ -26,14 +26,19 @@ def packed_of(model) -> dict[str, Experts4bit]:
     return {name: weight for name, weight in named if isinstance(weight, Experts4bit)}
 
 
+def can_choose(model) -> bool:
+    """Returns whether an implementation can be chosen: Granite's in transformers 5.8 cannot."""
+    return model._can_set_experts_implementation()
+
+
 def compare(loaded, decoded, names):
     """Compares experts, logits and what is generated."""
     found = packed_of(loaded)
     assert sorted(found) == sorted(names)
     for name, weight in found.items():
         assert torch.equal(weight.decoded(), decoded.get_parameter(name)), name
-    for implementation in IMPLEMENTATIONS:
-        for model in (loaded, decoded):
+    for implementation in IMPLEMENTATIONS if can_choose(loaded) else ("eager",):
+        for model in (loaded, decoded) if can_choose(loaded) else ():
             model.set_experts_implementation(implementation)
         with torch.no_grad():
             assert torch.equal(loaded(IDS).logits, decoded(IDS).logits), implementation

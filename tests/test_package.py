@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import dataclass
 from email import message_from_string
 from email.message import Message
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ class Built:
     wheel_files: set[str]
     sdist_metadata: Message
     wheel_metadata: Message
+    entry_points: tuple[EntryPoint, ...]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +44,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         wheel_files = set(archive.namelist())
         [path] = [name for name in wheel_files if name.endswith(".dist-info/METADATA")]
         wheel_metadata = archive.read(path).decode()
+    [distribution] = distributions(path=[str(wheel)])
     return Built(
         sdist_files=files_below(unpacked),
         wheel_files=wheel_files,
         sdist_metadata=message_from_string((unpacked / "PKG-INFO").read_text(encoding="utf-8")),
         wheel_metadata=message_from_string(wheel_metadata),
+        entry_points=tuple(distribution.entry_points),
     )
 
 
@@ -85,6 +89,12 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(built: Built):
     in_wheel = {name for name in built.wheel_files if ".dist-info/" not in name}
     assert in_wheel == {f"nf4conv/{path}" for path in files_below(ROOT / "nf4conv")}
     assert {"nf4conv/py.typed", "nf4conv/report/page.html", "nf4conv/report/page.js"} <= in_wheel
+
+
+def test_bitsandbytes_finds_the_loader_of_experts(built: Built):
+    assert [entry for entry in built.entry_points if entry.group == "bitsandbytes.backends"] == [
+        EntryPoint("nf4conv", "nf4conv.moe.entry:activate", "bitsandbytes.backends")
+    ]
 
 
 def test_the_source_distribution_holds_what_its_tests_need(built: Built):

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from transformers.core_model_loading import (
     MergeModulelist,
+    SkipParameters,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -38,14 +39,32 @@ _SINGLE: Final = {
 
 
 class ExpertsConverter(WeightConverter):
-    """A converter that is cheap to copy: transformers copies it for every tensor, most in vain."""
+    """A converter that is cheap to copy: transformers copies it for every tensor, and uses only the
+    first copy for a parameter.
+    """
+
+    _copied: "ExpertsConverter | None" = None  # the last copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertsConverter":
-        """Returns a copy that collects tensors of its own."""
-        copied = copy.copy(self)
-        copied.collected_tensors = defaultdict(list)
-        copied.layer_targets = defaultdict(set)
-        return copied
+        """Returns a copy that collects tensors of its own: the last one if it is unused."""
+        if self._copied is None or self._copied.collected_tensors:
+            copied = copy.copy(self)
+            copied.collected_tensors = defaultdict(list)
+            copied.layer_targets = defaultdict(set)
+            self._copied = copied
+        return self._copied
+
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        """Converts what was collected. Raises an error of ours as it is: transformers would print
+        it among other lines, and raise one that does not name it.
+        """
+        try:
+            return super().convert(*args, **kwargs)
+        except SkipParameters:
+            refused = self.operations[0].refused
+            if refused is None:
+                raise
+        raise refused
 
 
 def converters_of_experts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
@@ -75,7 +75,7 @@ def _is_of_experts(name: str) -> bool:
 
 
 def check_completeness(names: PackedNames) -> None:
-    """Raises SourceError if an expert or a component is missing.
+    """Raises CodecError if an expert or a component is missing.
 
     Layers may be mixed, packed ones beside others; experts of a projection of a layer may not.
     """
@@ -91,7 +91,7 @@ def check_completeness(names: PackedNames) -> None:
 
 
 def _check_components(name: str, names: PackedNames) -> None:
-    """Raises SourceError if a weight lacks codes, absmax, code values or its quant state."""
+    """Raises CodecError if a weight lacks codes, absmax, code values or its quant state."""
     components = names.components[name]
     missing = [suffix for suffix in ("absmax", "quant_map") if suffix not in components]
     if any(suffix in components for suffix in _NESTED):
@@ -99,18 +99,18 @@ def _check_components(name: str, names: PackedNames) -> None:
     if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
         missing.append(f"{QUANT_STATE_PREFIX}nf4")
     if name not in names.codes:
-        raise SourceError(f"{name}: the packed codes are missing; {_AGAIN}")
+        raise CodecError(f"{name}: the packed codes are missing; {_AGAIN}")
     if missing:
-        raise SourceError(f"{name}.{missing[0]} is missing beside its packed codes; {_AGAIN}")
+        raise CodecError(f"{name}.{missing[0]} is missing beside its packed codes; {_AGAIN}")
 
 
 def _check_group(group: Mapping[int, str]) -> None:
-    """Raises SourceError unless the experts of a projection are numbered from 0 without a gap."""
+    """Raises CodecError unless the experts of a projection are numbered from 0 without a gap."""
     first = group[min(group)]
     for number in range(max(group) + 1):
         if number not in group:
             name = re.sub(r"\.\d+\.(?!.*\.\d+\.)", f".{number}.", first)
-            raise SourceError(f"{name} is missing: experts 0 to {max(group)} are there; {_AGAIN}")
+            raise CodecError(f"{name} is missing: experts 0 to {max(group)} are there; {_AGAIN}")
 
 
 _AGAIN: Final = "download or quantize the checkpoint again"

@@ -43,7 +43,7 @@ def install(quantizer: Any) -> None:
     prepare = quantizer._process_model_before_weight_loading
     update = quantizer.update_weight_conversions
     element_size = quantizer.param_element_size
-    is_serializable = quantizer.is_serializable
+    state_dict = quantizer.get_state_dict_and_metadata
 
     @wraps(prepare)
     def process_before(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,20 +67,20 @@ def install(quantizer: Any) -> None:
         size: float = element_size(self, model, param_name, param)
         return size
 
-    @wraps(is_serializable)
-    def serializable(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wraps(state_dict)
+    def get_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._nf4conv is not None and self._nf4conv.parameters:
             raise ValueError(
                 "transformers cannot save a model with 4-bit experts: copy the folder that it was "
                 "loaded from; an adapter is saved by PEFT and merged by "
                 "`nf4conv dequantize --lora`"
             )
-        return is_serializable(self, *args, **kwargs)
+        return state_dict(self, *args, **kwargs)
 
     quantizer._process_model_before_weight_loading = process_before
     quantizer.update_weight_conversions = update_conversions
     quantizer.param_element_size = param_element_size
-    quantizer.is_serializable = serializable
+    quantizer.get_state_dict_and_metadata = get_state_dict
 
 
 def look_at(model: Any, files: Any) -> Loading | None:
@@ -88,7 +88,7 @@ def look_at(model: Any, files: Any) -> Loading | None:
     somebody else's to load.
 
     Raises:
-        SourceError: an expert, or a tensor of one, is missing.
+        CodecError: an expert, or a tensor of one, is missing.
     """
     names = read_packed_names(files or ())
     if not names.experts or not _stacks_experts(model):

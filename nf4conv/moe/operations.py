@@ -33,6 +33,7 @@ class ExpertsDeserialize(ConversionOps):
         operations: those of the model's own converter; none if it has none for these names.
         hf_quantizer: transformers' quantizer. If an operation lacks this attribute, transformers
             casts absmax and its scales to the model's dtype.
+        refused: why the tensors of the last parameter were refused; None if they were not.
     """
 
     supports_many_to_many = True
@@ -48,9 +49,10 @@ class ExpertsDeserialize(ConversionOps):
         self.own_sources = tuple(own_sources)
         self.operations = tuple(operations)
         self.hf_quantizer = hf_quantizer
+        self.refused: CodecError | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertsDeserialize":
-        """Returns itself: transformers copies a converter for every tensor, this has no state."""
+        """Returns itself: transformers copies operations for every tensor, and needs one."""
         return self
 
     def convert(
@@ -85,13 +87,15 @@ class ExpertsDeserialize(ConversionOps):
                 **kwargs,
             )
         made = {}
-        for place, target in enumerate(target_patterns):
-            name = full_layer_name.replace(target_patterns[0], target)
-            parts = []
-            for source, tensors in zip(self.sources, collected, strict=True):
-                own = _share(tensors, place, len(target_patterns))
-                parts.append(pack_part(own, f"{name} ({source})"))
-            made[target] = self._make_parameter(parts, name, model)
+        self.refused = None
+        try:
+            for place, target in enumerate(target_patterns):
+                name = full_layer_name.replace(target_patterns[0], target)
+                shares = [_share(tensors, place, len(target_patterns)) for tensors in collected]
+                made[target] = self._make_parameter(shares, name, model)
+        except CodecError as error:
+            self.refused = error
+            raise
         return made
 
     def _as_the_model_does(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -106,8 +110,19 @@ class ExpertsDeserialize(ConversionOps):
         (tensors,) = result.values()
         return {kwargs["target_patterns"][0]: tensors}
 
-    def _make_parameter(self, parts: list[PackedExperts], name: str, model: Any) -> Any:
-        """Makes the parameter of this name, in the orientation that the model has."""
+    def _make_parameter(
+        self, tensors: list[dict[str, list[torch.Tensor]]], name: str, model: Any
+    ) -> Any:
+        """Makes the parameter of this name, in the orientation that the model has.
+
+        Args:
+            tensors: of each part, the codes ("") and components by suffix.
+            name: of the parameter.
+            model: has it.
+        """
+        parts = []
+        for source, own in zip(self.sources, tensors, strict=True):
+            parts.append(pack_part(own, f"{name} ({_readable(source)})"))
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         expected = getattr(module, leaf)
@@ -154,6 +169,12 @@ class SharedExpertsDeserialize(ExpertsDeserialize, ErnieFuseAndSplitTextVisionEx
     """The same for a list of experts that two parameters share. transformers before 5.20 takes
     several targets from operations of its own class only.
     """
+
+
+def _readable(pattern: str) -> str:
+    """Returns a pattern of names as it is written in a sentence: `experts.*.gate_proj.weight`."""
+    plain = pattern.replace(r"(?<!\w)", "").replace(r"\d+", "*")
+    return plain.replace("\\", "").lstrip(".")
 
 
 def _are_single(pattern: str) -> bool:

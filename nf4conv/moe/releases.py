@@ -14,7 +14,7 @@ _HOOKS: Final = (
     "update_weight_conversions",
     "param_needs_quantization",
     "get_quantize_ops",
-    "is_serializable",
+    "get_state_dict_and_metadata",
 )
 """Methods of transformers' Bnb4BitHfQuantizer that the loader replaces or calls."""
 

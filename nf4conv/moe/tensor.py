@@ -374,4 +374,5 @@ def know_transformers_operators() -> None:
     if hasattr(operators, "grouped_mm_fallback"):
         forward = operators.grouped_mm_fallback.default
         OPERATIONS[forward] = partial(_grouped_mm, forward)
+    if hasattr(operators, "grouped_mm_fallback_backward"):  # from 5.20 or so on
         OPERATIONS[operators.grouped_mm_fallback_backward.default] = _fallback_backward

@@ -1,0 +1,123 @@
+"""Damaged checkpoints with 4-bit experts are refused in a line that names a tensor."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers", minversion="5.8")
+pytestmark = pytest.mark.oracle
+
+from mixtures import Packing, build, pack, save  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import nf4conv.moe  # noqa: E402, F401 - what is tested
+from nf4conv.errors import CodecError  # noqa: E402
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    model = build("qwen3_moe")
+    made = {}
+    for layout, is_nested in (("packed", True), ("stacked", True), ("stacked", False)):
+        folder = tmp_path_factory.mktemp("whole") / f"{layout}-{is_nested}"
+        save(model, "qwen3_moe", folder, Packing(layout, is_nested))
+        made[folder.name] = folder
+    return made
+
+
+def refused(folder: Path, damaged: Path, damage: Callable[[Tensors], None]) -> str:
+    """Returns what is said of a checkpoint after some damage."""
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    damaged.mkdir(exist_ok=True)
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    (damaged / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(CodecError) as error:
+        AutoModelForCausalLM.from_pretrained(damaged)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "again" in message, "it says what to do"
+    return message
+
+
+def without(pattern: str) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        for name in [name for name in tensors if re.search(pattern, name)]:
+            del tensors[name]
+
+    return damage
+
+
+def repacked(name: str, weight: torch.Tensor) -> Callable[[Tensors], None]:
+    """Replaces a weight and its components."""
+
+    def damage(tensors: Tensors) -> None:
+        for suffix, tensor in pack(weight, is_nested=True)[0].items():
+            tensors[f"{name}.{suffix}" if suffix else name] = tensor
+
+    return damage
+
+
+def test_an_expert_is_missing(folders, tmp_path):
+    message = refused(folders["packed-True"], tmp_path, without(re.escape(EXPERT)))
+    assert message.startswith(f"{EXPERT} is missing: experts 0 to 3 are there")
+
+
+def test_a_component_of_an_expert_is_missing(folders, tmp_path):
+    damage = without(re.escape(f"{EXPERT}.nested_absmax"))
+    assert refused(folders["packed-True"], tmp_path, damage).startswith(f"{EXPERT}.nested_absmax ")
+
+
+def test_the_codes_of_an_expert_are_missing(folders, tmp_path):
+    message = refused(folders["packed-True"], tmp_path, without(re.escape(EXPERT) + "$"))
+    assert message.startswith(f"{EXPERT}: the packed codes are missing")
+
+
+def test_all_experts_from_one_on_are_missing(folders, tmp_path):
+    damage = without(r"layers\.1\.mlp\.experts\.3\.")
+    message = refused(folders["packed-True"], tmp_path, damage)
+    assert "model.layers.1.mlp.experts.down_proj: 3 experts of 64 × 32 in the files" in message
+
+
+def test_shapes_differ(folders, tmp_path):
+    damage = repacked(EXPERT, torch.randn(64, 64))
+    message = refused(folders["packed-True"], tmp_path, damage)
+    assert "model.layers.1.mlp.experts.gate_up_proj (mlp.experts.*.up_proj.weight)" in message
+    assert "expert 2 is 64 × 64" in message
+
+
+def test_a_stack_of_another_shape(folders, tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    damage = repacked(name, torch.randn(4, 64, 48))
+    message = refused(folders["stacked-True"], tmp_path, damage)
+    assert f"{name}: 4 experts of 64 × 48 in the files" in message
+
+
+def test_a_stack_whose_blocks_belong_to_two_experts(folders, tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    damage = repacked(name, torch.randn(4, 8, 4))
+    message = refused(folders["stacked-True"], tmp_path, damage)
+    assert f"{name} (experts.down_proj): experts of 8 × 4 do not fill blocks of 64" in message
+
+
+def test_damaged_codes(folders, tmp_path):
+    def damage(tensors: Tensors) -> None:
+        tensors[EXPERT] = tensors[EXPERT][:-64].clone()
+
+    message = refused(folders["packed-True"], tmp_path, damage)
+    assert "(mlp.experts.*.up_proj.weight)" in message
+
+
+def test_damaged_scales(folders, tmp_path):
+    def damage(tensors: Tensors) -> None:
+        tensors["model.layers.0.mlp.experts.down_proj.absmax"][40] = torch.nan
+
+    message = refused(folders["stacked-False"], tmp_path, damage)
+    assert "model.layers.0.mlp.experts.down_proj (experts.down_proj): expert 1: absmax" in message
