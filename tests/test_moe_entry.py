@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.moe import entry, releases
+from nf4conv.moe import conditions, entry
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,7 +89,7 @@ def write_fakes(folder: Path, version: str = "5.23.0") -> Path:
     quantizers.mkdir(parents=True)
     (folder / "transformers/__init__.py").write_text(f"__version__ = {version!r}\n")
     (quantizers / "__init__.py").write_text("")
-    methods = "".join(f"    def {name}(self, **kwargs): ...\n" for name in releases._HOOKS)
+    methods = "".join(f"    def {name}(self, **kwargs): ...\n" for name in conditions._HOOKS)
     (quantizers / "quantizer_bnb_4bit.py").write_text(f"class Bnb4BitHfQuantizer:\n{methods}")
     return install(folder)
 
@@ -172,14 +172,14 @@ def test_nothing_is_raised(monkeypatch, caplog):
 def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
     from mixtures import build
 
-    from nf4conv.moe.hooks import look_at
+    from nf4conv.moe.loading.checkpoints import look_at_packed
 
     files = [str(checkpoint / "model.safetensors")]
     model = build("qwen3_moe")
-    assert look_at(model, files) is not None
+    assert look_at_packed(model, files) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
     with caplog.at_level(logging.WARNING):
-        assert look_at(model, files) is None
+        assert look_at_packed(model, files) is None
     assert "stands back" in caplog.text
 
 

@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
-from mixtures import MIXTURES, Packing, build, save, stacks_of  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from hub_server import Repo  # noqa: E402
+from mixtures import MIXTURES, Packing, as_in_mixtral, build, pack, save, stacks_of  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
 
 import nf4conv.moe  # noqa: E402, F401 - what is tested
 from nf4conv.moe.tensor import Experts4bit  # noqa: E402
@@ -69,6 +71,57 @@ def test_layers_in_16_bits_beside_packed_ones(kind, tmp_path):
     model.load_state_dict(save(model, kind, tmp_path, Packing(layers=(1,))))
     names = [name for name in stacks_of(model) if "layers.1." in name]
     compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, names)
+
+
+def test_routers_that_transformers_4_packed_are_decoded(tmp_path):
+    """Its skip list is null, and everything but lm_head is packed; routers are no Linear here."""
+    model = build("mixtral")
+    decoded = save(model, "mixtral", tmp_path, Packing())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
+        key = as_in_mixtral(name)
+        packed, decoded[name] = pack(tensors.pop(name), is_nested=True)
+        tensors |= {f"{key}.{suffix}" if suffix else key: each for suffix, each in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model.load_state_dict(decoded)
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_of_a_16_bit_model_are_packed_on_request(kind, tmp_path, monkeypatch):
+    """To what bitsandbytes' CPU library makes of them, but for rounding of nested scales."""
+    monkeypatch.setenv("NF4CONV_MOE", "quantize")
+    model = build(kind)
+    model.save_pretrained(tmp_path / "in 16 bits")
+    by_bitsandbytes = save(model, kind, tmp_path / "packed", Packing())
+    linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=linear,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "in 16 bits", quantization_config=config, dtype=torch.float32
+    )
+    for name, weight in packed_of(loaded).items():
+        torch.testing.assert_close(weight.decoded(), by_bitsandbytes[name], atol=0.002, rtol=0)
+        model.get_parameter(name).data.copy_(weight.decoded())
+    compare(loaded, model, stacks_of(model))
+    monkeypatch.delenv("NF4CONV_MOE")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "in 16 bits", quantization_config=config, dtype=torch.float32
+    )
+    assert not packed_of(loaded)
+
+
+def test_a_repository_of_the_hub(hub, tmp_path):
+    model = build("qwen3_moe")
+    model.load_state_dict(save(model, "qwen3_moe", tmp_path, Packing()))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    hub.repos["user/mixture"] = Repo()
+    hub.repos["user/mixture"].commit(files)
+    compare(AutoModelForCausalLM.from_pretrained("user/mixture"), model, stacks_of(model))
 
 
 # ---------------------------------------------------------------------- training

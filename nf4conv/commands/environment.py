@@ -1,8 +1,9 @@
-"""`nf4conv env`: versions, GPUs, what would compute, and where things are kept."""
+"""`nf4conv env`: versions, GPUs, what would compute, what loads, and where things are kept."""
 
 import platform
 from typing import Final, NamedTuple
 
+from nf4conv.moe import status
 from nf4conv.report.results.contents import Environment
 from nf4conv.run.device.on_driver.bundle import version_of
 from nf4conv.system.cores import usable_cores
@@ -56,6 +57,7 @@ def environment() -> Environment:
         engine=computing.engine,
         folders=folders,
         lacking=lacking(),
+        experts=status(),
     )
 
 

@@ -6,15 +6,10 @@ needed. Nothing here is imported by the rest of nf4conv, but by `nf4conv env` an
 
 How it gets into transformers, without importing torch or transformers:
 
-    entry.py       is called by bitsandbytes; waits for transformers; knows the switches
-    releases.py    says which releases of transformers are known, and whether all hooks are there
+    entry.py       is called by bitsandbytes, and waits for transformers
+    conditions.py  says when it acts: the switch, known releases, whether all hooks are there
     hooks.py       are the methods that transformers' quantizer gets
-
-What happens while a checkpoint is loaded:
-
-    headers.py     finds the packed experts of a checkpoint by the headers of its files
-    converters.py  makes converters for transformers' loading: packed tensors → Experts4bit
-    operations.py  are the operations of these converters
+    loading/       is what they do while a checkpoint is loaded
 
 What a model has then:
 

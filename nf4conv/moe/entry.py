@@ -19,24 +19,13 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import ModuleType
 from typing import Any, Final
 
-from nf4conv.moe.releases import needs_loader, why_unknown
+from nf4conv.moe.conditions import SWITCH, is_off, needs_loader, why_unknown
 
-SWITCH: Final = "NF4CONV_MOE"
 GROUP: Final = "bitsandbytes.backends"
 _QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
 _CLASS: Final = "Bnb4BitHfQuantizer"
 
 log = logging.getLogger("nf4conv.moe")
-
-
-def is_off() -> bool:
-    """Returns whether the environment switches the loader off."""
-    return os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "no", "false")
-
-
-def quantizes() -> bool:
-    """Returns whether the environment asks to pack experts of 16-bit models too."""
-    return os.environ.get(SWITCH, "").strip().lower() == "quantize"
 
 
 def activate() -> None:

@@ -1,37 +1,27 @@
 """The methods that transformers' quantizer of bitsandbytes gets.
 
-They change nothing for a checkpoint without packed experts. What needs torch is imported when there
-are some: importing torch takes seconds.
+They change nothing for a checkpoint without packed experts. `_nf4conv` of a quantizer is what
+checkpoints.py found out about its checkpoint, or None.
 """
 
-import logging
-import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-from nf4conv.moe.headers import PackedNames, check_completeness, read_packed_names
-
-log = logging.getLogger("nf4conv.moe")
+from nf4conv.moe.loading.checkpoints import (
+    look_at_16_bits,
+    look_at_packed,
+    with_experts,
+    with_packing,
+)
 
 BYTES_PER_ELEMENT: Final = 0.5625
 """Of packed experts: 4.5 bits without double quantization, 4.13 with it."""
 
-
-@dataclass
-class Loading:
-    """What is known of the checkpoint that a quantizer loads.
-
-    Attributes:
-        model: the model, without weights; None after update_weight_conversions.
-        names: what is packed in the files.
-        parameters: the parameters that packed experts become; known after
-            update_weight_conversions.
-    """
-
-    model: Any
-    names: PackedNames
-    parameters: set[str] = field(default_factory=set)
+_SAVING: Final = (
+    "transformers cannot save a model with 4-bit experts: copy the folder that it was loaded from; "
+    "an adapter is saved by PEFT and merged by `nf4conv dequantize --lora`"
+)
 
 
 def install(quantizer: Any) -> None:
@@ -40,113 +30,91 @@ def install(quantizer: Any) -> None:
     Args:
         quantizer: the class, of a release that is known.
     """
-    prepare = quantizer._process_model_before_weight_loading
-    update = quantizer.update_weight_conversions
-    element_size = quantizer.param_element_size
-    state_dict = quantizer.get_state_dict_and_metadata
+    replacements = (
+        _process_model_before_weight_loading,
+        update_weight_conversions,
+        param_element_size,
+        param_needs_quantization,
+        get_quantize_ops,
+        get_state_dict_and_metadata,
+    )
+    for make in replacements:
+        own = getattr(quantizer, make.__name__)
+        setattr(quantizer, make.__name__, wraps(own)(make(own)))
 
-    @wraps(prepare)
-    def process_before(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = prepare(self, model, *args, **kwargs)
+
+def _is_packed(quantizer: Any, name: str) -> bool:
+    """Returns whether a parameter stays packed."""
+    return quantizer._nf4conv is not None and name in quantizer._nf4conv.parameters
+
+
+def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Looks at the files, or with NF4CONV_MOE=quantize at the model."""
+
+    def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, model, *args, **kwargs)
         self._nf4conv = None
         if self.pre_quantized:
-            self._nf4conv = look_at(model, kwargs.get("checkpoint_files"))
+            self._nf4conv = look_at_packed(model, kwargs.get("checkpoint_files"))
+        else:
+            self._nf4conv = look_at_16_bits(model, self.modules_to_not_convert)
         return result
 
-    @wraps(update)
-    def update_conversions(self: Any, weight_conversions: Any, *args: Any) -> Any:
-        conversions = update(self, weight_conversions, *args)
-        if self._nf4conv is None:
+    return process
+
+
+def update_weight_conversions(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts converters for packed experts before the others; transformers 5.23 gives the model too,
+    earlier ones do not.
+    """
+
+    def update(self: Any, weight_conversions: Any, *args: Any) -> Any:
+        conversions = own(self, weight_conversions, *args)
+        if self._nf4conv is None or not self.pre_quantized:
             return conversions
         return with_experts(self._nf4conv, conversions, self)
 
-    @wraps(element_size)
-    def param_element_size(self: Any, model: Any, param_name: str, param: Any) -> float:
-        if self._nf4conv is not None and param_name in self._nf4conv.parameters:
+    return update
+
+
+def param_element_size(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Says how much memory packed experts need, for device maps and what is reserved before."""
+
+    def size(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_packed(self, param_name):
             return BYTES_PER_ELEMENT
-        size: float = element_size(self, model, param_name, param)
-        return size
+        return own(self, model, param_name, *args, **kwargs)
 
-    @wraps(state_dict)
-    def get_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return size
+
+
+def param_needs_quantization(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Says that 16-bit experts are to be packed."""
+
+    def needs(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_packed(self, param_name):
+            return True
+        return own(self, model, param_name, *args, **kwargs)
+
+    return needs
+
+
+def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Packs experts of a 16-bit model."""
+
+    def operations(self: Any, *args: Any, **kwargs: Any) -> Any:
+        operation = own(self, *args, **kwargs)
+        return operation if self._nf4conv is None else with_packing(operation)
+
+    return operations
+
+
+def get_state_dict_and_metadata(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses to save packed experts, which no converter of transformers can write."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._nf4conv is not None and self._nf4conv.parameters:
-            raise ValueError(
-                "transformers cannot save a model with 4-bit experts: copy the folder that it was "
-                "loaded from; an adapter is saved by PEFT and merged by "
-                "`nf4conv dequantize --lora`"
-            )
-        return state_dict(self, *args, **kwargs)
+            raise ValueError(_SAVING)
+        return own(self, *args, **kwargs)
 
-    quantizer._process_model_before_weight_loading = process_before
-    quantizer.update_weight_conversions = update_conversions
-    quantizer.param_element_size = param_element_size
-    quantizer.get_state_dict_and_metadata = get_state_dict
-
-
-def look_at(model: Any, files: Any) -> Loading | None:
-    """Reads which weights of a checkpoint are packed; None if it has no packed experts, or they are
-    somebody else's to load.
-
-    Raises:
-        CodecError: an expert, or a tensor of one, is missing.
-    """
-    names = read_packed_names(files or ())
-    if not names.experts or not _stacks_experts(model):
-        return None
-    if _unsloth_is_there():
-        log.warning("nf4conv.moe stands back: Unsloth loads 4-bit experts in its own way")
-        return None
-    check_completeness(names)
-    return Loading(model, names)
-
-
-def _stacks_experts(model: Any) -> bool:
-    return bool(_expert_parameters(model))
-
-
-def _expert_parameters(model: Any) -> list[str]:
-    """Returns the names of the 3-D parameters of routed experts."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and ".experts." in f".{name}"
-    ]
-
-
-def _unsloth_is_there() -> bool:
-    """Returns whether Unsloth has been imported, and has patched transformers for itself."""
-    return "unsloth" in sys.modules or "unsloth_zoo" in sys.modules
-
-
-def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) -> list[Any]:
-    """Puts converters for packed experts before those of the model.
-
-    Args:
-        loading: gets the parameters that stay packed.
-        conversions: of the model and of its quantizer.
-        hf_quantizer: transformers' quantizer.
-    """
-    from transformers.integrations import moe
-
-    from nf4conv.moe.converters import (
-        converters_of_experts,
-        decode_routers,
-        parameters_of_packed,
-    )
-    from nf4conv.moe.dispatch import install as install_dispatch
-    from nf4conv.moe.tensor import know_transformers_operators
-
-    parameters = _expert_parameters(loading.model)
-    made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
-    loading.parameters = parameters_of_packed(made + conversions, loading.names, loading.model)
-    loading.model = None
-    if not loading.parameters:
-        return conversions
-    decode_routers(conversions)
-    know_transformers_operators()
-    install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
-    log.warning(
-        "nf4conv.moe keeps %d parameters of experts in 4 bits (NF4CONV_MOE=0 switches this off)",
-        len(loading.parameters),
-    )
-    return made + conversions
+    return state_dict

@@ -125,6 +125,7 @@ class Environment:
         engine: what computes with --device auto, where, and why.
         folders: the folders of compiled kernels and of downloads, by what they hold.
         lacking: what the operating system lacks, and what that means here, a sentence for each.
+        experts: whether transformers loads 4-bit experts here, and which release, or why not.
     """
 
     command: ClassVar[str] = "env"
@@ -137,3 +138,4 @@ class Environment:
     engine: str
     folders: Mapping[str, str]
     lacking: tuple[str, ...] = ()
+    experts: str = ""

@@ -228,6 +228,7 @@ def environment_lines(found: Environment) -> Iterator[str]:
     rows["cores"] = str(found.cores)
     rows["GPUs"] = "; ".join(found.gpus) or "none"
     rows["--device auto"] = found.engine
+    rows["4-bit experts"] = found.experts
     for name, folder in found.folders.items():
         rows[f"folder of {name}"] = folder
     for name, value in rows.items():

@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
 )
 
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.moe.headers import PackedNames
-from nf4conv.moe.operations import (
+from nf4conv.moe.loading.headers import PackedNames
+from nf4conv.moe.loading.operations import (
     ExpertsDeserialize,
     RouterDeserialize,
     SharedExpertsDeserialize,
@@ -61,7 +61,7 @@ class ExpertsConverter(WeightConverter):
         try:
             return super().convert(*args, **kwargs)
         except SkipParameters:
-            refused = self.operations[0].refused
+            refused = getattr(self.operations[0], "refused", None)
             if refused is None:
                 raise
         raise refused

@@ -1,8 +1,13 @@
-"""Says which releases of transformers the loader knows, and whether their hooks are there."""
+"""Says when the loader acts: the switch in the environment, the releases of transformers that it
+knows, and whether their hooks are there.
+"""
 
 import inspect
+import os
 import re
 from typing import Any, Final
+
+SWITCH: Final = "NF4CONV_MOE"
 
 FIRST_KNOWN: Final = (5, 8)
 LAST_KNOWN: Final = (5, 23)
@@ -17,6 +22,16 @@ _HOOKS: Final = (
     "get_state_dict_and_metadata",
 )
 """Methods of transformers' Bnb4BitHfQuantizer that the loader replaces or calls."""
+
+
+def is_off() -> bool:
+    """Returns whether the environment switches the loader off."""
+    return os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "no", "false")
+
+
+def quantizes() -> bool:
+    """Returns whether the environment asks to pack experts of 16-bit models too."""
+    return os.environ.get(SWITCH, "").strip().lower() == "quantize"
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -1,0 +1,124 @@
+"""What happens when a checkpoint is loaded: look at it, and have its experts stay packed.
+
+What needs torch is imported when there are packed experts: importing torch takes seconds.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from nf4conv.moe.conditions import quantizes
+from nf4conv.moe.loading.headers import PackedNames, check_completeness, read_packed_names
+
+log = logging.getLogger("nf4conv.moe")
+
+
+@dataclass
+class Loading:
+    """What is known of the checkpoint that a quantizer loads.
+
+    Attributes:
+        model: the model, without weights; None when it is not needed any more.
+        names: what is packed in the files; nothing for a 16-bit model.
+        parameters: the parameters that are packed in the model.
+    """
+
+    model: Any
+    names: PackedNames
+    parameters: set[str] = field(default_factory=set)
+
+
+def look_at_packed(model: Any, files: Any) -> Loading | None:
+    """Reads which weights of a checkpoint are packed; None if it has no packed experts, or they are
+    somebody else's to load.
+
+    Raises:
+        CodecError: an expert, or a tensor of one, is missing.
+    """
+    names = read_packed_names(files or ())
+    if not names.experts or not expert_parameters(model) or _stands_back():
+        return None
+    check_completeness(names)
+    return Loading(model, names)
+
+
+def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
+    """Chooses the experts of a 16-bit model that are packed; None unless NF4CONV_MOE=quantize asks
+    for it.
+    """
+    parameters = expert_parameters(model) if quantizes() else []
+    if not parameters or _stands_back():
+        return None
+    from nf4conv.moe.loading.quantize import stacks_to_pack
+
+    chosen = stacks_to_pack(parameters, skipped)
+    if not chosen:
+        return None
+    prepare_transformers()
+    log.warning("nf4conv.moe packs %d parameters of experts to 4 bits", len(chosen))
+    return Loading(None, PackedNames(), chosen)
+
+
+def expert_parameters(model: Any) -> list[str]:
+    """Returns the names of the 3-D parameters of routed experts."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and ".experts." in f".{name}"
+    ]
+
+
+def _stands_back() -> bool:
+    """Returns whether Unsloth has been imported, and has patched transformers for itself."""
+    is_there = "unsloth" in sys.modules or "unsloth_zoo" in sys.modules
+    if is_there:
+        log.warning("nf4conv.moe stands back: Unsloth loads 4-bit experts in its own way")
+    return is_there
+
+
+def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) -> list[Any]:
+    """Puts converters for packed experts before those of the model.
+
+    Args:
+        loading: gets the parameters that stay packed.
+        conversions: of the model and of its quantizer.
+        hf_quantizer: transformers' quantizer.
+    """
+    from nf4conv.moe.loading.converters import (
+        converters_of_experts,
+        decode_routers,
+        parameters_of_packed,
+    )
+
+    parameters = expert_parameters(loading.model)
+    made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
+    found = parameters_of_packed(made + conversions, loading.names, loading.model)
+    loading.parameters, loading.model = found, None
+    if not found:
+        return conversions
+    decode_routers(conversions)
+    prepare_transformers()
+    log.warning(
+        "nf4conv.moe keeps %d parameters of experts in 4 bits (NF4CONV_MOE=0 switches this off)",
+        len(found),
+    )
+    return made + conversions
+
+
+def with_packing(operation: Any) -> Any:
+    """Returns an operation that packs experts, and does the rest by another."""
+    from nf4conv.moe.loading.quantize import ExpertsQuantize
+
+    return ExpertsQuantize(operation)
+
+
+def prepare_transformers() -> None:
+    """Makes transformers' layers of experts ready for packed weights; once."""
+    from transformers.integrations import moe
+
+    from nf4conv.moe.dispatch import install
+    from nf4conv.moe.tensor import know_transformers_operators
+
+    know_transformers_operators()
+    install(type(moe.ALL_EXPERTS_FUNCTIONS))

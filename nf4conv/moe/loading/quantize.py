@@ -1,0 +1,96 @@
+"""Packs the experts of a 16-bit model while transformers loads it (NF4CONV_MOE=quantize).
+
+transformers' `load_in_4bit=True` packs layers, and leaves experts in 16 bits. With this they get
+what `nf4conv quantize --moe packed` writes, byte for byte: gate, up and down of each expert are
+packed alone.
+
+Imports transformers, and is imported when it is loading a checkpoint.
+"""
+
+from typing import Any, Final
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from nf4conv.codec.experts import PackedExperts, stack_experts
+from nf4conv.codec.ops import quantize_4bit
+from nf4conv.moe.loading.operations import has_transposed_experts
+from nf4conv.moe.tensor import Experts4bit
+from nf4conv.moe.weight import ALTERNATING, AS_STORED, PackedWeight
+
+BLOCKSIZE: Final = 64  # transformers' only one
+
+
+class ExpertsQuantize(ConversionOps):
+    """Packs stacks of experts, and leaves other weights to transformers.
+
+    Attributes:
+        operation: transformers' own.
+        hf_quantizer: transformers' quantizer; `_nf4conv.parameters` names the stacks.
+    """
+
+    def __init__(self, operation: Any) -> None:
+        self.operation = operation
+        self.hf_quantizer = operation.hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> Any:
+        """Returns packed weights by their names.
+
+        Args:
+            input_dict: 16-bit weights by the names of parameters, or lists of one.
+            model: has these parameters.
+            **kwargs: for transformers' own operation.
+        """
+        stacks = self.hf_quantizer._nf4conv.parameters
+        others = {name: value for name, value in input_dict.items() if name not in stacks}
+        result: dict[str, Any] = {}
+        if others:
+            result.update(self.operation.convert(others, model=model, **kwargs))
+        for name, value in input_dict.items():
+            if name in stacks:
+                stack = value[0] if isinstance(value, list) else value
+                module = model.get_submodule(name.rpartition(".")[0])
+                packed = pack_stack(stack, name, module, self.hf_quantizer.quantization_config)
+                result[name] = torch.nn.Parameter(packed, requires_grad=False)
+        return result
+
+
+def pack_stack(stack: torch.Tensor, name: str, module: Any, config: Any) -> Experts4bit:
+    """Packs a stack of experts.
+
+    Args:
+        stack: [E, rows, columns].
+        name: of the parameter.
+        module: the layer of experts that it belongs to.
+        config: transformers' BitsAndBytesConfig.
+    """
+    is_transposed = has_transposed_experts(module)
+    matrices = stack.transpose(1, 2) if is_transposed else stack
+    shares, rows = [matrices], AS_STORED
+    if name.endswith("gate_up_proj") and getattr(module, "is_concatenated", True):
+        shares = list(matrices.chunk(2, 1))
+    elif name.endswith("gate_up_proj"):
+        shares, rows = [matrices[:, 0::2], matrices[:, 1::2]], ALTERNATING
+    parts = tuple(_pack_part(share, config) for share in shares)
+    return Experts4bit(PackedWeight(parts, rows, is_transposed), stack.dtype)
+
+
+def _pack_part(matrices: torch.Tensor, config: Any) -> PackedExperts:
+    """Packs one projection of all experts, each alone."""
+    packed, states = [], []
+    for matrix in matrices:
+        codes, state = quantize_4bit(
+            matrix.contiguous(),
+            quant_type=config.bnb_4bit_quant_type,
+            blocksize=BLOCKSIZE,
+            double_quant=config.bnb_4bit_use_double_quant,
+        )
+        packed.append(codes)
+        states.append(state)
+    return stack_experts(packed, states)
+
+
+def stacks_to_pack(parameters: list[str], skipped: list[str] | None) -> set[str]:
+    """Returns which stacks of experts are packed: those that the skip list does not name."""
+    return {name for name in parameters if should_convert_module(name.rpartition(".")[0], skipped)}
