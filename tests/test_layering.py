@@ -59,8 +59,8 @@ ORACLES = {
         "moe.loading.checkpoints",
         "moe.loading.operations",
         "moe.loading.quantize",
-        "calibrate.model",
-        "calibrate.names",
+        "calibrate.model.building",
+        "calibrate.model.names",
     ),
     "ray": ("commands.spread.ray_tasks",),
 }

@@ -18,12 +18,13 @@ import torch
 
 from nf4conv import __version__
 from nf4conv.calibrate.activations import Activations
-from nf4conv.calibrate.block import BlockAtWork, calibrate_block, restore_block
+from nf4conv.calibrate.block import calibrate_block, restore_block
 from nf4conv.calibrate.finished import BlockRecord, FinishedBlocks
-from nf4conv.calibrate.flow import Call, shared_with
+from nf4conv.calibrate.model.flow import Call, shared_with
+from nf4conv.calibrate.model.weights import Contents, WeightReader, open_reader
+from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.overlay import with_calibrated_weights
 from nf4conv.calibrate.planning import MEMORY, PreparedCalibration, hidden_bytes
-from nf4conv.calibrate.weights import Contents, WeightReader, open_reader
 from nf4conv.codec.quant_state import DTYPES
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import RunOptions
@@ -161,7 +162,7 @@ class _Work:
         needed = [
             filling for filling in outside if not set(flow.needed).isdisjoint(filling.parameters)
         ]
-        contents = Contents(flow.model, needed, self._read_with(reader))
+        contents = Contents(flow.model, needed, self._read_with(reader), self._device)
         _move_buffers(flow.model, self._device)
         windows = self._calibration.windows
         itemsize = torch.empty(0, dtype=self._dtype).itemsize
@@ -200,14 +201,13 @@ class _Work:
         calibration = self._calibration
         fillings = calibration.fillings[number]
         model = calibration.flow.model
-        contents = Contents(model, fillings, self._read_with(reader))
+        contents = Contents(model, fillings, self._read_with(reader), self._device)
         files = {tensor.file for filling in fillings for tensor in filling.tensors}
         require_unchanged(
             self._plan.source, "while it was read; start anew with --overwrite", files
         )
         nbytes = sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
         block = BlockAtWork(
-            number=number,
             path=f"{calibration.flow.blocks.path}.{number}",
             module=calibration.flow.blocks.blocks[number],
             contents=contents,
@@ -218,7 +218,7 @@ class _Work:
             format=self._plan.output.format,
         )
         if number in self._records:
-            restore_block(block, self.finished)
+            restore_block(block, number, self.finished)
         elif block.targets:
             made = calibrate_block(block)
             self.finished.write(number, made.weights, made.gains, self._made_by)

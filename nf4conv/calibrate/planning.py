@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from nf4conv.calibrate.finished import size_of
-from nf4conv.calibrate.flow import Flow, find_flow
-from nf4conv.calibrate.model import build_model, find_blocks, load_tokenizer, version
-from nf4conv.calibrate.names import Filling, follow_names
+from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer, version
+from nf4conv.calibrate.model.experts import experts_of
+from nf4conv.calibrate.model.flow import Flow, find_flow
+from nf4conv.calibrate.model.names import Filling, follow_names
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Text, read_texts, wanted_texts
 from nf4conv.calibrate.windows import LENGTH, Windows, choose_windows, tokens_needed
@@ -145,6 +146,8 @@ class _Found:
         self._model = model
         self._format = plan.output.format
         self._fillings = follow_names(model, plan.source.tensors)
+        self._parameters = dict(model.named_parameters())
+        self._experts: dict[str, Mapping[str, int]] = {}
         self._jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
         for job in plan.output.jobs:
             if isinstance(job, PackJob) and job.stored is None:
@@ -174,17 +177,34 @@ class _Found:
 
     def _target(self, filling: Filling, job: PackJob, number: int) -> Target | None:
         """Returns how a weight is calibrated; None if it cannot be."""
-        if filling.convert is not None or job.matrix.shape[1] % self._format.blocksize:
+        prefix = self.blocks.prefix(number)
+        name = filling.parameters[0]
+        if job.matrix.shape[1] % self._format.blocksize:
             return None
-        path = module_of(filling.parameters[0])
-        if path == filling.parameters[0]:
+        expert = self._expert(filling, job)
+        if expert is not None:
+            return Target(job, name.removeprefix(prefix), expert)
+        path = module_of(name)
+        if filling.convert is not None or path == name:
             return None
         module = self._model.get_submodule(path)
         is_whole = job.matrix.expert is None and job.matrix.rows is None
         if not is_whole or job.matrix.columns is not None:
             return None
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        return Target(job, path.removeprefix(self.blocks.prefix(number))) if is_linear else None
+        return Target(job, path.removeprefix(prefix)) if is_linear else None
+
+    def _expert(self, filling: Filling, job: PackJob) -> int | None:
+        """Returns the expert of a stacked parameter that a weight is of; None if it is alone."""
+        parameter = self._parameters.get(filling.parameters[0])
+        if parameter is None or parameter.dim() != 3:
+            return None
+        if filling.convert is None:
+            return job.matrix.expert
+        found = self._experts.get(filling.parameters[0])
+        if found is None:
+            found = self._experts[filling.parameters[0]] = experts_of(filling, parameter)
+        return found.get(job.source.name)
 
     @property
     def weights(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4conv.calibrate.model import BlockList, first_line, set_tensor
+from nf4conv.calibrate.model.building import BlockList, first_line, set_tensor
 from nf4conv.errors import PlanError
 
 _NAME = "hidden_states"

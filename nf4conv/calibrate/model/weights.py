@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from nf4conv.calibrate.model import release, set_tensor
-from nf4conv.calibrate.names import Filling
+from nf4conv.calibrate.model.building import release, set_tensor
+from nf4conv.calibrate.model.names import Filling
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import read_values
@@ -72,6 +72,7 @@ class Contents:
 
     Attributes:
         values: the tensors of the checkpoint by name. Who changes one must call `renew`.
+        device: where they are.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Contents:
         model: nn.Module,
         fillings: Sequence[Filling],
         read: Callable[[TensorInfo, str], torch.Tensor],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self._model = model
         self._fillings = fillings
         self.values: Values = {}

@@ -1,0 +1,95 @@
+"""Experts of a mixture: which of them a stacked parameter holds, and what goes into each.
+
+transformers 5 holds the experts of a layer as one parameter of three dimensions, which no module of
+its own multiplies with. So the products of torch are watched: the memory of the factor tells the
+expert.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from nf4conv.calibrate.model.names import Filling
+
+_PRODUCTS: Final = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm", "baddbmm")
+
+
+def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
+    """Returns the expert that each tensor of a filling becomes, by the tensor's name.
+
+    Args:
+        filling: joins matrices of single experts to a parameter of three dimensions.
+        parameter: that parameter, [experts, …].
+
+    Returns:
+        Nothing if its first dimension is not that of experts.
+    """
+    if filling.convert is None or len(filling.parameters) != 1 or parameter.dim() != 3:
+        return {}
+    if any(len(tensor.shape) != 2 for tensor in filling.tensors):
+        return {}
+    # the conversion itself says where a matrix goes, whatever its size: small ones with numbers
+    small = [torch.full((2, 2), float(number)) for number in range(len(filling.tensors))]
+    [made] = filling.convert(small).values()
+    if made.dim() != 3 or made.shape[0] != parameter.shape[0]:
+        return {}
+    found: dict[str, int] = {}
+    for expert, numbers in enumerate(made.flatten(1).tolist()):
+        for number in set(numbers):
+            name = filling.tensors[int(number)].name
+            if name in found:
+                return {}
+            found[name] = expert
+    return found
+
+
+@dataclass
+class ExpertWatch(TorchFunctionMode):
+    """Tells of products with the matrices of stacked parameters.
+
+    Attributes:
+        parameters: the parameters, [experts, …] each, by any key.
+        note: is called with the key, the expert and the inputs, [tokens, in_features].
+    """
+
+    parameters: Mapping[Any, torch.Tensor]
+    note: Callable[[Any, int, torch.Tensor], None]
+    _ranges: list[tuple[int, int, int, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        for key, parameter in self.parameters.items():
+            start = parameter.data_ptr()
+            step = parameter.stride(0) * parameter.element_size()
+            self._ranges.append((start, start + step * parameter.shape[0], step, key))
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _PRODUCTS:
+            self._look_at([arg for arg in args if isinstance(arg, torch.Tensor)])
+        return function(*args, **(kwargs or {}))
+
+    def _look_at(self, factors: Sequence[torch.Tensor]) -> None:
+        """Notes a product if one of its factors lies in the memory of a parameter."""
+        for place, factor in enumerate(factors):
+            address = factor.data_ptr()
+            for start, stop, step, key in self._ranges:
+                if place == 0 or not start <= address < stop:
+                    continue
+                inputs = factors[place - 1]
+                if factor.dim() == 3:
+                    for expert, of_expert in enumerate(inputs):
+                        self.note(key, expert, _used(of_expert))
+                else:
+                    self.note(key, (address - start) // step, inputs.reshape(-1, inputs.shape[-1]))
+                return
+
+
+def _used(inputs: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens that an expert gets, where those of others are zeros."""
+    return inputs[(inputs != 0).any(dim=-1)]
