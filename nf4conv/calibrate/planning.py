@@ -179,7 +179,8 @@ class _Found:
         """Returns how a weight is calibrated; None if it cannot be."""
         prefix = self.blocks.prefix(number)
         name = filling.parameters[0]
-        if job.matrix.shape[1] % self._format.blocksize:
+        shape = job.matrix.shape
+        if len(shape) != 2 or shape[1] % self._format.blocksize:
             return None
         expert = self._expert(filling, job)
         if expert is not None:
@@ -199,7 +200,7 @@ class _Found:
         parameter = self._parameters.get(filling.parameters[0])
         if parameter is None or parameter.dim() != 3:
             return None
-        if filling.convert is None:
+        if filling.convert is None or len(filling.tensors) == 1:
             return job.matrix.expert
         found = self._experts.get(filling.parameters[0])
         if found is None:

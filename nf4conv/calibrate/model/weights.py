@@ -124,4 +124,6 @@ def matrix_in(values: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
         part = part[slice(*matrix.rows)]
     if matrix.columns is not None:
         part = part[:, slice(*matrix.columns)]
-    return part.T if matrix.transpose else part
+    if matrix.transpose:
+        part = part.T
+    return part[:: matrix.step]
