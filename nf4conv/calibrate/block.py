@@ -7,10 +7,10 @@ import torch
 
 from nf4conv.calibrate.finished import FinishedBlocks, WeightGain
 from nf4conv.calibrate.model.weights import matrix_in
-from nf4conv.calibrate.moments import BlockAtWork, Moments, moments_of, moments_of_experts
+from nf4conv.calibrate.moments import BlockAtWork, moments_of, moments_of_experts
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
-from nf4conv.codec.rounding import Rounded, factor, layer_cost, round_calibrated, search
+from nf4conv.codec.rounding import Factor, Rounded, factor, layer_cost, round_calibrated, search
 from nf4conv.errors import SourceError
 
 
@@ -46,6 +46,7 @@ def calibrate_block(block: BlockAtWork) -> CalibratedBlock:
             weights[outcome.target.job.name] = outcome.rounded
             gains[outcome.target.job.name] = outcome.gain
         put_all(block, [(outcome.target, outcome.rounded) for outcome in outcomes])
+        _let_go(block)
     for target in block.targets:
         if target.job.name not in weights:  # the block never uses it
             weights[target.job.name] = _searched(block, _original(block, target))
@@ -54,32 +55,49 @@ def calibrate_block(block: BlockAtWork) -> CalibratedBlock:
 
 
 def _plain(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
-    yield from _round(block, stage.targets, moments_of(block, stage), None)
+    moments = moments_of(block, stage)
+    judge = moments.judging.mean()
+    calibrating = moments.calibrating.mean()
+    del moments  # each of them is the largest tensor that there is
+    of_inputs = factor(calibrating, block.format.blocksize)
+    del calibrating
+    _let_go(block)
+    yield from _round(block, stage.targets, of_inputs, judge, None)
 
 
 def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
     by_expert = stage.by_expert
     for found in moments_of_experts(block, stage):
-        yield from _round(block, by_expert[found.expert], found.moments, found.few_tokens)
+        judge = found.moments.judging.mean()
+        of_inputs = factor(found.moments.calibrating.mean(), block.format.blocksize)
+        yield from _round(block, by_expert[found.expert], of_inputs, judge, found.few_tokens)
+
+
+def _let_go(block: BlockAtWork) -> None:
+    """Gives memory back that torch keeps for tensors of other sizes."""
+    if block.contents.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _round(
-    block: BlockAtWork, targets: Sequence[Target], moments: Moments, few_tokens: int | None
+    block: BlockAtWork,
+    targets: Sequence[Target],
+    of_inputs: Factor,
+    judge: torch.Tensor,
+    few_tokens: int | None,
 ) -> Iterator[_Outcome]:
     """Yields weights with the same inputs in 4 bits, and what is gained for each.
 
     Args:
         block: that they are in.
         targets: the weights.
-        moments: of their inputs.
+        of_inputs: the factor of the second moments of their inputs.
+        judge: second moments of inputs that did not calibrate.
         few_tokens: how many tokens the moments are of, if they are too few; else None.
     """
     format = block.format
     weights = [_original(block, target) for target in targets]
-    of_inputs = factor(moments.calibrating.mean(), format.blocksize)
     results = round_calibrated(weights, of_inputs, format.quant_type, format.double_quant)
-    del of_inputs
-    judge = moments.judging.mean()
     for target, weight, rounded in zip(targets, weights, results, strict=True):
         found = _searched(block, weight)
         before = layer_cost(weight, found, judge)
