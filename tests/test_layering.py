@@ -55,6 +55,7 @@ ORACLES = {
     "transformers": (
         "commands.evaluating.question",
         "choose.skeleton",
+        "moe.forward",
         "moe.loading.converters",
         "moe.loading.checkpoints",
         "moe.loading.operations",

@@ -27,7 +27,8 @@ def with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def compute(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(module, "down_proj", None), (Experts4bit, AdaptedExperts)):
+        is_packed = isinstance(getattr(module, "down_proj", None), (Experts4bit, AdaptedExperts))
+        if is_packed and len(args) == 3 and not kwargs:
             result = packed_experts_forward(module, *args, **kwargs)
             if result is not None:
                 return result

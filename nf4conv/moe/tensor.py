@@ -311,12 +311,25 @@ def _grouped_mm(
         return NotImplemented
     if _is_traced(offs):
         return func(x, weight.decoded(), offs, *args, **kwargs)
+    decoded = _decode_active(weight, offs)
+    if decoded is not None:
+        return func(x, decoded, offs, *args, **kwargs)
     counts = torch.diff(offs, prepend=offs.new_zeros(1))
     active = counts.nonzero().squeeze(1)
     if active.shape[0] == 0:
         active = active.new_zeros(1)
     decoded = weight.decode_some(weight.expert_ids()[active])
     return func(x, decoded, offs[active], *args, **kwargs)
+
+
+def _decode_active(weight: Experts4bit, offs: torch.Tensor) -> torch.Tensor | None:
+    """Decodes what has rows, in its place among all experts; None without a kernel for it."""
+    if weight.shown.ids is not None:
+        return None
+    decoded = weight.weight.decode_active(offs, weight.dtype)
+    if decoded is not None and weight.shown.is_transposed:
+        decoded = decoded.transpose(1, 2)
+    return decoded
 
 
 def _fallback_backward(_x: Any, weight: Any, offs: torch.Tensor, grad: torch.Tensor) -> Any:

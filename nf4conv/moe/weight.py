@@ -1,12 +1,19 @@
 """PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from nf4conv.codec.experts import PackedExperts, decode
+from nf4conv.codec.experts.product import (
+    decode_active,
+    decode_chosen,
+    suits_kernels,
+    suits_together,
+)
 
 AS_STORED = "as stored"
 ALTERNATING = "alternating"
@@ -66,12 +73,49 @@ class PackedWeight:
 
     def _decode_stored(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decodes experts in the orientation of the parts."""
+        if self._suits_kernels:
+            return self._by_kernel(decode_chosen, ids, dtype)
         decoded = [decode(part, ids, dtype) for part in self.parts]
         if self.rows == ALTERNATING:
             return torch.stack(decoded, 2).flatten(1, 2)
         if self.rows == SEPARATED:
             return torch.cat([decoded[0][:, 0::2], decoded[0][:, 1::2]], 1)
         return decoded[0] if len(decoded) == 1 else torch.cat(decoded, 1)
+
+    def decode_active(self, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Decodes the experts that have rows, without waiting for the device.
+
+        Args:
+            ends: [E] integers: where the rows of each expert end.
+            dtype: of the result.
+
+        Returns:
+            [E, rows, columns] of the parameter, anything in the place of experts without rows;
+            None if there is no kernel for it.
+        """
+        if not self._suits_kernels:
+            return None
+        decoded = self._by_kernel(decode_active, ends.to(torch.int32), dtype)
+        return decoded.transpose(1, 2) if self.is_transposed else decoded
+
+    @cached_property
+    def _suits_kernels(self) -> bool:
+        """Whether one launch can decode all parts."""
+        first, last = self.parts[0], self.parts[-1]
+        return (
+            len(self.parts) <= 2
+            and all(map(suits_kernels, self.parts))
+            and (first is last or suits_together(first, last))
+        )
+
+    def _by_kernel(
+        self, decode_by: Callable[..., torch.Tensor], choice: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Decodes in one launch, in the orientation of the parts."""
+        decoded = decode_by(self.parts, choice, dtype, alternating=self.rows == ALTERNATING)
+        if self.rows == SEPARATED:
+            return torch.cat([decoded[:, 0::2], decoded[:, 1::2]], 1)
+        return decoded
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """Returns the same weight on another device."""

@@ -1,7 +1,8 @@
 """Experts of a mixture in 4 bits: all matrices of one projection of a layer, packed.
 
-packed.py  PackedExperts: codes and scales of E matrices, and how they are made of QuantStates
-decode.py  decodes some experts of it
+packed.py   PackedExperts: codes and scales of E matrices, and how they are made of QuantStates
+decode.py   decodes some experts of it
+product.py  multiplies with them, by the kernels
 """
 
 from nf4conv.codec.experts.decode import decode as decode

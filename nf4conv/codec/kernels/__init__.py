@@ -5,6 +5,7 @@ tensors.
     decoding/       packed codes and other encodings → floats
     rounding/       weights and second moments of their inputs → codes and scales
     product/        x, packed codes, absmax → x · Wᵀ
+    experts/        the same for the experts of mixtures, and decoding of those that are used
     error.py        compares a weight with its packed codes; nothing is materialised
     difference.py   compares two vectors
     slots.py        reads weights and packed codes, 16 bytes of weight at a time

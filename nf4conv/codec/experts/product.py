@@ -1,0 +1,405 @@
+"""x · Wᵀ with packed experts, each row of x with the experts that it chose.
+
+few tokens    multiply_rows: a launch for all pairs of a token and an expert
+more tokens   multiply_groups: pairs are grouped by expert, each expert is decoded once in a group
+many tokens   decode_active, then torch's grouped product
+
+These run where the Triton kernels do. `suits_kernels` says of which experts.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from nf4conv.codec.backends import has_kernels
+from nf4conv.codec.experts.packed import PackedExperts
+from nf4conv.format.layout import block_count
+
+MOST_PAIRS = 1024
+"""Pairs up to which one launch finds the groups."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Rows of packed experts, and where their results go.
+
+    Attributes:
+        stack: the packed experts.
+        up: a second stack of the same shape and format, multiplied with the same rows; None
+            without one.
+        rows: of each matrix that are multiplied, of either stack.
+        first_row, up_first_row: the first of them.
+        row_step: from one to the next.
+        up_column: the column of the result where that of the second stack begins.
+        column_step: from one column of a stack's result to the next.
+        silu: True to write silu(first) · second instead of both.
+    """
+
+    stack: PackedExperts
+    up: PackedExperts | None
+    rows: int
+    first_row: int = 0
+    up_first_row: int = 0
+    row_step: int = 1
+    up_column: int = 0
+    column_step: int = 1
+    silu: bool = False
+
+    @cached_property
+    def out_columns(self) -> int:
+        """The columns of the result."""
+        both = self.up is not None and not self.silu
+        return 2 * self.rows if both else self.rows
+
+    @cached_property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that kernels read: values of codes, nested values, and both stacks."""
+        return _pointers(self)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes, in the order of rows_kernel and groups_kernel."""
+        return _sizes(self)
+
+
+def project(packed: PackedExperts) -> Projection:
+    """Return the projection by whole matrices."""
+    return Projection(packed, None, packed.rows)
+
+
+def suits_kernels(packed: PackedExperts) -> bool:
+    """Return True if the kernels can multiply with these experts."""
+    return (
+        has_kernels(packed.device)
+        and packed.columns % 64 == 0
+        and packed.blocksize >= 64
+        and (packed.rows * packed.columns) % packed.blocksize == 0
+        and packed.nested_blocksize == 256
+        and all(tensor.is_contiguous() for tensor in packed.tensors().values())
+        and packed.codes.data_ptr() % 16 == 0
+    )
+
+
+def suits_together(gate: PackedExperts, up: PackedExperts) -> bool:
+    """Return True if one launch can read both stacks."""
+    return gate.settings() == up.settings() and _offset_step(gate) == _offset_step(up)
+
+
+def multiply_rows(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    projection: Projection,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each row with its experts, one by one.
+
+    Args:
+        x: [tokens, columns], or [tokens · k, columns]; contiguous.
+        ids: [tokens, k] int64, the experts of each token; contiguous.
+        projection: what is multiplied.
+        weights: [tokens, k], what the results of a token are weighted and added up with; by
+            default the result of each pair is returned.
+
+    Returns:
+        [tokens · k, out_columns], or [tokens, out_columns] with weights.
+    """
+    from nf4conv.codec.kernels.experts.rows import launch_rows  # importing Triton takes a second
+
+    tokens, k = ids.shape
+    terms = 1 if weights is None else k
+    groups = tokens * k // terms
+    out = x.new_empty((groups, projection.out_columns))
+    if groups == 0:
+        return out
+    first = projection.stack
+    chunks = first.columns // 64
+    shape = rows_shape(projection)
+    factor = x if weights is None else weights
+    launch_rows(
+        groups * -(-projection.rows // (shape.rows * shape.tiles)),
+        (
+            x, ids, factor, out, *projection.pointers,
+            tokens * k // x.shape[0], first.experts, *projection.sizes,
+        ),
+        (
+            terms, chunks, shape.rows, shape.tiles, shape.chunks,
+            projection.up is not None, projection.silu, weights is not None, first.nested,
+            shape.early, x.is_cuda,
+        ),
+        (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype, shape.registers),
+        shape.warps,
+        registers=shape.registers,
+        begins_early=shape.early,
+    )  # fmt: skip
+    return out
+
+
+def multiply_groups(
+    x: torch.Tensor,
+    pairs: torch.Tensor,
+    experts: torch.Tensor,
+    share: int,
+    count: int,
+    projection: Projection,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply groups of rows that chose the same expert.
+
+    Args:
+        x: [.., columns], contiguous; pair p has row p // share.
+        pairs: [groups, members] int32, the pairs of each group; -1 for none.
+        experts: [groups] int32, of each group; -1 for a group that is not there.
+        share: pairs that share a row of x.
+        count: of all pairs.
+        projection: what is multiplied.
+        weights: [count], that the result of each pair is multiplied with; none by default.
+
+    Returns:
+        [count, out_columns]; 0 for pairs that are in no group.
+    """
+    from nf4conv.codec.kernels.experts.groups import (
+        launch_groups,
+    )  # importing Triton takes a second
+
+    out = x.new_zeros((count, projection.out_columns))
+    groups, members = pairs.shape
+    first = projection.stack
+    shape = groups_shape(projection, members)
+    factor = x if weights is None else weights
+    launch_groups(
+        groups * -(-projection.rows // shape.rows),
+        (
+            x, pairs, experts, factor, out, *projection.pointers,
+            share, *projection.sizes,
+        ),
+        (
+            first.columns // 64, members, shape.rows, shape.chunks, shape.weights_left,
+            projection.up is not None, projection.silu, weights is not None, first.nested,
+            x.is_cuda,
+        ),
+        (x.dtype, factor.dtype, first.absmax.dtype),
+        shape.warps,
+    )  # fmt: skip
+    return out
+
+
+def group_by_expert(
+    ids: torch.Tensor, experts: int, members: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group pairs by their expert, without waiting for the device.
+
+    Args:
+        ids: [tokens, k] int64, contiguous; a token has an expert once at most.
+        experts: how many there are.
+        members: of a group, at most; a power of two.
+
+    Returns:
+        pairs, experts: what `multiply_groups` takes.
+    """
+    tokens = ids.shape[0]
+    if tokens <= members and ids.numel() <= MOST_PAIRS:
+        from nf4conv.codec.kernels.experts.grouping import gather_pairs  # importing Triton: slow
+
+        return gather_pairs(ids.view(-1), experts, members)
+    return _group_many(ids.view(-1), experts, members)
+
+
+def _group_many(
+    flat: torch.Tensor, experts: int, members: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group pairs by their expert, as many groups as it takes; by torch's operations."""
+    count = flat.numel()
+    device = flat.device
+    sorted_ids, order = torch.sort(flat, stable=True)
+    own = sorted_ids.clamp(max=experts - 1)
+    bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=device))
+    filled = (bounds.diff() + (members - 1)) // members
+    group_ends = filled.cumsum(0)
+    groups = min(count, experts + count // members)
+    number = torch.arange(groups, device=device)
+    expert = torch.searchsorted(group_ends, number, right=True)
+    expert = torch.where(expert < experts, expert, -1).int()
+    rank = torch.arange(count, device=device) - bounds[own]
+    place = (group_ends - filled)[own] * members + rank
+    place = torch.where(sorted_ids < experts, place, groups * members)
+    pairs = torch.full((groups * members + 1,), -1, dtype=torch.int32, device=device)
+    pairs.scatter_(0, place, order.int())
+    return pairs[:-1].view(groups, members), expert
+
+
+def decode_active(
+    stacks: tuple[PackedExperts, ...],
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Decode the experts that have rows, in one launch, without waiting for the device.
+
+    Args:
+        stacks: one, or gate and up.
+        ends: [experts] int32, where the rows of each expert end.
+        dtype: of the result.
+        alternating: True if the rows of two stacks come by turns, not one above the other.
+
+    Returns:
+        [experts, rows, columns], not written where an expert has no rows.
+    """
+    return _launch_active(stacks, ends, stacks[0].experts, True, dtype, alternating)
+
+
+def decode_chosen(
+    stacks: tuple[PackedExperts, ...],
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Decode chosen experts, in one launch.
+
+    Args:
+        stacks: one, or gate and up.
+        ids: [n] int64.
+        dtype: of the result.
+        alternating: True if the rows of two stacks come by turns, not one above the other.
+
+    Returns:
+        [n, rows, columns].
+    """
+    return _launch_active(stacks, ids, ids.numel(), False, dtype, alternating)
+
+
+def _launch_active(
+    stacks: tuple[PackedExperts, ...],
+    choice: torch.Tensor,
+    count: int,
+    by_ends: bool,
+    dtype: torch.dtype,
+    alternating: bool,
+) -> torch.Tensor:
+    """Launch the kernel of active.py."""
+    from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
+    from nf4conv.codec.kernels.experts.active import launch_active  # importing Triton is slow
+    from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
+
+    first = stacks[0]
+    elements = first.rows * first.columns
+    out = torch.empty(
+        (count, len(stacks) * first.rows, first.columns), dtype=dtype, device=first.device
+    )
+    if out.numel() == 0:
+        return out
+    tile, warps = configuration(dtype, first.blocksize, CONFIGURATIONS)
+    tiles = -(-elements // tile)
+    projection = Projection(first, stacks[-1], first.rows)
+    launch_active(
+        count * len(stacks) * tiles,
+        (
+            out, choice, *projection.pointers, elements, first.columns, tiles,
+            elements // first.blocksize, first.nested_blocks_per_expert or 0, _offset_step(first),
+            elements * len(stacks), first.columns if alternating else elements,
+            len(stacks) if alternating else 1,
+        ),
+        (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda),
+        (dtype, choice.dtype, first.absmax.dtype),
+        warps,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """How the kernel of rows.py is launched.
+
+    Attributes:
+        rows: of W that a program computes at once.
+        tiles: how often it does.
+        chunks: that it takes at once.
+        warps: of 32 threads.
+        registers: of a thread, at most.
+        early: True to begin before the kernel before has ended.
+    """
+
+    rows: int
+    tiles: int
+    chunks: int
+    warps: int
+    registers: int | None
+    early: bool
+
+
+@dataclass(frozen=True)
+class GroupsShape:
+    """How the kernel of groups.py is launched.
+
+    Attributes:
+        rows: of W that a program computes.
+        chunks: that are multiplied at once.
+        warps: of 32 threads.
+        weights_left: True if weights are the left operand.
+    """
+
+    rows: int
+    chunks: int
+    warps: int
+    weights_left: bool
+
+
+def rows_shape(projection: Projection) -> RowsShape:
+    """Choose how rows are multiplied."""
+    early = _is_hopper(projection.stack.device)
+    if projection.up is not None:
+        return RowsShape(4, 1, 32, 4, None, early)
+    return RowsShape(8, 1, 32, 8, None, early)
+
+
+def groups_shape(projection: Projection, members: int) -> GroupsShape:
+    """Choose how groups of so many members are multiplied."""
+    is_even = projection.stack.columns % 128 == 0
+    return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4, weights_left=True)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Return True for a GPU whose kernels may begin before their predecessor has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _offset_step(packed: PackedExperts) -> int:
+    """Return 1 if each expert has a nested offset of its own."""
+    if packed.nested_offset is None:
+        return 0
+    return int(packed.nested_offset.numel() > 1)
+
+
+def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a projection, as kernels read them."""
+    from nf4conv.codec.kernels.tables import value_table  # importing Triton takes a second
+
+    first = projection.stack
+    second = projection.up or first
+    code = first.nested_quant_map
+    table = value_table(first.quant_type, first.device)
+    return (table, first.absmax if code is None else code, *_stack(first), *_stack(second))
+
+
+def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
+    """Return codes, absmax, nested absmax and offset; absmax in the place of what is not there."""
+    nested, offset = packed.nested_absmax, packed.nested_offset
+    if nested is None or offset is None:
+        return packed.codes, packed.absmax, packed.absmax, packed.absmax
+    return packed.codes, packed.absmax, nested, offset
+
+
+def _sizes(projection: Projection) -> tuple[int, ...]:
+    """Return the sizes of a projection, in the order of rows_kernel and groups_kernel."""
+    packed = projection.stack
+    elements = packed.rows * packed.columns
+    return (
+        projection.rows, projection.first_row, projection.up_first_row, projection.row_step,
+        elements // 64, block_count(elements, packed.blocksize),
+        packed.nested_blocks_per_expert or 0, _offset_step(packed),
+        (packed.blocksize // 64).bit_length() - 1,
+        projection.out_columns, projection.up_column, projection.column_step,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Decodes the experts that are used, of one stack or of gate and up, in one launch.
+
+The result is what a grouped product wants: all experts side by side, gate and up one above the
+other or by turns. What belongs to experts without rows is not written, and not read by the product.
+So nothing of the choice is needed on the host.
+"""
+
+import triton.language as tl
+
+from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.assembly import decode_assembly
+from nf4conv.codec.kernels.decoding.dequantize import plain_values
+from nf4conv.codec.kernels.launch import Launcher, kernel
+
+
+@kernel
+def active_kernel(
+    out_ptr,
+    choice_ptr,
+    table_ptr,
+    nested_code_ptr,
+    codes_ptr,
+    absmax_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    up_codes_ptr,
+    up_absmax_ptr,
+    up_nested_absmax_ptr,
+    up_offset_ptr,
+    elements: tl.int32,
+    columns: tl.int32,
+    tiles: tl.int32,
+    blocks: tl.int32,
+    nested_blocks: tl.int32,
+    offset_step: tl.int32,
+    out_elements: tl.int64,
+    up_element: tl.int64,
+    row_step: tl.int32,
+    BLOCKSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STACKS: tl.constexpr,
+    BY_ENDS: tl.constexpr,
+    NESTED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Decode a tile of TILE elements of one matrix.
+
+    Pointers to tensors:
+        out_ptr: [.., out_elements] float32, float16 or bfloat16, written: row r of a matrix begins
+            at r · row_step · columns, and of the second stack up_element behind it.
+        choice_ptr: BY_ENDS, [experts] int32: where the rows of each expert end; those without
+            rows are left out. Otherwise [n] int64: the expert of each matrix of the result.
+        The others are those of rows_kernel.
+
+    Scalars: elements of a matrix, its columns; tiles of a matrix; the rest is stacks.py's layout.
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+    SLOTS: tl.constexpr = TILE // SLOT
+    tile = tl.program_id(0) % tiles
+    which = tl.program_id(0) // tiles % STACKS
+    to = tl.program_id(0) // (tiles * STACKS)
+    if BY_ENDS:
+        expert = to
+        before = tl.load(choice_ptr + to - 1, mask=to > 0, other=0)
+        if tl.load(choice_ptr + to) == before:
+            return
+    else:
+        expert = tl.load(choice_ptr + to).to(tl.int32)
+    out_ptr += to.to(tl.int64) * out_elements
+    if STACKS == 2:  # noqa: SIM102 - known when it compiles
+        if which == 1:
+            codes_ptr = up_codes_ptr
+            absmax_ptr = up_absmax_ptr
+            nested_absmax_ptr = up_nested_absmax_ptr
+            offset_ptr = up_offset_ptr
+            out_ptr += up_element
+    first = tile * TILE
+    slot = tl.arange(0, SLOTS)
+    block = tl.minimum(first // BLOCKSIZE + tl.arange(0, TILE // BLOCKSIZE), blocks - 1)
+    absmax = tl.load(absmax_ptr + expert.to(tl.int64) * blocks + block)
+    if NESTED:
+        of_stack = ((expert.to(tl.int64) * blocks + block) >> 8).to(tl.int32)
+        nested_block = tl.where(nested_blocks > 0, expert * nested_blocks + (block >> 8), of_stack)
+        code = tl.load(nested_code_ptr + absmax.to(tl.int32))
+        nested_absmax = tl.load(nested_absmax_ptr + nested_block)
+        absmax = multiply(code, nested_absmax, PTX) + tl.load(offset_ptr + expert * offset_step)
+    spread = tl.broadcast_to(absmax[:, None], (TILE // BLOCKSIZE, BLOCKSIZE // SLOT))
+    scale = tl.reshape(spread, (SLOTS,))
+    word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
+    # a hint that is not true, as in slots.py: each thread is to have one word at a time
+    single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
+    element = first + slot * SLOT
+    word_ptr = codes_ptr.to(tl.pointer_type(word))
+    word_ptr += expert.to(tl.int64) * (elements // SLOT) + first // SLOT + single
+    words = tl.load(word_ptr, mask=element < elements, other=0, eviction_policy="evict_first")
+    words = words.to(tl.int32)
+    row = element // columns
+    target = row * (row_step - 1) * columns + element  # a slot is in one row
+    if PTX:
+        value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            decode_assembly(DTYPE),
+            "=r,=r,=r,=r,r,f,r",
+            [words, scale, value],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
+        target_word = (target // SLOT * 4)[:, None] + tl.arange(0, 4)[None, :]
+        out_word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + target_word
+        tl.store(out_word_ptr, decoded, mask=(element < elements)[:, None])
+    else:
+        even, odd = plain_values(words, scale, table_ptr, SLOT, PTX)
+        values = tl.interleave(even, odd).to(DTYPE)
+        inner = tl.arange(0, SLOT)[None, :]
+        tl.store(out_ptr + target[:, None] + inner, values, mask=(element < elements)[:, None])
+
+
+launch_active = Launcher(active_kernel)
