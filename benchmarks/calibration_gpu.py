@@ -209,7 +209,23 @@ def times(outputs: tuple[int, ...], inputs: int) -> dict[str, object]:
     row["cost, of the search's"] = [one.cost / one.cost_searched for one in results]
     seconds, _ = timed(lambda: rounding.layer_cost(weights[0], results[0], factor.moments))
     row["one judgement"] = seconds
+    if weights[0].shape[0] * inputs < 1 << 27:
+        two_sided(row, weights[0], factor)
     return row
+
+
+def two_sided(row: dict[str, object], weight: torch.Tensor, factor: rounding.Factor) -> None:
+    """Times rounding that knows the outputs, of the first of the matrices."""
+    outputs = weight.shape[0]
+    gradients = rounding.SecondMoments.zeros(outputs, torch.device("cuda"))
+    gradients.add(tokens_of(outputs, 2 * outputs))
+    mean = gradients.mean()
+    torch.cuda.reset_peak_memory_stats()
+    seconds, result = timed(lambda: rounding.round_two_sided(weight, factor, mean))
+    assert isinstance(result, rounding.Rounded)
+    row["two-sided"] = seconds
+    row["two-sided, peak GiB"] = peak()
+    row["two-sided cost, of the search's"] = result.cost / result.cost_searched
 
 
 def steps(row: dict[str, object], weights: list[torch.Tensor], factor: rounding.Factor) -> None:
