@@ -82,15 +82,13 @@ def methods(gradients: dict[str, torch.Tensor]) -> dict[str, Method]:
         "absmax 64": without_data("absmax", 64),
         "search 64": without_data("search", 64),
         "J 64": calibrated(64, "nf4"),
-        "J 64, no sweep": calibrated(64, "nf4", 0),
         "J 32": calibrated(32, "nf4"),
         "J 128": calibrated(128, "nf4"),
-        "J fp4": calibrated(64, "fp4"),
     }
     if gradients:
         found["K 64"] = two_sided(64, gradients)
-        found["K 64, no sweep"] = two_sided(64, gradients, 0)
         found["K 32"] = two_sided(32, gradients)
+    found["J fp4"] = calibrated(64, "fp4")
     return found
 
 
