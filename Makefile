@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-browser test-ray test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-moe-releases test-browser test-ray test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -61,6 +61,17 @@ $(VENV)/transformers-4/.installed: $(VENV)/.installed
 
 test-architectures: $(VENV)/transformers-4/.installed ## test every architecture that transformers can build small (15 minutes)
 	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
+
+# the oldest release that the loader knows, one between, and the newest
+MOE_RELEASES := 5.8.1 5.17.0 5.23.0
+$(VENV)/transformers-5.%/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "$(TORCH)" transformers==5.$* accelerate==1.15.0 bitsandbytes==0.50.2 peft==0.21.2 pytest
+	$(@D)/bin/pip install --quiet --editable .
+	touch $@
+
+test-moe-releases: $(MOE_RELEASES:%=$(VENV)/transformers-%/.installed) ## test the loader of 4-bit experts with several releases of transformers 5
+	for release in $(MOE_RELEASES); do $(VENV)/transformers-$$release/bin/python -m pytest tests/test_moe_*.py || exit 1; done
 
 test-browser: $(VENV)/.installed ## test the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser
