@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from packed_experts import (
 from safetensors.torch import save_file
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions, RunOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -165,3 +168,74 @@ def test_experts_that_cannot_be_stacked_are_refused(mixtures, tmp_path, change, 
         dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out/config.json").exists()
+
+
+def in_another_blocksize(tensors: dict[str, torch.Tensor]) -> None:
+    without(EXPERT)(tensors)
+    encode(tensors, EXPERT, torch.randn(128, 64, dtype=torch.bfloat16), blocksize=128)
+
+
+def in_another_type(tensors: dict[str, torch.Tensor]) -> None:
+    without(EXPERT)(tensors)
+    encode(tensors, EXPERT, torch.randn(128, 64, dtype=torch.bfloat16), quant_type="fp4")
+
+
+def in_16_bits(tensors: dict[str, torch.Tensor]) -> None:
+    without(EXPERT)(tensors)
+    tensors[EXPERT] = torch.randn(128, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "text"),
+    [
+        (without(EXPERT), "layers.0.mlp.experts", "up_proj of 1 of 4 experts is missing: 2"),
+        (without_last_expert, "layers.1.mlp.experts", "1 of 4 experts is missing: 3"),
+        (of_another_shape, EXPERT, r"is in 4 bits, \[64, 64\], while most"),
+        (in_another_blocksize, EXPERT, "blocks of 128, .* while most .* blocks of 64"),
+        (in_another_type, EXPERT, "is fp4, .* while most .* are nf4"),
+        (in_16_bits, EXPERT, r"is BF16 \[128, 64\], while most .* in 4 bits"),
+    ],
+    ids=["matrix missing", "expert missing", "shape", "blocksize", "type", "16 bits"],
+)
+def test_verify_names_experts_that_loaders_cannot_join(mixtures, tmp_path, change, tensor, text):
+    pack_one_by_one("qwen3_moe", mixtures["qwen3_moe"], tmp_path / "nf4")
+    good = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    assert good.checks["experts"].passed
+    edit(tmp_path / "nf4", change)
+    report = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    assert not report.checks["experts"].passed
+    found = [finding for finding in report.findings if finding.check == "experts"]
+    assert any(tensor in finding.tensor and re.search(text, finding.text) for finding in found), (
+        found
+    )
+    assert not any("\n" in finding.line() for finding in found)
+
+
+def test_a_stack_of_another_number_of_experts(mixtures, tmp_path):
+    pack_stacked(mixtures["gpt_oss"], tmp_path / "nf4")
+    assert verify_checkpoint(tmp_path / "nf4", None, None, CPU).checks["experts"].passed
+    stack = "model.layers.0.mlp.experts.down_proj"
+
+    def with_another_expert(tensors: dict[str, torch.Tensor]) -> None:
+        without(stack)(tensors)
+        encode(tensors, stack, torch.randn(5, 128, 64, dtype=torch.bfloat16))
+
+    edit(tmp_path / "nf4", with_another_expert)
+    report = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    [found] = [finding for finding in report.findings if finding.check == "experts"]
+    assert found.line().endswith(f"{stack}: a stack of 5 experts, but config.json says 4")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_verify_names_the_expert_whose_codes_are_damaged(mixtures, tmp_path, family):
+    quantize_checkpoint(mixtures[family], tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
+    passed = verify_checkpoint(tmp_path / "out", mixtures[family], VerifyOptions(exact=True), CPU)
+    assert passed.passed, [finding.line() for finding in passed.findings]
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EXPERT][17] ^= 0x50
+
+    edit(tmp_path / "out", damage)
+    report = verify_checkpoint(tmp_path / "out", mixtures[family], None, CPU)
+    assert not report.passed
+    assert {finding.tensor for finding in report.findings if finding.is_fault} == {EXPERT}

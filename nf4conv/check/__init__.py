@@ -4,6 +4,7 @@ checks.py            names every check that verify makes
 structure.py         looks at all files of a 4-bit checkpoint and notes every fault
 config_check.py      checks config.json against the tensors
 skip_list_check.py   checks llm_int8_skip_modules against what is packed
+experts_check.py     checks that the experts of each layer are whole, and packed alike
 pairing.py           matches the tensors of a checkpoint with those of its source
 comparing.py         matches the tensors of any two checkpoints, and says how they can be compared
 checksums.py         checks SHA256SUMS

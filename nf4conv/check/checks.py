@@ -14,6 +14,7 @@ CHECKS: Final[Mapping[str, str]] = {
     "one shard": "the tensors of a weight are in one file",
     "code maps": "the stored code values are those of the data type",
     "uniform": "one data type and one nesting for the whole checkpoint",
+    "experts": "the experts of each layer are whole, and packed alike",
     "config": "config.json describes what is stored",
     "skip list": "every loader would make those modules 4-bit that are packed, and no others",
     # what it finds in the values, most of it with the source beside the checkpoint
@@ -39,6 +40,7 @@ ALWAYS: Final = (
     "one shard",
     "code maps",
     "uniform",
+    "experts",
     "config",
     "skip list",
     "scales",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from nf4conv.check.experts_check import check_experts
 from nf4conv.check.skip_list_check import check_skip_list
 from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
@@ -34,8 +35,10 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     """
     config = _read_config(structure)
     if config is None:
+        check_experts(structure, {})
         return {}
     _check_leftovers(structure, config)
+    check_experts(structure, config)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         if structure.weights:

@@ -22,9 +22,9 @@ from nf4conv.models.expert_layouts import (
 )
 from nf4conv.models.families import model_types
 
-_SINGLE: Final = re.compile(r"^(.*(?:^|\.)experts)\.(\d+)\.(\w+)\.(weight|bias)$")
+_SINGLE: Final = re.compile(r"^(.*(?:^|\.)experts)\.(\d{1,9})\.(\w+)\.(weight|bias)$")
 _SINGLE_OF_UNSLOTH: Final = re.compile(
-    r"^(.*(?:^|\.)experts)\.(gate_up_proj|down_proj)s\.(\d+)\.(weight|bias)$"
+    r"^(.*(?:^|\.)experts)\.(gate_up_proj|down_proj)s\.(\d{1,9})\.(weight|bias)$"
 )
 
 _STACKED_WITHOUT_TOWERS: Final = "minimax_m3_vl_text"
