@@ -5,7 +5,9 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,14 @@ from packed_experts import (
 from safetensors.torch import save_file
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.report.as_json import to_json
+from nf4conv.report.text.checks import verification_lines
+from nf4conv.report.text.contents import inspection_lines
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -239,3 +245,71 @@ def test_verify_names_the_expert_whose_codes_are_damaged(mixtures, tmp_path, fam
     report = verify_checkpoint(tmp_path / "out", mixtures[family], None, CPU)
     assert not report.passed
     assert {finding.tensor for finding in report.findings if finding.is_fault} == {EXPERT}
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def as_transformers_4(source: Path, folder: Path) -> None:
+    pack_one_by_one("qwen3_moe", source, folder)
+
+    def with_packed_routers(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+            encode(tensors, name, tensors.pop(name))
+
+    edit(folder, with_packed_routers)
+
+
+def dynamic(source: Path, folder: Path) -> None:
+    options = QuantizeOptions(moe="packed", exclude=("*layers.1.mlp.experts*",))
+    quantize_checkpoint(source, folder, options, CPU)
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
+    "packed": ("qwen3_moe", partial(pack_one_by_one, "qwen3_moe"), "one by one, .* vLLM's"),
+    "packed, of a stack": ("gpt_oss", partial(pack_one_by_one, "gpt_oss"), "for this family"),
+    "stacked": ("gpt_oss", pack_stacked, "as the stacks that they are, .* Unsloth read$"),
+    "Unsloth's gpt-oss": ("gpt_oss", pack_as_unsloth_does_gpt_oss, "names that Unsloth gives"),
+    "transformers 4": ("qwen3_moe", as_transformers_4, "as transformers 4 saves them"),
+    "dynamic": ("qwen3_moe", dynamic, r"those of 1 of 2 layers are in 16 bits .\"dynamic"),
+    "portable": (
+        "qwen3_moe",
+        lambda source, folder: quantize_checkpoint(
+            source, folder, QuantizeOptions(moe="portable"), CPU
+        ),
+        "^experts are in 16 bits, which loads everywhere$",
+    ),
+    "no experts in 4 bits": ("qwen3_moe", shutil.copytree, "^$"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, layout):
+    family, make, expected = LAYOUTS[layout]
+    make(mixtures[family], tmp_path / "out")
+    found = inspect_checkpoint(tmp_path / "out")
+    assert re.search(expected, found.experts), found.experts
+    assert json.loads(to_json(found))["experts"] == found.experts
+    shown = "\n".join(inspection_lines(found, None, every=False))
+    assert found.experts in shown
+    if layout not in ("portable", "no experts in 4 bits"):
+        assert "transformers 5 with nf4conv installed" in found.experts
+
+
+def test_experts_of_a_layer_share_a_row_of_the_largest_errors(mixtures, tmp_path):
+    quantize_checkpoint(mixtures["qwen3_moe"], tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
+    report = verify_checkpoint(tmp_path / "out", mixtures["qwen3_moe"], None, CPU)
+    lines = list(verification_lines(report, None))
+    start = next(number for number, line in enumerate(lines) if "largest errors" in line)
+    rows = lines[start + 1 : start + 11]
+    name = "model.layers.0.mlp.experts.*.gate_proj.weight"
+    [row] = [row for row in rows if name in row]
+    errors = [
+        weight.relative_error
+        for weight in report.weights
+        if re.fullmatch(r"model.layers.0.mlp.experts.\d.gate_proj.weight", weight.name)
+    ]
+    assert len(errors) == 4
+    assert f"{name} (4)" in row
+    assert f"{min(errors):.4f} … {max(errors):.4f}" in row
+    assert not any(re.search(r"experts\.\d", row) for row in rows)

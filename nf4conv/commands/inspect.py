@@ -16,6 +16,7 @@ from nf4conv.errors import DiffusersFolderError
 from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
 from nf4conv.options import SourceOptions
 from nf4conv.report.inspected import inspected_kinds, inspected_rows
+from nf4conv.report.inspected_experts import layout_of_experts
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import unusual
 from nf4conv.report.results.contents import Inspection
@@ -79,6 +80,7 @@ def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> 
         kinds=tuple(kinds),
         totals=totals,
         findings=tuple(findings),
+        experts=_experts(sources, tensors),
     )
 
 
@@ -107,6 +109,13 @@ def _model_type(sources: Mapping[str, Source]) -> str | None:
     if "" not in sources:  # the submodels of a pipeline have several
         return None
     return (sources[""].config or {}).get("model_type")
+
+
+def _experts(sources: Mapping[str, Source], tensors: Sequence[InspectedRow]) -> str:
+    """Returns how experts are stored; those of a pipeline are left out."""
+    if "" not in sources:
+        return ""
+    return layout_of_experts(tensors, sources[""].config or {})
 
 
 def _first_record(sources: Iterable[Source]) -> Mapping[str, Any] | None:

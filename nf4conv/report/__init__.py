@@ -5,6 +5,7 @@ rows/              holds their rows: one tensor, or one kind of module
 measured.py        gathers what verification and comparison measure of a tensor, piece by piece
 weights.py         judges what was measured of packed weights
 inspected.py       describes the tensors of a checkpoint
+inspected_experts.py  says in which layout experts are, and what loads them
 verified.py        composes the report of a verification
 compared.py        describes how the tensors of two checkpoints compare
 tolerance.py       says how large the relative error of a weight may be

@@ -347,13 +347,49 @@ function distribution() {
   );
 }
 
+// the same projection of all experts of a layer as one row, with the range of its errors
+function gathered(rows) {
+  const groups = new Map();
+  for (const one of rows) {
+    const found = /^(.*\bexperts)\.\d+\.(.+)$/.exec(one.name);
+    const name = found ? `${found[1]}.*.${found[2]}` : one.name;
+    groups.set(name, [...(groups.get(name) ?? []), one]);
+  }
+  const numbers = (members, key) =>
+    members.map((one) => one[key]).filter((value) => value !== null);
+  const best = (members, key, choose) => {
+    const found = numbers(members, key);
+    return found.length ? found.reduce((a, b) => choose(number(a), number(b))) : null;
+  };
+  const sum = (a, b) => a + b;
+  return [...groups].map(([name, members]) =>
+    members.length === 1
+      ? members[0]
+      : {
+          ...members[0],
+          name: `${name} (${count(members.length)})`,
+          parameters: best(members, "parameters", sum),
+          bytes: best(members, "bytes", sum),
+          smallest_relative_error: best(members, "relative_error", Math.min),
+          relative_error: best(members, "relative_error", Math.max),
+          snr_db: best(members, "snr_db", Math.min),
+          largest_error_of_absmax: best(members, "largest_error_of_absmax", Math.max),
+          outside: best(members, "outside", sum),
+        },
+  );
+}
+
 function weights() {
+  const range = (value, one) =>
+    one.smallest_relative_error === undefined
+      ? figure(value, 4)
+      : `${figure(one.smallest_relative_error, 4)} … ${figure(value, 4)}`;
   const columns = [
     ["weight", (row) => row.name, broken],
     ["format", format, shown],
     ["parameters", (row) => row.parameters, count],
     ["size", (row) => row.bytes, size],
-    ["relative error", (row) => row.relative_error, (value) => figure(value, 4)],
+    ["relative error", (row) => row.relative_error, range],
     ["tolerance", (row) => row.tolerance, (value) => figure(value, 3)],
     ["SNR dB", (row) => row.snr_db, (value) => figure(value, 2)],
     ["max of absmax", (row) => row.largest_error_of_absmax, (value) => figure(value, 3)],
@@ -365,12 +401,14 @@ function weights() {
       columns.map(([title, get, show], index) =>
         make(
           index ? "td" : "th",
-          show(get(one)),
+          show(get(one), one),
           index ? { "data-title": title } : { scope: "row" },
         ),
       ),
     );
-  const lines = report.weights.map((one) => [one, row(one)]);
+  const every = report.weights.map((one) => [one, row(one)]);
+  const few = gathered(report.weights).map((one) => [one, row(one)]);
+  const hasExperts = few.length < every.length;
   const body = make("tbody");
   const status = make("caption", "", { "aria-live": "polite" });
   const search = make("input", "", {
@@ -379,12 +417,14 @@ function weights() {
     "aria-label": "show weights whose names contain",
   });
   function fill() {
-    const wanted = lines.filter(([one]) =>
+    const wanted = every.filter(([one]) =>
       one.name.toLowerCase().includes(search.value.toLowerCase()),
     );
-    body.replaceChildren(...wanted.map(([, line]) => line));
-    const found = `${count(wanted.length)} of ${count(lines.length)} weights`;
-    status.textContent = `${found}; a click on a title sorts`;
+    const lines = search.value ? wanted : few;
+    body.replaceChildren(...lines.map(([, line]) => line));
+    const found = `${count(wanted.length)} of ${count(every.length)} weights`;
+    const how = hasExperts && !search.value ? "; experts of a layer share a row" : "";
+    status.textContent = `${found}${how}; a click on a title sorts`;
   }
   const titles = columns.map(([title, get], index) => {
     const button = make("button", title, { type: "button" });
@@ -401,7 +441,8 @@ function weights() {
       };
       const order = ([a], [b]) =>
         (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) * (down ? -1 : 1);
-      lines.sort(order);
+      every.sort(order);
+      few.sort(order);
       fill();
     };
     return head;

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from nf4conv.models.module_names import module_of
+from nf4conv.models.single_experts import single_expert
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 _FEWEST: Final = 3  # modules of one kind, of which one can be unlike the others
@@ -71,6 +72,27 @@ def by_kind(rows: Iterable[T], place: Callable[[T], Placed]) -> Iterator[tuple[s
 def kind_name(place: Placed) -> str:
     """Returns the name of all modules of one kind, with a star in place of the layer's number."""
     return f"{place.stack}.*.{place.kind}" if place.stack else place.kind
+
+
+def experts_together(rows: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Groups rows: the same projection of all experts of a layer, and every other row alone.
+
+    Args:
+        rows: the rows.
+        name: returns the name of a row's tensor.
+
+    Returns:
+        The rows of each group by name, with a star in place of the expert's number.
+    """
+    groups: dict[str, list[T]] = {}
+    for row in rows:
+        key = name(row)
+        single = single_expert(key)
+        if single is not None:
+            rest = key.removeprefix(single.experts).replace(f".{single.expert}.", ".*.", 1)
+            key = single.experts + rest
+        groups.setdefault(key, []).append(row)
+    return groups
 
 
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:

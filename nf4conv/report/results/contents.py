@@ -26,6 +26,8 @@ class Inspection:
         totals: the sums over the whole checkpoint.
         findings: what is wrong with a 4-bit checkpoint, as far as headers, quant states and config
             tell.
+        experts: how the experts of a 4-bit checkpoint are stored, and what loads them. Empty if it
+            has none, or if nothing is in 4 bits.
     """
 
     command: ClassVar[str] = "inspect"
@@ -41,6 +43,7 @@ class Inspection:
     kinds: tuple[InspectedKind, ...]
     totals: InspectionTotals
     findings: tuple[Finding, ...] = ()
+    experts: str = ""
 
 
 @dataclass(frozen=True)

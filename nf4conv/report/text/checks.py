@@ -1,9 +1,10 @@
 """Shows what `verify` and `compare` found."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
-from nf4conv.report.places import kind_name
+from nf4conv.report.places import experts_together, kind_name
 from nf4conv.report.results.checks import ComparisonReport, VerifyReport
 from nf4conv.report.rows.comparison import ComparedKind, ComparedRow
 from nf4conv.report.rows.weights import WeightKind, WeightRow
@@ -47,19 +48,37 @@ def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]
 def _worst_weights(rows: Sequence[WeightRow], width: int | None) -> Iterator[str]:
     compared = [row for row in rows if row.relative_error is not None]
     compared.sort(key=lambda row: -row.error)
-    cells = [_weight_cells(row) for row in compared[:_MOST_WEIGHTS]]
+    groups = experts_together(compared, lambda row: row.name)
+    cells = [_weight_cells(name, groups[name]) for name in islice(groups, _MOST_WEIGHTS)]
     head = ("largest errors", "relative", "SNR dB", "max/absmax", "outside")
     yield from table(head, cells, width)
 
 
-def _weight_cells(row: WeightRow) -> tuple[str, ...]:
+def _weight_cells(name: str, rows: Sequence[WeightRow]) -> tuple[str, ...]:
+    """Returns the cells of a weight, or of experts with the range of their errors.
+
+    Args:
+        name: of the weight, or of all of them.
+        rows: the weights, that of the largest error first.
+    """
+    worst = rows[0]
+    if len(rows) > 1:
+        name = f"{name} ({len(rows):,})"
+    absmax = [
+        row.largest_error_of_absmax for row in rows if row.largest_error_of_absmax is not None
+    ]
+    outside = [row.outside for row in rows if row.outside is not None]
     return (
-        printable(row.name),
-        error_cell(row.relative_error),
-        two_digits_cell(row.snr_db),
-        error_cell(row.largest_error_of_absmax),
-        count_cell(row.outside),
+        printable(name),
+        _range_cell(rows[-1].error, worst.error) if len(rows) > 1 else error_cell(worst.error),
+        two_digits_cell(worst.snr_db),
+        error_cell(max(absmax, default=None)),
+        count_cell(sum(outside) if outside else None),
     )
+
+
+def _range_cell(smallest: float, largest: float) -> str:
+    return f"{error_cell(smallest)} … {error_cell(largest)}"
 
 
 def _weight_kinds(kinds: Sequence[WeightKind], width: int | None) -> Iterator[str]:

@@ -55,6 +55,8 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
     yield _gpu_line(inspection.gpu_bytes)
     if inspection.config is not None:
         yield f"config.json: {printable(_quantization_text(inspection.config))}"
+    if inspection.experts:
+        yield printable(inspection.experts)
     made = inspection.made
     if made is not None:
         version = made.get("version")
