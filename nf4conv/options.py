@@ -16,6 +16,7 @@ MOE: Final = ("packed", "stacked", "portable")
 MOE_ALIASES: Final = {"per-expert": "packed"}  # what an earlier release called it
 PLANNERS: Final = ("rules", "transformers")
 NON_FINITE: Final = ("refuse", "keep")
+OUTPUTS: Final = ("qkv", "all")
 LORA_EXPERTS: Final = ("rank-major", "expert-major")
 
 # The values that a field of QuantizeOptions may have, besides None.
@@ -28,6 +29,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "moe": (*MOE, *MOE_ALIASES),
     "plan_with": PLANNERS,
     "non_finite": NON_FINITE,
+    "calibrate_output": OUTPUTS,
     "lora_experts": LORA_EXPERTS,
 }
 
@@ -183,6 +185,9 @@ class QuantizeOptions:
             and scales are then chosen so that the outputs of each layer change little; scales that
             no text reaches are searched. Needs `pip install 'nf4conv[calibrate]'`. Default: empty,
             which rounds every weight for itself.
+        calibrate_output: with `calibrate`, lets it also count how much the predictions depend on
+            the outputs of weights, by one backward pass: of those that come first in each block
+            ("qkv"), or of "all" but experts. None (default) counts all outputs alike.
         calibration_tokens: how many tokens calibrate. None (default) is 65,536.
         calibration_seed: decides which windows of the texts are read. None (default) is 0.
         calibration_memory: the most bytes of hidden states to keep in memory; more go to a file in
@@ -209,6 +214,7 @@ class QuantizeOptions:
     base_model: str | None = None
     scales: str | None = None
     calibrate: tuple[str, ...] = ()
+    calibrate_output: str | None = None
     calibration_tokens: int | None = None
     calibration_seed: int | None = None
     calibration_memory: int | None = None

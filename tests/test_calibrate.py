@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import nf4conv
-from nf4conv.calibrate import calibrating
+from nf4conv.calibrate import calibrating, gradients
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.sources.opening import open_source
@@ -116,6 +116,77 @@ def test_it_diverges_less_than_a_search(model, text, made, tmp_path):
     nf4conv.quantize_checkpoint(model, searched, QuantizeOptions(scales="search"), CPU)
     ids = torch.from_numpy(np.load(text)[-512:].astype(np.int64)).view(-1, LENGTH)
     assert divergence(model, made, ids) < 0.8 * divergence(model, searched, ids)
+
+
+@pytest.mark.parametrize("outputs", ["qkv", "all"])
+def test_gradients_at_outputs_are_those_of_the_whole_model(
+    model, text, tmp_path, monkeypatch, outputs
+):
+    """Torch's own backward pass through the whole model says the same, given the same labels."""
+
+    def most_likely(chances: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return chances.argmax(-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "multinomial", most_likely)
+    monkeypatch.setattr(calibrating, "calibrate_block", _kill)
+    options = options_for(text, calibrate_output=outputs)
+    plan = nf4conv.plan_quantization(model, options)
+    with pytest.raises(_Killed):
+        nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sums: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_: Any, __: Any, made: torch.Tensor) -> None:
+            def add(gradient: torch.Tensor) -> None:
+                rows = gradient.flatten(0, -2)
+                sums[name] = sums.get(name, 0) + rows.T @ rows
+
+            made.register_hook(add)
+
+        return hook
+
+    for name, module in whole.named_modules():
+        if f"{name}.weight" in plan.calibration.weights:
+            module.register_forward_hook(watch(f"{name}.weight"))
+    windows = plan.calibration.windows
+    ids = torch.from_numpy(windows.ids[: windows.calibrating])
+    chances = whole(ids).logits.log_softmax(-1)
+    chances.max(-1).values.sum().backward()
+
+    session = calibrating.Session(plan, torch.device("cpu"), tmp_path / "out/.nf4conv/calibrated")
+    for number in range(2):
+        found = gradients.OutputMoments(session).of_block(number)
+        assert len(found) == (3 if outputs == "qkv" else 7)
+        for name, mean in found.items():
+            torch.testing.assert_close(mean, sums[name] / ids.numel(), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("outputs", ["qkv", "all"])
+def test_rounding_with_a_view_to_outputs(model, text, made, tmp_path, outputs):
+    out = tmp_path / "out"
+    searched = tmp_path / "searched"
+    nf4conv.quantize_checkpoint(model, searched, QuantizeOptions(scales="search"), CPU)
+    nf4conv.quantize_checkpoint(model, out, options_for(text, calibrate_output=outputs), CPU)
+    ids = torch.from_numpy(np.load(text)[-512:].astype(np.int64)).view(-1, LENGTH)
+    assert divergence(model, out, ids) < 0.8 * divergence(model, searched, ids)
+    assert "outputs" in record_of(out)["calibration"]["knows"]
+    last = "model.layers.0.mlp.down_proj.weight"
+    assert not torch.equal(weights_in(out)[last], weights_in(made)[last])
+
+
+def test_a_backward_pass_that_was_killed_ends_in_the_same_bytes(model, text, tmp_path, monkeypatch):
+    options = options_for(text, calibrate_output="qkv")
+    nf4conv.quantize_checkpoint(model, tmp_path / "whole", options, CPU)
+    for name, place in (("_keep", gradients.OutputMoments), ("calibrate_block", calibrating)):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, _kill)
+            with pytest.raises(_Killed):
+                nf4conv.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    nf4conv.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_the_record_says_by_what(text, made):
@@ -310,10 +381,10 @@ def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
     plan = nf4conv.plan_quantization(source, options_for(text))
     original = calibrating.calibrate_block
 
-    def changed(block: Any) -> Any:
+    def changed(*arguments: Any) -> Any:
         for file in source.glob("*.safetensors"):
             file.touch()
-        return original(block)
+        return original(*arguments)
 
     monkeypatch.setattr(calibrating, "calibrate_block", changed)
     with pytest.raises(SourceError, match="changed while it was read"):
@@ -321,7 +392,7 @@ def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
 
 
 def test_memory_that_does_not_suffice_is_one_line(model, text, tmp_path, monkeypatch):
-    def fails(_: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(calibrating, "calibrate_block", fails)

@@ -9,6 +9,8 @@ windows.py      cuts tokens into windows, and chooses them by a seed
 calibrating.py  calibrates block by block, or goes on with it
 block.py        rounds the weights of one block, stage by stage
 moments.py      adds up what goes into a stage, or into each expert of one
+gradients.py    finds how the predictions depend on outputs: one backward pass
+session.py      runs parts of one model on one device
 stages.py       groups weights that multiply the same inputs, and catches these
 model/          runs the code of the model
 activations.py  keeps the hidden states of all windows

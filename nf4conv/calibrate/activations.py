@@ -19,12 +19,22 @@ class Activations:
         nbytes: what all of them take.
         budget: the most bytes to keep in memory.
         file: where they go beyond that.
+        place: where they are kept; None for the device, if it has room.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, budget: int, file: Path) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        nbytes: int,
+        budget: int,
+        file: Path,
+        place: torch.device | None = None,
+    ) -> None:
         self._device = device
         self._batches: list[torch.Tensor] = []
-        self._place = device if _fits_on(device, nbytes) else torch.device("cpu")
+        if place is None:
+            place = device if _fits_on(device, nbytes) else torch.device("cpu")
+        self._place = place
         self._file = file if nbytes > budget else None
         self._elements = 0
         if self._file is not None:

@@ -10,7 +10,16 @@ from nf4conv.calibrate.model.weights import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of, moments_of_experts
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
-from nf4conv.codec.rounding import Factor, Rounded, factor, layer_cost, round_calibrated, search
+from nf4conv.codec.rounding import (
+    Factor,
+    Rounded,
+    factor,
+    layer_cost,
+    round_calibrated,
+    round_two_sided,
+    search,
+    two_sided_cost,
+)
 from nf4conv.errors import SourceError
 
 
@@ -31,8 +40,12 @@ class _Outcome:
     gain: WeightGain
 
 
-def calibrate_block(block: BlockAtWork) -> CalibratedBlock:
+def calibrate_block(block: BlockAtWork, outputs: Mapping[str, torch.Tensor]) -> CalibratedBlock:
     """Rounds the weights of a block; each stage sees what comes out of those before it in 4 bits.
+
+    Args:
+        block: the block.
+        outputs: the mean of g·gᵀ at the outputs of some weights, by the weight's name.
 
     Raises:
         SourceError: a weight or an activation is NaN or infinite.
@@ -41,7 +54,8 @@ def calibrate_block(block: BlockAtWork) -> CalibratedBlock:
     weights: dict[str, Rounded] = {}
     gains: dict[str, WeightGain] = {}
     for stage in find_stages(block.module, block.calls[0], first, block.targets):
-        outcomes = list(_experts(block, stage) if stage.is_of_experts else _plain(block, stage))
+        found = _experts(block, stage) if stage.is_of_experts else _plain(block, stage, outputs)
+        outcomes = list(found)
         for outcome in outcomes:
             weights[outcome.target.job.name] = outcome.rounded
             gains[outcome.target.job.name] = outcome.gain
@@ -54,7 +68,9 @@ def calibrate_block(block: BlockAtWork) -> CalibratedBlock:
     return CalibratedBlock(weights, gains)
 
 
-def _plain(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
+def _plain(
+    block: BlockAtWork, stage: Stage, outputs: Mapping[str, torch.Tensor]
+) -> Iterator[_Outcome]:
     moments = moments_of(block, stage)
     judge = moments.judging.mean()
     calibrating = moments.calibrating.mean()
@@ -62,7 +78,41 @@ def _plain(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
     of_inputs = factor(calibrating, block.format.blocksize)
     del calibrating
     _let_go(block)
-    yield from _round(block, stage.targets, of_inputs, judge, None)
+    alone = [target for target in stage.targets if target.job.name not in outputs]
+    if alone:
+        yield from _round(block, alone, of_inputs, judge, None)
+    for target in stage.targets:
+        if target.job.name in outputs:
+            yield _round_two_sided(block, target, of_inputs, judge, outputs[target.job.name])
+
+
+def _round_two_sided(
+    block: BlockAtWork,
+    target: Target,
+    of_inputs: Factor,
+    judge: torch.Tensor,
+    output_moments: torch.Tensor,
+) -> _Outcome:
+    """Returns a weight in 4 bits, with a view to what depends on its outputs."""
+    format = block.format
+    weight = _original(block, target)
+    rounded = round_two_sided(
+        weight, of_inputs, output_moments, format.quant_type, format.double_quant
+    )
+    found = _searched(block, weight)
+    inputs = _unfactored(judge, format.blocksize)
+    outputs = _unfactored(output_moments, 1)
+    before = two_sided_cost(weight, found, inputs, outputs)
+    after = two_sided_cost(weight, rounded, inputs, outputs)
+    if rounded.is_calibrated and after < before:
+        return _Outcome(target, rounded, WeightGain(after / before))
+    return _Outcome(target, found, WeightGain(1.0))
+
+
+def _unfactored(moments: torch.Tensor, blocksize: int) -> Factor:
+    """Returns second moments as a cost takes them, which needs no factor."""
+    order = torch.arange(moments.shape[0], device=moments.device)
+    return Factor(order, moments, moments, blocksize, 0.0, 0)
 
 
 def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:

@@ -100,6 +100,11 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         raise PlanError(f"{source}: --calibrate finds no weight to calibrate in its blocks")
     flow = find_flow(model, found.blocks)
     found.require_filled(flow)
+    if options.calibrate_output and model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise PlanError(
+            f"--calibrate-output: {type(model).__name__} predicts no tokens to derive by; leave it "
+            f"out"
+        )
     texts, windows = _windows(source, options, model)
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256, text.share) for text in texts),
@@ -110,8 +115,9 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         transformers=release,
         blocks=len(found.blocks.blocks),
         weights=found.weights,
-        bytes_to_read=found.bytes_to_read,
-        bytes_on_disk=found.bytes_on_disk + _spilled(windows, source, options),
+        outputs=options.calibrate_output,
+        bytes_to_read=found.bytes_to_read * (3 if options.calibrate_output else 1),
+        bytes_on_disk=found.bytes_on_disk + _spilled(found, windows, source, options),
         windows=windows,
         flow=flow,
         fillings=found.fillings,
@@ -236,6 +242,14 @@ class _Found:
                 f"checkpoint does not have"
             )
 
+    def bytes_of_output_moments(self, outputs: str) -> int:
+        """Returns the most bytes of the second moments of gradients at outputs."""
+        total = 0
+        for targets in self.targets.values():
+            sizes = [4 * target.job.matrix.shape[0] ** 2 for target in targets]
+            total += sum(sizes) if outputs == "all" else sum(sorted(sizes)[:4])
+        return total
+
     @property
     def bytes_to_read(self) -> int:
         """The bytes of all blocks."""
@@ -303,10 +317,16 @@ def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> 
             )
 
 
-def _spilled(windows: Windows, source: Source, options: QuantizeOptions) -> int:
-    """Returns the bytes of hidden states that go to disk."""
+def _spilled(found: _Found, windows: Windows, source: Source, options: QuantizeOptions) -> int:
+    """Returns the most bytes of hidden states and of moments of outputs that go to disk."""
     nbytes = hidden_bytes(windows, source.config or {}, 4)
-    return nbytes if nbytes > (options.calibration_memory or MEMORY) else 0
+    if options.calibrate_output:
+        nbytes *= len(found.blocks.blocks) + 2
+    budget = options.calibration_memory
+    spilled = nbytes if nbytes > (MEMORY if budget is None else budget) else 0
+    if options.calibrate_output:
+        spilled += found.bytes_of_output_moments(options.calibrate_output)
+    return spilled
 
 
 def hidden_bytes(windows: Windows, config: Mapping[str, Any], itemsize: int) -> int:

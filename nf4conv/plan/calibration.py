@@ -33,6 +33,7 @@ class Calibration:
         transformers: the version whose code runs the model.
         blocks: the number of blocks.
         weights: names of the weights that are calibrated.
+        outputs: of which weights the outputs count: "qkv", "all", or None for those of none.
         bytes_to_read: bytes of the source that are read for it.
         bytes_on_disk: bytes that it takes in the output's work folder.
     """
@@ -45,13 +46,17 @@ class Calibration:
     transformers: str
     blocks: int
     weights: frozenset[str]
+    outputs: str | None
     bytes_to_read: int
     bytes_on_disk: int
 
     @property
     def knows(self) -> str:
         """Says what the rounding knows of the model."""
-        return "activations"
+        if self.outputs is None:
+            return "activations"
+        which = "all weights" if self.outputs == "all" else "the first weights of each block"
+        return f"activations, and how predictions depend on the outputs of {which}"
 
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json that are known before anything is computed."""

@@ -85,6 +85,21 @@ class Flow:
                 f"{first_line(error)}"
             ) from error
 
+    def predictions(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what the head makes of the hidden states behind the last block.
+
+        Args:
+            ids: the tokens, [windows, length] int64, all of whose own hidden states are passed by.
+            hidden: [windows, length, …].
+        """
+        last = len(self.blocks.blocks) - 1
+        with ExitStack() as stack:
+            for number, block in enumerate(self.blocks.blocks):
+                made = hidden if number == last else None
+                stack.enter_context(_in_place(block, _passing(made, is_tuple=self.is_tuple)))
+            logits: torch.Tensor = self.model(input_ids=ids).logits
+        return logits
+
 
 class _Stop(Exception):  # noqa: N818 - it is no error
     """Ends a run behind the last block."""
@@ -152,6 +167,18 @@ def _caught(
         model(**arguments)
         catcher.fault = "not all of its blocks are run"
     return catcher
+
+
+def _passing(made: torch.Tensor | None, *, is_tuple: bool) -> Callable[..., Any]:
+    """Returns a forward that hands on what it gets, or `made`."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = made
+        if found is None:
+            found = kwargs[_NAME] if _NAME in kwargs else args[0]
+        return (found,) if is_tuple else found
+
+    return forward
 
 
 @contextmanager

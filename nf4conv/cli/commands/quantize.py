@@ -25,6 +25,7 @@ from nf4conv.options import (
     MOE,
     MOE_ALIASES,
     NON_FINITE,
+    OUTPUTS,
     PLANNERS,
     QUANT_STORAGES,
     QUANT_TYPES,
@@ -81,6 +82,13 @@ from nf4conv.report.text.runs import quantization_lines
     metavar="TEXT",
     help="Let the model read this text (.txt, .jsonl, .npy) while it is quantized, and lose less. "
     "'default' takes what nf4conv ships. May be given again; TEXT=0.5 gives shares.",
+)
+@option(
+    "--calibrate-output",
+    group=Group.RESULT,
+    type=click.Choice(OUTPUTS),
+    help="With --calibrate, count how much the predictions depend on the outputs of queries, keys "
+    "and values, or of all weights: one backward pass more.",
 )
 @option(
     "--calibration-tokens",

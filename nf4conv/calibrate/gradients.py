@@ -1,0 +1,197 @@
+"""Finds out how much the predictions depend on the outputs of each weight: one backward pass.
+
+    run all windows through the original blocks, keeping what goes into each ▸ sample labels of the
+    model's own predictions ▸ from the last block to the first: run it once more with gradients
+
+The second moments of the gradients at a weight's outputs, G = Σ g·gᵀ, are kept in the output's work
+folder. An interrupted pass begins anew; one that is finished is not repeated.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nf4conv.calibrate.activations import Activations
+from nf4conv.calibrate.model.flow import Call
+from nf4conv.calibrate.model.weights import WeightReader
+from nf4conv.calibrate.session import Session
+from nf4conv.calibrate.stages import Target, find_stages
+from nf4conv.codec.rounding import SecondMoments
+from nf4conv.errors import OutputError, SourceError, named
+from nf4conv.output.writer import write_file
+
+_TAIL_WINDOWS = 1  # that go through the head together: its outputs are the largest tensors
+
+
+class OutputMoments:
+    """Finds and keeps the second moments of the gradients at outputs.
+
+    Args:
+        session: runs the model.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._calibration = session.calibration
+        self._done = session.folder / "outputs.json"
+
+    def _file(self, number: int) -> Path:
+        return self._session.folder / f"outputs-{number:05d}.bin"
+
+    def of_block(self, number: int) -> Mapping[str, torch.Tensor]:
+        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name."""
+        if self._calibration.outputs is None or not self._file(number).is_file():
+            return {}
+        found = {}
+        with self._file(number).open("rb") as file:
+            sizes: dict[str, int] = json.loads(file.readline())
+            for name, size in sizes.items():
+                content = bytearray(file.read(4 * size * size))
+                values = torch.frombuffer(content, dtype=torch.float32)
+                found[name] = values.view(size, size).to(self._session.device)
+        return found
+
+    def find(self, reader: WeightReader, progress: Callable[[int], None]) -> None:
+        """Makes the backward pass, unless it has been made.
+
+        Raises:
+            SourceError: its gradients hold NaN or infinity.
+        """
+        if self._done.is_file():
+            return
+        inputs, calls = self._run_forward(reader, progress)
+        gradients = self._start(reader, inputs[-1])
+        inputs.pop().remove()
+        for number in reversed(range(self._calibration.blocks)):
+            self._go_back(number, reader, inputs.pop(), calls, gradients)
+            progress(self._session.bytes_of_block(number))
+        gradients.remove()
+        write_file(self._done, [b"{}"])
+
+    def _activations(self, name: str) -> Activations:
+        """Returns room for the hidden states of all windows, beside those before other blocks."""
+        session = self._session
+        share = session.budget // (self._calibration.blocks + 2)
+        file = session.folder / name
+        place = torch.device("cpu")
+        return Activations(session.device, session.hidden_bytes, share, file, place)
+
+    def _run_forward(
+        self, reader: WeightReader, progress: Callable[[int], None]
+    ) -> tuple[list[Activations], list[list[Call]]]:
+        """Returns the hidden states before each block and behind the last, and the calls."""
+        embedded, calls = self._session.embed(reader)
+        inputs = [embedded]
+        for number in range(self._calibration.blocks):
+            contents = self._session.fill_block(number, reader)
+            block = self._calibration.flow.blocks.blocks[number]
+            behind = self._activations(f"inputs-{number + 1:05d}.bin")
+            for batch, hidden in enumerate(inputs[-1].batches()):
+                behind.append(calls[batch][number].run(block, hidden))
+            inputs.append(behind)
+            contents.release()
+            progress(self._session.bytes_of_block(number))
+        return inputs, calls
+
+    def _start(self, reader: WeightReader, hidden: Activations) -> Activations:
+        """Returns the gradients behind the last block, for labels that the model would draw."""
+        flow = self._calibration.flow
+        contents = self._session.outside(reader)
+        flow.model.tie_weights()  # type: ignore[operator]
+        generator = torch.Generator(self._session.device)
+        generator.manual_seed(self._calibration.seed)
+        gradients = self._activations("gradients.bin")
+        for ids, states in zip(self._session.batches(), hidden.batches(), strict=True):
+            found = []
+            pairs = zip(
+                torch.split(ids, _TAIL_WINDOWS), torch.split(states, _TAIL_WINDOWS), strict=True
+            )
+            for some, behind in pairs:
+                leaf = behind.detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = flow.predictions(some.to(self._session.device), leaf).float()
+                    chances = logits.log_softmax(-1)
+                    drawn = torch.multinomial(
+                        chances.detach().exp().flatten(0, -2), 1, generator=generator
+                    )
+                    likelihood = chances.flatten(0, -2).gather(1, drawn).sum()
+                    (gradient,) = torch.autograd.grad(likelihood, leaf)
+                found.append(gradient)
+            gradients.append(torch.cat(found))
+        contents.release()
+        return gradients
+
+    def _go_back(
+        self,
+        number: int,
+        reader: WeightReader,
+        inputs: Activations,
+        calls: Sequence[Sequence[Call]],
+        gradients: Activations,
+    ) -> None:
+        """Adds up the gradients in a block, and replaces those behind it by those before it."""
+        contents = self._session.fill_block(number, reader)
+        block = self._calibration.flow.blocks.blocks[number]
+        first = next(inputs.batches())
+        targets = self._chosen(number, block, calls[0][number], first)
+        moments = {}
+        for target in targets:
+            size = target.job.matrix.shape[0]
+            moments[target.job.name] = SecondMoments.zeros(size, self._session.device)
+        for batch, (hidden, behind) in enumerate(
+            zip(inputs.batches(), gradients.batches(), strict=True)
+        ):
+            leaf = hidden.detach().requires_grad_()
+            adds = batch < self._session.calibrating_batches
+            handles = [_watch(block, target, moments) for target in targets if adds]
+            # other ways to compute attention add gradients in an order that nobody knows
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                made = calls[batch][number].run(block, leaf)
+                (before,) = torch.autograd.grad(made, leaf, behind)
+            for handle in handles:
+                handle.remove()
+            gradients.replace(batch, before)
+        inputs.remove()
+        contents.release()
+        self._keep(number, moments)
+
+    def _chosen(
+        self, number: int, block: nn.Module, call: Call, hidden: torch.Tensor
+    ) -> list[Target]:
+        """Returns the weights of a block that are rounded with a view to their outputs."""
+        targets = [
+            target for target in self._calibration.targets.get(number, ()) if target.expert is None
+        ]
+        if self._calibration.outputs == "all" or not targets:
+            return targets
+        return list(find_stages(block, call, hidden, targets)[0].targets)
+
+    def _keep(self, number: int, moments: Mapping[str, SecondMoments]) -> None:
+        """Writes the mean moments of a block."""
+        for name, found in moments.items():
+            if not bool(found.sums.diagonal().sum().isfinite()):
+                raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
+        sizes = {name: found.sums.shape[0] for name, found in moments.items()}
+        chunks = [json.dumps(sizes).encode() + b"\n"]
+        chunks.extend(found.mean().cpu().numpy().tobytes() for found in moments.values())
+        with named(self._session.folder, OutputError):
+            self._session.folder.mkdir(parents=True, exist_ok=True)
+        write_file(self._file(number), chunks)
+
+
+def _watch(
+    block: nn.Module, target: Target, moments: Mapping[str, SecondMoments]
+) -> "torch.utils.hooks.RemovableHandle":
+    """Adds the gradients at the outputs of a weight's module, once they are computed."""
+
+    def add(gradient: torch.Tensor) -> None:
+        moments[target.job.name].add(gradient.detach())
+
+    def hook(module: nn.Module, args: object, made: torch.Tensor) -> None:  # noqa: ARG001
+        made.register_hook(add)  # type: ignore[no-untyped-call]
+
+    return block.get_submodule(target.path).register_forward_hook(hook)

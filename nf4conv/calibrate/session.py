@@ -1,0 +1,139 @@
+"""Runs parts of one model on one device: what calibration and the backward pass share."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nf4conv.calibrate.activations import Activations
+from nf4conv.calibrate.model.flow import Call, shared_with
+from nf4conv.calibrate.model.weights import Contents, WeightReader
+from nf4conv.calibrate.planning import MEMORY, PreparedCalibration, hidden_bytes
+from nf4conv.codec.quant_state import DTYPES
+from nf4conv.plan.fingerprint import require_unchanged
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.sources.tensors import TensorInfo
+
+_BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
+"""Tokens that go through a block together. They decide the order of sums, and so the bytes."""
+
+
+class Session:
+    """Runs parts of one model on one device.
+
+    Args:
+        plan: of a calibration.
+        device: that computes.
+        folder: for hidden states that do not fit into memory.
+
+    Attributes:
+        calibration: what is to be done.
+        dtype: what the model computes in: on a GPU the dtype of the weights, on a CPU float32.
+    """
+
+    def __init__(self, plan: QuantizationPlan, device: torch.device, folder: Path) -> None:
+        assert isinstance(plan.calibration, PreparedCalibration)
+        self.plan = plan
+        self.calibration = plan.calibration
+        self.device = device
+        self.folder = folder
+        self.dtype = DTYPES[plan.output.format.dtype] if device.type == "cuda" else torch.float32
+        budget = plan.options.calibration_memory
+        self.budget = MEMORY if budget is None else budget
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Yields token ids, [windows, length] int64; no batch holds windows of both kinds."""
+        windows = self.calibration.windows
+        ids = torch.from_numpy(windows.ids)
+        yield from torch.split(ids[: windows.calibrating], self._windows_of_batch())
+        yield from torch.split(ids[windows.calibrating :], self._windows_of_batch())
+
+    def _windows_of_batch(self) -> int:
+        return max(_BATCH_TOKENS[self.device.type] // self.calibration.window, 1)
+
+    @property
+    def calibrating_batches(self) -> int:
+        """The number of batches that calibrate; the others judge."""
+        return -(-self.calibration.windows.calibrating // self._windows_of_batch())
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The bytes of the hidden states of all windows."""
+        itemsize = torch.empty(0, dtype=self.dtype).itemsize
+        config = self.plan.source.config or {}
+        return hidden_bytes(self.calibration.windows, config, itemsize)
+
+    def embed(self, reader: WeightReader) -> tuple[Activations, list[list[Call]]]:
+        """Embeds all windows.
+
+        Returns:
+            The hidden states before the first block, and the calls of the blocks by batch.
+        """
+        flow = self.calibration.flow
+        contents = self.outside(reader, flow.needed)
+        file = self.folder / "hidden.bin"
+        activations = Activations(self.device, self.hidden_bytes, self.budget, file)
+        calls: list[list[Call]] = []
+        for ids in self.batches():
+            found = flow.calls(ids.to(self.device))
+            activations.append(found.hidden)
+            calls.append(shared_with(calls, found))
+        contents.release()
+        return activations, calls
+
+    def outside(self, reader: WeightReader, names: tuple[str, ...] | None = None) -> Contents:
+        """Fills parameters outside the blocks.
+
+        Args:
+            reader: of the checkpoint.
+            names: the parameters; None for all.
+        """
+        model = self.calibration.flow.model
+        fillings = list(self.calibration.fillings.get(None, ()))
+        if names is not None:
+            wanted = set(names)
+            fillings = [one for one in fillings if not wanted.isdisjoint(one.parameters)]
+        contents = Contents(model, fillings, self._read_with(reader), self.device)
+        _move_buffers(model, self.device)
+        return contents
+
+    def fill_block(self, number: int, reader: WeightReader) -> Contents:
+        """Fills a block with the weights of the checkpoint.
+
+        Raises:
+            SourceError: a file of it has changed.
+        """
+        fillings = self.calibration.fillings[number]
+        model = self.calibration.flow.model
+        contents = Contents(model, fillings, self._read_with(reader), self.device)
+        files = {tensor.file for filling in fillings for tensor in filling.tensors}
+        what = "while it was read; start anew with --overwrite"
+        require_unchanged(self.plan.source, what, files)
+        return contents
+
+    def bytes_of_block(self, number: int) -> int:
+        """Returns the bytes of a block in the checkpoint."""
+        total = 0
+        for filling in self.calibration.fillings[number]:
+            total += sum(tensor.nbytes for tensor in filling.tensors)
+        return total
+
+    def _read_with(self, reader: WeightReader) -> Callable[[TensorInfo, str], torch.Tensor]:
+        """Returns what reads a tensor in the dtype that its parameter has in the model."""
+        model = self.calibration.flow.model
+        strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+        def read(tensor: TensorInfo, parameter: str) -> torch.Tensor:
+            is_strict = any(name in parameter for name in strict)
+            return reader.read(tensor, torch.float32 if is_strict else None)
+
+        return read
+
+
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves the buffers of a model to a device; they are small."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
