@@ -16,7 +16,8 @@ def words_of(line: str) -> str:
         return record["text"]
     assert set(record) == {"messages"}
     roles = [message["role"] for message in record["messages"]]
-    # no system: the templates of some models refuse it
+    if roles[0] == "system":
+        del roles[0]
     assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert roles
     return "\n".join(message["content"] for message in record["messages"])

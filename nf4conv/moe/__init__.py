@@ -17,6 +17,7 @@ What a model has then:
     tensor.py      Experts4bit: looks like the 3-D parameter, decodes what is used
     adapted.py     AdaptedExperts: the same with LoRA, without adding it up
     layer.py       says what of a layer of experts is packed
+    sharding.py    shards them over processes, as FSDP2 does, and refuses other ways
     dispatch.py    lets packed layers compute their own way: the seam to forward.py
     forward.py     computes a layer of packed experts
 """

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from nf4conv.errors import PlanError
 from nf4conv.moe.tensor import FUNCTIONS as ABOVE_AUTOGRAD
-from nf4conv.moe.tensor import Experts4bit
+from nf4conv.moe.tensor import OPERATIONS, Experts4bit
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +218,20 @@ def multiply_groups(x: torch.Tensor, factors: torch.Tensor, offs: torch.Tensor) 
     return torch.cat(products)
 
 
+def _refuse_to_merge(target: Any, *_: Any, **__: Any) -> Any:
+    """Says how to merge, when PEFT adds a product to the weights themselves.
+
+    Raises:
+        PlanError: the weights are packed.
+    """
+    if not isinstance(target, Experts4bit):
+        return NotImplemented
+    raise PlanError(
+        "an adapter cannot be merged into 4-bit experts in memory: save the adapter, and run "
+        "`nf4conv dequantize MODEL OUT --lora ADAPTER`, which writes the sum in 16 bits"
+    )
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.baddbmm: adapt,
     torch.Tensor.baddbmm: adapt,
@@ -240,6 +255,7 @@ if hasattr(torch, "_grouped_mm"):
     FUNCTIONS[torch._grouped_mm] = _grouped_by(torch._grouped_mm)
 
 ABOVE_AUTOGRAD.update({torch.baddbmm: adapt, torch.Tensor.baddbmm: adapt})
+OPERATIONS[torch.ops.aten.add_.Tensor] = _refuse_to_merge
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_meta", "grad", "grad_fn", "is_leaf", "ndim",

@@ -9,6 +9,9 @@ what it returns. A layer whose weights are packed then calls
 of forward.py, under every implementation. It returns [tokens, hidden], or None where it has no
 faster way; then the implementation that was asked for runs, with Experts4bit as its weights.
 `nf4conv.moe.layer.packed_weights(module)` gives forward.py what it needs.
+
+torch.compile goes around layers of packed experts: which experts are decoded depends on the values
+of a tensor, which a graph cannot know. What is between these layers is compiled.
 """
 
 from collections.abc import Callable
@@ -57,3 +60,30 @@ def install(interface: Any) -> None:
 
     interface.get_interface = get_interface
     interface._nf4conv = True
+
+
+def leave_out_of_graphs(module: torch.nn.Module) -> None:
+    """Has torch.compile call a layer of experts as it stands.
+
+    Args:
+        module: a layer whose experts are packed. Others of its class are compiled as before.
+    """
+    kind: Any = type(module)
+    if "_nf4conv_is_packed" not in vars(kind):
+        kind._nf4conv_is_packed = False
+        kind.forward = _outside_of_graphs(kind.forward)
+    module._nf4conv_is_packed = True  # type: ignore[assignment]
+
+
+def _outside_of_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    reason = "4-bit experts are decoded outside of compiled graphs; leave fullgraph off"
+    disable: Any = torch.compiler.disable
+    outside = disable(forward, reason=reason)
+
+    @wraps(forward)
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._nf4conv_is_packed:
+            return outside(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return compute

@@ -394,3 +394,67 @@ EXPERTS_ONE_BY_ONE = _names("""
     Qwen3OmniMoeThinkerForConditionalGeneration
 """)
 """Mixtures of experts that transformers 4 stores expert by expert, and loads so in 4 bits."""
+
+MIXTURES = _names("""
+    AXK1ForCausalLM AXK2ForCausalLM AfmoeForCausalLM AriaTextForCausalLM
+    BailingHybridForCausalLM Cohere2MoeForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    DeepseekV3ForCausalLM DeepseekV4ForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM
+    Ernie4_5_MoeForCausalLM ExaoneMoeForCausalLM FlexOlmoForCausalLM Glm4MoeForCausalLM
+    Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+    HYV3ForCausalLM HYV4ForCausalLM HunYuanMoEV1ForCausalLM Inkling2ForCausalLM
+    InklingForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM
+    Kolibri1ForCausalLM LagunaForCausalLM LongcatFlashForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM
+    MixtralForCausalLM NemotronHForCausalLM OlmoeForCausalLM PhimoeForCausalLM
+    Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5MoeForCausalLM
+    Qwen4ExpForCausalLM SolarOpenForCausalLM ZayaForCausalLM AXK1ForSequenceClassification
+    AXK2ForSequenceClassification DeepseekV2ForSequenceClassification
+    DeepseekV3ForSequenceClassification GptOssForSequenceClassification
+    HunYuanMoEV1ForSequenceClassification JambaForSequenceClassification
+    JetMoeForSequenceClassification MiniMaxForSequenceClassification
+    Mistral4ForSequenceClassification MixtralForSequenceClassification
+    PhimoeForSequenceClassification Qwen2MoeForSequenceClassification
+    Qwen3MoeForSequenceClassification Qwen3NextForSequenceClassification
+    AriaForConditionalGeneration DeepseekOcr2ForConditionalGeneration
+    DiffusionGemmaForBlockDiffusion Ernie4_5_VLMoeForConditionalGeneration
+    Glm4vMoeForConditionalGeneration Inkling2ForConditionalGeneration
+    InklingForConditionalGeneration Kimi_K25ForConditionalGeneration
+    MiniMaxM3SparseForConditionalGeneration Mistral4ForCausalLM
+    MistralLarge4ForConditionalGeneration MuseSparkForConditionalGeneration
+    NemotronH_Omni_Reasoning_V3 Qwen3OmniMoeThinkerForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+    Qwen4ExpForConditionalGeneration UnlimitedOcrForConditionalGeneration DiffusionGemmaModel
+    Glm4vMoeTextModel MistralLarge4TextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel
+""")
+"""Mixtures of experts that the sweep loads with their experts in 4 bits."""
+
+STACKED_MIXTURES = _names("""
+    AriaTextForCausalLM GptOssForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
+    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV4ForCausalLM Inkling2ForCausalLM
+    InklingForCausalLM MiniMaxM3VLForCausalLM ZayaForCausalLM GptOssForSequenceClassification
+    Mistral4ForSequenceClassification AriaForConditionalGeneration DiffusionGemmaForBlockDiffusion
+    Inkling2ForConditionalGeneration InklingForConditionalGeneration Mistral4ForCausalLM
+    MuseSparkForConditionalGeneration Qwen3VLMoeForConditionalGeneration DiffusionGemmaModel
+    Glm4vMoeTextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel
+""")
+"""Mixtures that transformers 5 saves with a layer's experts in one tensor."""
+
+MIXTURE_EXCEPTIONS = {
+    "JetMoeForCausalLM": "its experts are attention heads, which stay in 16 bits",
+    "JetMoeForSequenceClassification": "its experts are attention heads, which stay in 16 bits",
+    "OpenAIPrivacyFilterModel": "computes experts in float32, for which packed ones are decoded "
+    "without rounding to bfloat16 first; outputs differ by such a rounding",
+}
+"""Mixtures that do not compute with packed experts, to the last bit, what they compute with decoded
+ones.
+"""
+
+GENERATE_UNKNOWN = _names("""
+    BailingHybridForCausalLM DiffusionGemmaForBlockDiffusion JambaForCausalLM KimiLinearForCausalLM
+    Qwen3NextForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration Qwen3_5MoeForCausalLM
+    Qwen4ExpForCausalLM
+""")
+"""Mixtures that compute, but write no words when they are so small: without a layer of full
+attention, or without the token that begins a picture. DiffusionGemma writes in another way.
+"""

@@ -5,6 +5,7 @@ What needs torch is imported when there are packed experts: importing torch take
 
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
     chosen = stacks_to_pack(parameters, skipped)
     if not chosen:
         return None
-    prepare_transformers()
+    prepare_transformers(model, chosen)
     log.warning("nf4conv.moe packs %d parameters of experts to 4 bits", len(chosen))
     return Loading(None, PackedNames(), chosen)
 
@@ -94,11 +95,11 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
     parameters = expert_parameters(loading.model)
     made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
     found = parameters_of_packed(made + conversions, loading.names, loading.model)
-    loading.parameters, loading.model = found, None
+    model, loading.parameters, loading.model = loading.model, found, None
     if not found:
         return conversions
     decode_routers(conversions)
-    prepare_transformers()
+    prepare_transformers(model, found)
     log.warning(
         "nf4conv.moe keeps %d parameters of experts in 4 bits (NF4CONV_MOE=0 switches this off)",
         len(found),
@@ -113,12 +114,22 @@ def with_packing(operation: Any) -> Any:
     return ExpertsQuantize(operation)
 
 
-def prepare_transformers() -> None:
-    """Makes transformers' layers of experts ready for packed weights; once."""
+def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
+    """Makes transformers' layers of experts ready for packed weights.
+
+    Args:
+        model: the model, without weights.
+        parameters: the names of those that are packed.
+    """
     from transformers.integrations import moe
 
-    from nf4conv.moe.dispatch import install
+    from nf4conv.moe.dispatch import install as install_dispatch
+    from nf4conv.moe.dispatch import leave_out_of_graphs
+    from nf4conv.moe.sharding import install as install_sharding
     from nf4conv.moe.tensor import know_transformers_operators
 
     know_transformers_operators()
-    install(type(moe.ALL_EXPERTS_FUNCTIONS))
+    install_sharding()
+    install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
+    for name in parameters:
+        leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))

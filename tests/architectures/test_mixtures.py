@@ -1,0 +1,109 @@
+"""For every mixture: its packed experts load in plain transformers 5, and compute what decoded ones
+do.
+
+CI runs FAST; `make test-architectures` runs all.
+"""
+
+import pytest
+import torch
+import transformers
+from cases import (
+    CASES,
+    FAST,
+    FORWARD_UNKNOWN,
+    GENERATE_UNKNOWN,
+    MIXTURE_EXCEPTIONS,
+    MIXTURES,
+    STACKED_MIXTURES,
+)
+from expert_roundtrip import (
+    can_generate,
+    decode_experts,
+    each_implementation,
+    expert_weights,
+    generate,
+    load_mixture,
+)
+from roundtrip import first_output, resemblance
+from tiny import tiny_config
+
+import nf4conv.moe  # noqa: F401
+from nf4conv.moe.tensor import Experts4bit
+
+EVERY = [name for group in CASES.values() for name in group]
+
+
+def in_ci(name, *others):
+    marks = () if name in FAST else pytest.mark.architectures
+    return pytest.param(name, *others, marks=marks)
+
+
+ALL = [in_ci(name, "packed") for name in MIXTURES if name not in MIXTURE_EXCEPTIONS]
+ALL += [in_ci(name, "stacked") for name in STACKED_MIXTURES if name not in MIXTURE_EXCEPTIONS]
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),  # of transformers about models made of random numbers
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize(("architecture", "moe"), ALL)
+def test_packed_experts_compute_what_decoded_experts_do(architecture, moe, tmp_path):
+    mixture = load_mixture(architecture, moe, tmp_path)
+    packed, decoded = expert_weights(mixture.packed), expert_weights(mixture.decoded)
+    original = expert_weights(mixture.original)
+    assert packed
+    assert packed.keys() == decoded.keys()
+    for name, weight in packed.items():
+        assert isinstance(weight, Experts4bit), name
+        assert torch.equal(weight.decoded(), decoded[name]), name
+        assert resemblance(decoded[name], original[name]) > 0.99, name
+    expected = outputs(architecture, mixture.packed)
+    decode_experts(mixture)
+    assert not any(isinstance(p, Experts4bit) for p in mixture.packed.parameters())
+    found = outputs(architecture, mixture.packed)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.architectures
+def test_exceptions_are_what_their_reasons_say(tmp_path):
+    for name in ("JetMoeForCausalLM", "JetMoeForSequenceClassification"):
+        mixture = load_mixture(name, "packed", tmp_path / name)
+        assert not any(isinstance(p, Experts4bit) for p in expert_weights(mixture.packed).values())
+    mixture = load_mixture("OpenAIPrivacyFilterModel", "packed", tmp_path)
+    found = first_output(mixture.packed)
+    decode_experts(mixture)
+    expected = first_output(mixture.packed)
+    assert not torch.equal(found, expected)
+    assert resemblance(found, expected) > 0.9999
+
+
+@pytest.mark.architectures
+def test_every_mixture_of_the_sweep_is_listed():
+    found = set()
+    for name in EVERY:
+        with torch.device("meta"):
+            model = getattr(transformers, name)(tiny_config(name))
+        if expert_weights(model):
+            found.add(name)
+    assert found == set(MIXTURES)
+
+
+def outputs(architecture, model):
+    """What a model says in each implementation of experts, and what it writes."""
+    if architecture in FORWARD_UNKNOWN:
+        return {}
+    found = {}
+    for implementation in each_implementation(model):
+        found["logits", implementation] = first_output(model)
+        if architecture not in GENERATE_UNKNOWN and can_generate(model):
+            found["words", implementation] = generate(model)
+    return found

@@ -1,0 +1,58 @@
+"""Compiles models with packed experts: torch.compile goes around their layers."""
+
+import pytest
+import torch
+from adapters import INPUT
+from expert_training import adapt, load_mixture, make_mixture, packed_experts, train
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),  # of torch about compiling
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    return make_mixture("qwen3_moe", folder, num_hidden_layers=1)
+
+
+def test_a_layer_computes_the_same(mixture):
+    layer = load_mixture(mixture).eval().model.layers[0].mlp
+    torch._dynamo.reset()
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    with torch.no_grad():
+        expected = layer(x)
+        found = torch.compile(layer, backend="aot_eager")(x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.architectures
+def test_inference_gives_the_same_logits(mixture):
+    model = load_mixture(mixture).eval()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(INPUT, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager")
+        assert torch.equal(compiled(INPUT, use_cache=False).logits, expected)
+    assert packed_experts(model)
+
+
+def test_a_whole_graph_is_refused_with_the_reason(mixture):
+    layer = load_mixture(mixture).eval().model.layers[0].mlp
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="leave fullgraph off"):
+        compiled(torch.zeros(2, 8, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.architectures
+def test_training_lora_on_attention(mixture):
+    losses = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model = adapt(load_mixture(mixture), target_parameters=None)
+        if is_compiled:
+            model = torch.compile(model, backend="aot_eager")
+        losses.append(train(model)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
