@@ -117,19 +117,18 @@ def multiply_rows(
     shape = rows_shape(projection)
     factor = x if weights is None else weights
     launch_rows(
-        groups * -(-projection.rows // (shape.rows * shape.tiles)),
+        groups * -(-projection.rows // shape.rows),
         (
             x, ids, factor, out, *projection.pointers,
             tokens * k // x.shape[0], first.experts, *projection.sizes,
         ),
         (
-            terms, chunks, shape.rows, shape.tiles, shape.chunks,
+            terms, chunks, shape.rows, shape.chunks,
             projection.up is not None, projection.silu, weights is not None, first.nested,
             shape.early, x.is_cuda,
         ),
-        (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype, shape.registers),
+        (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype),
         shape.warps,
-        registers=shape.registers,
         begins_early=shape.early,
     )  # fmt: skip
     return out
@@ -313,19 +312,15 @@ class RowsShape:
     """How the kernel of rows.py is launched.
 
     Attributes:
-        rows: of W that a program computes at once.
-        tiles: how often it does.
+        rows: of W that a program computes.
         chunks: that it takes at once.
         warps: of 32 threads.
-        registers: of a thread, at most.
         early: True to begin before the kernel before has ended.
     """
 
     rows: int
-    tiles: int
     chunks: int
     warps: int
-    registers: int | None
     early: bool
 
 
@@ -347,11 +342,11 @@ class GroupsShape:
 
 
 def rows_shape(projection: Projection) -> RowsShape:
-    """Choose how rows are multiplied."""
+    """Choose how rows are multiplied: the fastest of the sweep in docs/kernels.md."""
     early = _is_hopper(projection.stack.device)
     if projection.up is not None:
-        return RowsShape(4, 1, 32, 4, None, early)
-    return RowsShape(8, 1, 32, 8, None, early)
+        return RowsShape(4, 32, 4, early)
+    return RowsShape(8, 32, 4, early)
 
 
 def groups_shape(projection: Projection, members: int) -> GroupsShape:

@@ -56,7 +56,6 @@ def rows_kernel(
     TERMS: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
     CHUNKS: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
@@ -65,8 +64,8 @@ def rows_kernel(
     EARLY: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Compute TILES times ROWS rows for a group: the sum over its terms of x · Wᵀ, weighted. It
-    takes CHUNKS chunks at once, counted over all TERMS, which have ROW_CHUNKS each.
+    """Compute ROWS rows for a group: the sum over its terms of x · Wᵀ, weighted. It takes CHUNKS
+    chunks at once, counted over all TERMS, which have ROW_CHUNKS each.
 
     Term t of group g has expert ids[g · TERMS + t] and row (g · TERMS + t) // share of x, where
     share is 1 unless TERMS is. Experts that do not exist contribute 0.
@@ -83,10 +82,9 @@ def rows_kernel(
 
     Scalars: rows of the result; experts of the stack; the rest is stacks.py's layout.
     """
-    programs = tl.cdiv(rows, ROWS * TILES)  # of a group
-    group = tl.program_id(0) // programs
-    share_of_group = tl.program_id(0) % programs
-    first_tile = share_of_group * TILES
+    tiles = tl.cdiv(rows, ROWS)
+    group = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     layout = (row_step, ROW_CHUNKS, expert_chunks, blocks, nested_blocks, offset_step, block_shift)
     stack = (codes_ptr, absmax_ptr, nested_absmax_ptr, offset_ptr, first_row)
     up_stack = (up_codes_ptr, up_absmax_ptr, up_nested_absmax_ptr, up_offset_ptr, up_first_row)
@@ -94,44 +92,40 @@ def rows_kernel(
         ids_ptr += _wait()
     STEPS: tl.constexpr = (TERMS * ROW_CHUNKS + CHUNKS - 1) // CHUNKS
     ahead = _load(
-        stack, up_stack, layout, ids_ptr, group, first_tile, 0, rows, experts, TERMS, ROW_CHUNKS,
+        stack, up_stack, layout, ids_ptr, group, tile, 0, rows, experts, TERMS, ROW_CHUNKS,
         ROWS, CHUNKS, GATED, NESTED,
     )  # fmt: skip
     if EARLY and not GATED:
+        # codes and the choice of experts are older than the kernel before, x is not
         x_ptr += _wait()
     if PTX:
         value = lane_entry(tl.zeros((ROWS, CHUNKS * 8), tl.int64) + table_ptr.to(tl.int64), True)
     else:
         value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
-    out_ptr += group.to(tl.int64) * out_columns
     start = group * TERMS // share * (ROW_CHUNKS * 8)
-    x = _load_x(x_ptr, start, 0, TERMS * ROW_CHUNKS, CHUNKS)
-    for turn in tl.static_range(TILES):
-        total = tl.zeros((ROWS, CHUNKS), tl.float32)
-        up_total = tl.zeros((ROWS, CHUNKS), tl.float32)
-        for step in tl.static_range(STEPS):
-            words, loaded, up_words, up_loaded, there = ahead
-            if turn * STEPS + step + 1 < TILES * STEPS:
-                ahead = _load(
-                    stack, up_stack, layout, ids_ptr, group,
-                    first_tile + (turn * STEPS + step + 1) // STEPS, (step + 1) % STEPS * CHUNKS,
-                    rows, experts, TERMS, ROW_CHUNKS, ROWS, CHUNKS, GATED, NESTED,
-                )  # fmt: skip
-            if STEPS > 1 and turn + step > 0:
-                x = _load_x(x_ptr, start, step * CHUNKS, TERMS * ROW_CHUNKS, CHUNKS)
-            scale = scales(loaded, nested_code_ptr, NESTED, PTX)
-            if WEIGHTED:
-                term = group * TERMS + (step * CHUNKS + tl.arange(0, CHUNKS)) // ROW_CHUNKS
-                factor = tl.load(factor_ptr + term, mask=there, other=0.0).to(tl.float32)
-                scale *= factor[None, :]
-            total = tl.fma(_dots(words, x, value, table_ptr, CHUNKS, PTX), scale, total)
-            if GATED:
-                up_scale = scales(up_loaded, nested_code_ptr, NESTED, PTX)
-                dots = _dots(up_words, x, value, table_ptr, CHUNKS, PTX)
-                up_total = tl.fma(dots, up_scale, up_total)
-        row = (first_tile + turn) * ROWS + tl.arange(0, ROWS)
-        to_ptr = out_ptr + row * column_step
-        _store(to_ptr, up_column, row < rows, total, up_total, GATED, SILU)
+    total = tl.zeros((ROWS, CHUNKS), tl.float32)
+    up_total = tl.zeros((ROWS, CHUNKS), tl.float32)
+    for step in tl.static_range(STEPS):
+        words, loaded, up_words, up_loaded, there = ahead
+        if step + 1 < STEPS:
+            ahead = _load(
+                stack, up_stack, layout, ids_ptr, group, tile, (step + 1) * CHUNKS, rows, experts,
+                TERMS, ROW_CHUNKS, ROWS, CHUNKS, GATED, NESTED,
+            )  # fmt: skip
+        x = _load_x(x_ptr, start, step * CHUNKS, TERMS * ROW_CHUNKS, CHUNKS)
+        scale = scales(loaded, nested_code_ptr, NESTED, PTX)
+        if WEIGHTED:
+            term = group * TERMS + (step * CHUNKS + tl.arange(0, CHUNKS)) // ROW_CHUNKS
+            factor = tl.load(factor_ptr + term, mask=there, other=0.0).to(tl.float32)
+            scale *= factor[None, :]
+        total = tl.fma(_dots(words, x, value, table_ptr, CHUNKS, PTX), scale, total)
+        if GATED:
+            up_scale = scales(up_loaded, nested_code_ptr, NESTED, PTX)
+            dots = _dots(up_words, x, value, table_ptr, CHUNKS, PTX)
+            up_total = tl.fma(dots, up_scale, up_total)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    out_ptr += group.to(tl.int64) * out_columns + row * column_step
+    _store(out_ptr, up_column, row < rows, total, up_total, GATED, SILU)
 
 
 launch_rows = Launcher(rows_kernel)
