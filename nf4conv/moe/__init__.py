@@ -20,6 +20,7 @@ What a model has then:
     sharding.py    shards them over processes, as FSDP2 does, and refuses other ways
     dispatch.py    lets packed layers compute their own way: the seam to forward.py
     forward.py     computes a layer of packed experts
+    offload.py     keeps experts in host memory, and those that are used often on the GPU
 """
 
 from nf4conv.moe.entry import activate as activate

@@ -94,7 +94,7 @@ def _compute(
     if not has_factors and not _trains(x, weights) and x.shape[0] <= MOST_TOKENS:
         projections = projections_of(module, layer)
         if projections is not None:
-            return multiply(module, projections, x, ids, weights)
+            return add_bias(module, multiply(module, projections, x, ids, weights), ids, weights)
     return compute_grouped(module, x, ids, weights)
 
 
@@ -133,8 +133,9 @@ def multiply(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    names: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes a layer with packed experts; nothing waits for the device.
+    """Computes a layer with packed experts, but for its last bias; nothing waits for the device.
 
     Args:
         module: the layer, for its biases and its activation.
@@ -142,11 +143,13 @@ def multiply(
         x: [tokens, hidden].
         ids: [tokens, k]; experts that do not exist contribute nothing.
         weights: [tokens, k].
+        names: [tokens, k], by which the biases of experts are found; `ids` by default.
 
     Returns:
         [tokens, hidden].
     """
     up, down = projections
+    names = ids if names is None else names
     x = x.contiguous()
     ids = ids.to(torch.int64).contiguous()
     weights = weights.contiguous()
@@ -154,17 +157,24 @@ def multiply(
     if tokens <= MOST_TOKENS_BY_ROWS:
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
-            hidden = _activate(module, hidden, ids)
+            hidden = _activate(module, hidden, names)
         out = multiply_rows(hidden, ids, down, weights)
     else:
         members = max(FEWEST_MEMBERS, min(64, 1 << (tokens - 1).bit_length()))
         pairs, experts = group_by_expert(ids, up.stack.experts, members)
         hidden = multiply_groups(x, pairs, experts, k, ids.numel(), up)
         if not up.silu:
-            hidden = _activate(module, hidden, ids)
+            hidden = _activate(module, hidden, names)
         flat = weights.view(-1)
         results = multiply_groups(hidden, pairs, experts, 1, ids.numel(), down, flat)
         out = results.view(tokens, k, -1).sum(1)
+    return out
+
+
+def add_bias(
+    module: Any, out: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Adds the weighted biases of the way down, if there are any."""
     if getattr(module, "has_bias", False):
         biases = module.down_proj_bias[ids]
         out += torch.matmul(weights.to(biases.dtype).unsqueeze(1), biases).squeeze(1)

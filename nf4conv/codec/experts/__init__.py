@@ -3,6 +3,7 @@
 packed.py   PackedExperts: codes and scales of E matrices, and how they are made of QuantStates
 decode.py   decodes some experts of it
 product.py  multiplies with them, by the kernels
+offloaded.py  keeps them in host memory, and some of them in a cache on the GPU
 """
 
 from nf4conv.codec.experts.decode import decode as decode

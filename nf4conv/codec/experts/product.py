@@ -14,7 +14,6 @@ import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.experts.packed import PackedExperts
-from nf4conv.format.layout import block_count
 
 MOST_PAIRS = 1024
 """Pairs up to which one launch finds the groups."""
@@ -210,6 +209,7 @@ def _group_many(
     """Group pairs by their expert, as many groups as it takes; by torch's operations."""
     count = flat.numel()
     device = flat.device
+    flat = torch.where(flat < 0, experts, flat)
     sorted_ids, order = torch.sort(flat, stable=True)
     own = sorted_ids.clamp(max=experts - 1)
     bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=device))
@@ -362,10 +362,21 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _offset_step(packed: PackedExperts) -> int:
-    """Return 1 if each expert has a nested offset of its own."""
-    if packed.nested_offset is None:
+    """Return from one expert's nested offset to the next; 0 if all have the same one."""
+    offset = packed.nested_offset
+    if offset is None or offset.numel() == 1 < packed.experts:
         return 0
-    return int(packed.nested_offset.numel() > 1)
+    return offset.stride(0)
+
+
+def _nested_step(packed: PackedExperts) -> int:
+    """Return from one expert's nested absmax to the next; 0 if nested blocks run over borders."""
+    nested_absmax = packed.nested_absmax
+    if nested_absmax is None or packed.nested_blocks_per_expert is None:
+        return 0
+    if nested_absmax.dim() == 2:
+        return nested_absmax.stride(0)
+    return packed.nested_blocks_per_expert
 
 
 def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
@@ -390,11 +401,10 @@ def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
 def _sizes(projection: Projection) -> tuple[int, ...]:
     """Return the sizes of a projection, in the order of rows_kernel and groups_kernel."""
     packed = projection.stack
-    elements = packed.rows * packed.columns
     return (
         projection.rows, projection.first_row, projection.up_first_row, projection.row_step,
-        elements // 64, block_count(elements, packed.blocksize),
-        packed.nested_blocks_per_expert or 0, _offset_step(packed),
+        packed.codes.stride(0) // 32, packed.absmax.stride(0),
+        _nested_step(packed), _offset_step(packed),
         (packed.blocksize // 64).bit_length() - 1,
         projection.out_columns, projection.up_column, projection.column_step,
     )  # fmt: skip

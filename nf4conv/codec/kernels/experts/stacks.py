@@ -7,10 +7,10 @@ meant in each matrix; a *layout* is a tuple of sizes that all stacks of a launch
     row_step        rows of the matrix between two that follow each other in the result: 2 where
                     gate and up take turns
     chunks          chunks of a row
-    expert_chunks   chunks of an expert
-    blocks          blocks of an expert
-    nested_blocks   nested blocks of an expert; 0 if nested blocks run over experts' borders
-    offset_step     1 if each expert has an offset of its own, otherwise 0
+    expert_chunks   chunks from one expert to the next
+    blocks          absmax from one expert to the next
+    nested_blocks   the same of nested absmax; 0 if nested blocks run over experts' borders
+    offset_step     the same of offsets; 0 if all experts share one
     block_shift     a block has 64 << block_shift elements
 """
 
