@@ -30,6 +30,8 @@ def kernels_for_job(job: Job, format: Format, *, is_measured: bool) -> frozenset
         return _NOTHING if first is None else kernels_for_tensor(first.tensor, job.steps)
     if job.stored is not None:
         return _NOTHING
+    if job.source.encoding is not None and len(job.matrix.shape) > 2:
+        return None  # a stack is decoded matrix by matrix, and packed as a whole
     whole = whole_weight(job)
     if whole.tensor is None:
         return None
