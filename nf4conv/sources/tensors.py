@@ -357,6 +357,7 @@ class LowRankDelta:
     is_transposed: bool = False  # True if the tensor is [in, out]
     magnitude: TensorInfo | None = None  # [out]: the norms that DoRA gives the rows
     rows: tuple[int, int] | None = None  # rows of the product that are added; None for all
+    row_step: int = 1  # distance between them
     experts: int = 0  # how many experts the factors stack; 0 if they are those of a single matrix
     expert: int | None = None  # which expert the tensor is; None if it is a stack of all of them
     # True if the columns of `up` are sorted by expert and then by rank; False if by rank first

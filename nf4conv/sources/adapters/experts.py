@@ -10,6 +10,8 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.models.expert_layouts import DOWN, GATE_UP, GPT_OSS, layouts_of
+from nf4conv.models.single_experts import stack_name
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
@@ -18,6 +20,9 @@ from nf4conv.sources.tensors import LowRankDelta, TensorInfo
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""
+
+_PROJECTIONS: Final = {"gate_up_proj": GATE_UP, "down_proj": DOWN}
+"""The projections that each of them holds."""
 
 
 class _MatrixNames(NamedTuple):
@@ -38,6 +43,8 @@ class _Place(NamedTuple):
     expert: int | None = None  # which expert the tensor is; None if it holds all of them
     share: int = 0  # which part of the expert's rows it is
     shares: int = 1  # how many such parts there are
+    is_interleaved: bool = False  # True if rows of the parts alternate in the parameter
+    is_transposed: bool | None = None  # None if shapes, and what is beside it, tell
 
 
 def changes_of_parameters(
@@ -77,6 +84,13 @@ def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
     found = base.find(f"{module}.{leaf}")
     if found is not None:
         return [_Place(found)]
+    renamed = _stack_of_another_name(base, module, leaf)
+    if renamed is not None:
+        return [renamed]
+    if leaf in _FUSED and base.find(f"{module}.{leaf}s.0.weight") is not None:  # Unsloth's gpt-oss
+        singles = _numbered(base, f"{module}.{leaf}s", "weight")
+        return [_Place(single, expert) for expert, single in enumerate(singles)]
+    is_interleaved = _is_interleaved(base, leaf)
     for names in _SINGLE:
         if leaf == "gate_up_proj":
             shares = [names.gate, names.up]
@@ -88,16 +102,34 @@ def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
             continue
         places = []
         for share, name in enumerate(shares):
-            for expert, single in enumerate(_single_experts(base, module, name)):
-                places.append(_Place(single, expert, share, len(shares)))
+            for expert, single in enumerate(_numbered(base, module, f"{name}.weight")):
+                places.append(_Place(single, expert, share, len(shares), is_interleaved))
         return places
     return []
 
 
-def _single_experts(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
-    """Yields the matrices of this name, expert by expert, until there is none."""
+def _stack_of_another_name(base: Base, module: str, leaf: str) -> _Place | None:
+    """Returns a stack that is not called on disk what it is in memory; None if there is none."""
+    for layout in layouts_of(base.config):
+        for stack in layout.stacks:
+            if stack.is_flat or stack.projections != _PROJECTIONS.get(leaf):
+                continue
+            name = stack_name(module, stack, layout)
+            found = None if name is None else base.find(name)
+            if found is not None and not stack.is_interleaved:
+                return _Place(found, is_transposed=stack.is_transposed)
+    return None
+
+
+def _is_interleaved(base: Base, leaf: str) -> bool:
+    """Returns True if the rows of two projections alternate in a parameter of the model."""
+    return leaf == "gate_up_proj" and any(layout is GPT_OSS for layout in layouts_of(base.config))
+
+
+def _numbered(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
+    """Yields the tensors of this name, expert by expert, until there is none."""
     for expert in count():
-        found = base.find(f"{module}.{expert}.{name}.weight")
+        found = base.find(f"{module}.{expert}.{name}")
         if found is None:
             return
         yield found
@@ -129,7 +161,9 @@ def _changes_of_parameter(
     for place in places:
         height = up.shape[0] // place.shares
         rows = None
-        if place.shares > 1:
+        if place.is_interleaved:
+            rows = (place.share, up.shape[0])
+        elif place.shares > 1:
             rows = (place.share * height, (place.share + 1) * height)
         delta = LowRankDelta(
             up,
@@ -137,6 +171,7 @@ def _changes_of_parameter(
             adapter.scale(path),
             is_transposed=_is_transposed(base, adapter, part, place),
             rows=rows,
+            row_step=place.shares if place.is_interleaved else 1,
             experts=experts,
             expert=place.expert,
             is_expert_major=expert_major,
@@ -157,6 +192,8 @@ def _is_transposed(base: Base, adapter: Adapter, part: Targeted, place: _Place) 
         raise misfit(adapter, up, place.tensor, f" by way of {list(down.shape)}")
     if made[0] != made[1]:
         return stored != made
+    if place.is_transposed is not None:
+        return place.is_transposed
     return _is_stack_transposed(base, part.module)
 
 

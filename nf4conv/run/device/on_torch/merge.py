@@ -104,7 +104,7 @@ def _prepared(change: Change) -> Change:
             up = up[:, delta.expert :: delta.experts]
     if delta.rows is not None:
         start, stop = delta.rows
-        up = up[start:stop]
+        up = up[start : stop : delta.row_step]
     if magnitude is not None:
         magnitude = magnitude.view(-1).double()
     return Factors(delta, up, down.double(), magnitude)
