@@ -66,6 +66,9 @@ and `compare` then have the `verdict` in one line. `schema_version` is {SCHEMA_V
 when a field is renamed, removed, or gets another meaning, not when a field is added. Sizes are in
 bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`,
 `"inf"` and `"-inf"`. The functions of the Python API return the same results as dataclasses.
+
+An error is an object too: `error` is the line that stderr shows, `kind` the name of its class, and
+`exit_code` that of the process.
 """
 
 

@@ -1,9 +1,10 @@
 """Turns every error into one line on stderr and an exit code."""
 
+import json
 import os
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -16,6 +17,8 @@ from nf4conv.system.signals import (
     discard_stdout,
     is_unread,
 )
+
+_PRINTS_JSON: Final = "nf4conv.prints_json"  # key in click's meta
 
 
 class _Terminated(BaseException):
@@ -34,17 +37,28 @@ class CommandGroup(click.Group):
         """Returns the names of the commands in the order in which they were added."""
         return list(self.commands)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the options, and notes whether the command is to print JSON."""
+        ctx.meta[_PRINTS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command. An error ends the process with one line on stderr and an exit code.
 
-        The environment variable NF4CONV_DEBUG lets unexpected errors through.
+        With --json, an object on stdout says the same. The environment variable NF4CONV_DEBUG lets
+        unexpected errors through.
         """
         try:
             return super().invoke(ctx)
         except VerificationError as error:
+            _tell_json(ctx, error, 1)
             _fail(str(error), 1)
         except Nf4convError as error:
+            _tell_json(ctx, error, 2)
             _fail(str(error), 2)
+        except click.UsageError as error:
+            _tell_json(ctx, error, 2)
+            raise
         except _Terminated:
             _fail("stopped; the same command resumes", STOPPED_EXIT)
         except KeyboardInterrupt:
@@ -57,6 +71,15 @@ class CommandGroup(click.Group):
             if os.environ.get("NF4CONV_DEBUG"):
                 raise
             _fail(_explained(error, ctx.command_path), 2)
+
+
+def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
+    """Prints an error as a JSON object on stdout, if the command was to print JSON."""
+    if not ctx.meta.get(_PRINTS_JSON):
+        return
+    message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    found = {"error": message, "kind": type(error).__name__, "exit_code": code}
+    click.echo(json.dumps(found, indent=2))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -42,8 +42,47 @@ def option(
     return click.option(*names, cls=GroupedOption, group=group, help=help, **attributes)
 
 
+_OPTIONS_OF_OTHERS: Final = {
+    "--force": "--overwrite deletes what is in OUT",
+    "-f": "--overwrite deletes what is in OUT",
+    "--yes": "--overwrite deletes what is in OUT",
+    "-o": "OUT is the second argument",
+    "--output": "OUT is the second argument",
+    "--output-dir": "OUT is the second argument",
+    "--output_dir": "OUT is the second argument",
+    "--out": "OUT is the second argument",
+    "--outfile": "OUT is the second argument",
+    "--model": "SRC is the first argument",
+    "--model-id": "SRC is the first argument",
+    "--outtype": "--quant-type nf4 or fp4 is the data type",
+    "--load-in-4bit": "packing to 4 bits is what this does; --quant-type is the data type",
+    "--load_in_4bit": "packing to 4 bits is what this does; --quant-type is the data type",
+    "--bnb-4bit-quant-type": "--quant-type nf4 or fp4",
+    "--bnb_4bit_quant_type": "--quant-type nf4 or fp4",
+    "--bnb_4bit_use_double_quant": "double quantization is on; --no-double-quant turns it off",
+    "--group-size": "--blocksize is the number of elements that share a scale",
+    "--torch-dtype": "--dtype",
+    "--torch_dtype": "--dtype",
+    "--trust-remote-code": "code of a repository is never run",
+    "--trust_remote_code": "code of a repository is never run",
+}
+"""What stands here for options of other tools, which users type by habit."""
+
+
 class Command(click.Command):
-    """Is a command whose --help shows options in groups."""
+    """Is a command whose --help shows options in groups, and which knows options of other tools."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the options; an error about one of another tool says what stands here for it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            instead = _OPTIONS_OF_OTHERS.get(error.option_name)
+            if instead is None:
+                raise
+            raise click.UsageError(
+                f"No such option '{error.option_name}': {instead}.", ctx
+            ) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options that are not hidden, group after group."""

@@ -29,6 +29,9 @@ _MISLEADING: Final = ("SHA256SUMS", "model_index.json")
 """Files that are wrong beside other weights than those that they were written for."""
 
 
+_LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
 class _FinishedFile(NamedTuple):
     """Names a file that can be uploaded."""
 
@@ -76,7 +79,8 @@ class Push:
             self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
         except HUB_ERRORS as error:
-            raise OutputError(f"--push-to-hub {self.repo}: {one_line(error)}") from error
+            hint = _LOGIN if "401" in str(error) else ""
+            raise OutputError(f"--push-to-hub {self.repo}: {one_line(error)}{hint}") from error
         if not info.private and not public:
             raise OutputError(
                 f"--push-to-hub {self.repo}: is public; say --public if you mean it, or choose "

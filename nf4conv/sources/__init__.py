@@ -1,6 +1,7 @@
 """Reads checkpoints from wherever they are. Computes no tensor and never imports torch.
 
 opening.py          opens a folder, a file or a Hub id: config, headers of every tensor
+places.py           reads the names of models on the Hub, addresses of their pages too
 source.py           describes a checkpoint that has been opened, reads its small tensors
 stamps.py           notices that a file has changed since its header was read
 tensors.py          describes tensors: where their bytes are, how they are encoded

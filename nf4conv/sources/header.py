@@ -30,6 +30,9 @@ MOST_TENSORS: Final = 1_000_000
 MOST_DIMENSIONS: Final = 64  # as torch
 LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
 
+_POINTER: Final = b"version https://git-lfs"
+"""How a file of git-lfs begins that has not been fetched."""
+
 _SHORT_HEADER: Final = 2**23  # bytes; a longer header describes at least as much data
 _LONGEST_NAME: Final = 1000  # characters
 _MOST_DOTS: Final = 64
@@ -63,6 +66,11 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
         SourceError: no safetensors file begins like this.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if head.startswith(_POINTER[: len(head)]) and len(head) >= LENGTH_BYTES:
+        raise SourceError(
+            f"{path}: a git-lfs pointer, not the file that it stands for; run `git lfs pull` in "
+            f"that folder"
+        )
     if size < LENGTH_BYTES:
         raise SourceError(
             f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete"

@@ -19,6 +19,7 @@ from nf4conv.sources.encodings.encoded import decoded_tensors
 from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.places import from_address
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.stamps import Stamp, stamp_and_head
@@ -46,7 +47,8 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
 
     Args:
         source: a folder with safetensors or pickled weights, sharded or not; one such file; or
-            "org/name" on the Hub. A path that exists wins over a name on the Hub.
+            "org/name" on the Hub, also as the address of its page. A path that exists wins over a
+            name on the Hub.
         where: what to take of a folder or repository, and how to reach the Hub.
 
     Raises:
@@ -82,6 +84,7 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
         AdapterError: it is an adapter; the message says how to merge it.
     """
     where = where or SourceOptions()
+    source, where = from_address(str(source), where)
     path = Path(source)
     try:
         if is_file(path):
@@ -168,6 +171,11 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
 
 
 def _open_file(path: Path) -> Source:
+    if path.suffix == ".gguf":
+        raise SourceError(
+            f"{path}: a GGUF file of llama.cpp, which is not read; give the checkpoint in 16 bits "
+            f"that it was made from"
+        )
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle")
     folder = path.parent

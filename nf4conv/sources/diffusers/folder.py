@@ -17,6 +17,7 @@ from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
 from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.own_files import own_files, require_own
+from nf4conv.sources.places import from_address
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.weight_files import MODEL_INDEX, find_weights
 
@@ -71,7 +72,7 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
         NoDiffusersFolderError: the source is something else.
         SourceError: the pipeline cannot be read, or lacks a part.
     """
-    where = where or SourceOptions()
+    source, where = from_address(str(source), where or SourceOptions())
     path = Path(source)
     if path.is_file():
         raise NoDiffusersFolderError(f"{source}: a file, which is no diffusers pipeline")

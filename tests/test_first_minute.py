@@ -1,0 +1,154 @@
+"""What a stranger types first, and what the answer says to do next."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import write_source
+from click.testing import CliRunner, Result
+
+from nf4conv import SourceOptions
+from nf4conv.cli import main
+from nf4conv.errors import Nf4convError, SourceError
+from nf4conv.sources.places import from_address
+
+
+def command(*arguments: object) -> Result:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit | Nf4convError)
+    return done
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("https://huggingface.co/org/name", ("org/name", None, None)),
+        ("https://huggingface.co/org/name/", ("org/name", None, None)),
+        ("https://hf.co/org/name", ("org/name", None, None)),
+        ("http://huggingface.co/org/name/tree/v2", ("org/name", "v2", None)),
+        ("https://huggingface.co/org/name/tree/main/a/b", ("org/name", "main", "a/b")),
+        ("https://huggingface.co/org/name/blob/main/config.json", ("org/name", "main", None)),
+        ("https://huggingface.co/org/name/blob/v1/a/config.json", ("org/name", "v1", "a")),
+        ("https://huggingface.co/org/name?library=x#use", ("org/name", None, None)),
+        ("hf://org/name", ("org/name", None, None)),
+        ("hf://models/org/name@v3/sub", ("org/name", "v3", "sub")),
+        ("org/name", ("org/name", None, None)),
+        ("./folder", ("./folder", None, None)),
+    ],
+)
+def test_addresses_of_the_hub(address: str, expected: tuple[str, str | None, str | None]):
+    name, where = from_address(address, SourceOptions())
+    assert (name, where.revision, where.subfolder) == expected
+
+
+def test_options_win_over_what_an_address_says():
+    asked = SourceOptions(revision="mine", subfolder="here")
+    assert from_address("https://hf.co/org/name/tree/v2/there", asked) == ("org/name", asked)
+
+
+def test_the_endpoint_of_the_environment_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.company.example:8080")
+    name, _ = from_address("https://hub.company.example:8080/org/name", SourceOptions())
+    assert name == "org/name"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://example.com/org/name",
+        "https://huggingface.co/datasets/org/name",
+        "https://huggingface.co/org",
+        "https://huggingface.co/org/name/discussions/1",
+        "hf://spaces/org/name",
+        "hf://org/..",
+        "https://huggingface.co/../etc",
+    ],
+)
+def test_other_addresses_are_refused_in_one_line(address: str):
+    with pytest.raises(SourceError, match=r"address.*"):
+        from_address(address, SourceOptions())
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    shard = next(source.glob("*.safetensors"))
+    shard.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 4976698672\n"
+    )
+    error = command("quantize", source, tmp_path / "out").stderr
+    assert (
+        f"{shard}: a git-lfs pointer, not the file that it stands for; run `git lfs pull`" in error
+    )
+
+
+def test_a_gguf_file_is_named(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    error = command("quantize", tmp_path / "model.gguf", tmp_path / "out").stderr
+    assert "a GGUF file of llama.cpp, which is not read" in error
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"), [("mps", "on a Mac, cpu is the one"), ("gpu", "an NVIDIA GPU is cuda")]
+)
+def test_other_devices(tmp_path: Path, device: str, hint: str):
+    source = write_source(tmp_path / "source")
+    error = command("quantize", source, tmp_path / "out", "--device", device).stderr
+    assert f"--device {device}: expected auto, cpu, cuda or cuda:N; {hint}" in error
+
+
+# --- options of other tools -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--force", "--overwrite deletes what is in OUT"),
+        ("-o", "OUT is the second argument"),
+        ("--outtype", "--quant-type nf4 or fp4 is the data type"),
+        ("--load-in-4bit", "packing to 4 bits is what this does"),
+        ("--trust-remote-code", "code of a repository is never run"),
+    ],
+)
+def test_options_of_other_tools(option: str, hint: str):
+    done = command("quantize", "SRC", "OUT", option, "x")
+    assert done.exit_code == 2
+    assert f"No such option '{option}': " in done.stderr
+    assert hint in done.stderr
+
+
+def test_other_unknown_options_are_left_to_click():
+    done = command("quantize", "SRC", "OUT", "--dubble-quant")
+    assert done.exit_code == 2
+    assert "No such option" in done.stderr
+
+
+# --- errors as JSON -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["inspect", "/nowhere", "--json"], "SourceError"),
+        (["quantize", "/nowhere", "/out", "--json"], "SourceError"),
+        (["verify", "/nowhere", "--tolerance", "x", "--json"], "BadParameter"),
+        (["quantize", "--json"], "MissingParameter"),
+        (["quantize", "SRC", "OUT", "--force", "--json"], "UsageError"),
+    ],
+)
+def test_an_error_is_an_object_on_stdout(arguments: list[str], kind: str):
+    done = command(*arguments)
+    found = json.loads(done.stdout)
+    assert found["kind"] == kind
+    assert found["exit_code"] == done.exit_code == 2
+    assert found["error"]
+    assert done.stderr
+
+
+def test_without_json_stdout_stays_empty():
+    assert command("inspect", "/nowhere").stdout == ""
