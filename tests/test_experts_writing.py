@@ -1,5 +1,6 @@
 """Experts that a source stacks in one tensor, and what quantize makes of them."""
 
+import json
 from pathlib import Path
 
 import bitsandbytes.functional as bitsandbytes
@@ -9,9 +10,14 @@ import transformers
 from safetensors.torch import load_file
 from stacked_experts import build, place_of, single_experts
 
-from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv import (
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
-from nf4conv.options import QuantizeOptions
 
 LAYER = "model.layers.0"
 STACKS = {
@@ -123,3 +129,28 @@ def test_a_family_of_single_experts_may_come_stacked(architecture, is_stacked, t
     model.save_pretrained(tmp_path / "source", save_original_format=not is_stacked)
     found = quantize(tmp_path / "source", tmp_path / "out", moe="packed")
     compare_with_bitsandbytes(model, found)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GptOssForCausalLM", "GraniteMoeForCausalLM", "Mistral4ForCausalLM"]
+)
+def test_stacks_are_packed_as_bitsandbytes_packs_them(architecture, tmp_path):
+    """Its parametrization packs a parameter of three dimensions over its flat order."""
+    build(architecture).save_pretrained(tmp_path / "source")
+    source = load_file(tmp_path / "source" / "model.safetensors")
+    stacks = {name: tensor for name, tensor in source.items() if tensor.dim() == 3}
+    assert stacks
+    options = QuantizeOptions(double_quant=False, moe="stacked")
+    run = RunOptions(device="cpu", buffer_size=1, verify=True)
+    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, run)
+    assert any("Unsloth" in note for note in report.notes)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, stack in stacks.items():
+        codes, state = bitsandbytes.quantize_4bit(stack, blocksize=64, quant_type="nf4")
+        assert torch.equal(found[name], codes), name
+        assert torch.equal(found[f"{name}.absmax"], state.absmax), name
+        blob = bytes(found[f"{name}.quant_state.bitsandbytes__nf4"].tolist())
+        assert json.loads(blob)["shape"] == list(stack.shape)
+    assert verify_checkpoint(
+        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), RunOptions("cpu")
+    ).passed

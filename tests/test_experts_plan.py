@@ -1,0 +1,366 @@
+"""Mixtures of experts: what is packed by default, what stays, and what is refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
+
+from nf4conv import (
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    describe_plan,
+    finish_checkpoint,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
+from nf4conv.cli import main
+from nf4conv.errors import OutputError, PlanError
+
+EXPERTS = "model.layers.{}.mlp.experts"
+NUMBER = 4
+PACKED = QuantizeOptions(moe="packed")
+CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+REPO = "some-org/mixture"
+INSTALL = "pip install nf4conv transformers accelerate bitsandbytes"
+Tensors = dict[str, torch.Tensor]
+
+
+def random(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def common(layer: int) -> Tensors:
+    return {
+        f"model.layers.{layer}.self_attn.q_proj.weight": random(64, 64),
+        f"model.layers.{layer}.mlp.shared_expert_gate.weight": random(1, 64),
+        f"model.layers.{layer}.input_layernorm.weight": random(64),
+    }
+
+
+def one_by_one() -> Tensors:
+    """Returns two layers of a qwen2_moe."""
+    tensors = {}
+    for layer in range(2):
+        tensors |= common(layer) | {f"model.layers.{layer}.mlp.gate.weight": random(NUMBER, 64)}
+        for expert in range(NUMBER):
+            path = f"{EXPERTS.format(layer)}.{expert}"
+            tensors[f"{path}.gate_proj.weight"] = random(128, 64)
+            tensors[f"{path}.up_proj.weight"] = random(128, 64)
+            tensors[f"{path}.down_proj.weight"] = random(64, 128)
+    return tensors
+
+
+def stacked() -> Tensors:
+    """Returns two layers of a gpt_oss."""
+    tensors = {}
+    for layer in range(2):
+        path = EXPERTS.format(layer)
+        tensors |= common(layer) | {f"model.layers.{layer}.mlp.router.weight": random(NUMBER, 64)}
+        tensors[f"{path}.gate_up_proj"] = random(NUMBER, 64, 256)
+        tensors[f"{path}.gate_up_proj_bias"] = random(NUMBER, 256)
+        tensors[f"{path}.down_proj"] = random(NUMBER, 128, 64)
+    return tensors
+
+
+ARCHITECTURES = {
+    "qwen2_moe": ("Qwen2MoeForCausalLM", one_by_one),
+    "gpt_oss": ("GptOssForCausalLM", stacked),
+}
+
+
+def write(
+    folder: Path, model_type: str, change: Callable[[Tensors], object] = lambda _: None
+) -> Path:
+    architecture, make = ARCHITECTURES[model_type]
+    tensors = make()
+    change(tensors)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "num_experts": NUMBER,
+        "vocab_size": 1000,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def packed_experts(found: Tensors, layer: int) -> list[str]:
+    path = EXPERTS.format(layer)
+    return [name for name in found if name.startswith(path) and name.endswith(".absmax")]
+
+
+# --- the default ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
+    source = write(tmp_path / "source", model_type)
+    plan = plan_quantization(source)
+    [note] = [note for note in describe_plan(plan).notes if "experts are packed" in note]
+    assert "transformers 5 with nf4conv installed" in note
+    assert "--moe portable" in note
+    # only a family that has them one by one on disk is known so to other loaders
+    assert ("4.57" in note) is (model_type == "qwen2_moe")
+    report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    assert report.loading.startswith(f"# {INSTALL}\nAutoModelForCausalLM.from_pretrained(")
+    use = (tmp_path / "out/README.md").read_text().partition("## Use")[2]
+    assert use.startswith(f"\n\n```python\n# {INSTALL}\n")
+    found = tensors_of(tmp_path / "out")
+    assert len(packed_experts(found, 0)) == len(packed_experts(found, 1)) == 3 * NUMBER
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_what_is_not_packed_is_listed_for_every_loader(model_type, tmp_path):
+    source = write(tmp_path / "source", model_type)
+    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    # checks the list by the rules of transformers 4, transformers 5 and vLLM, in both directions
+    assert verify_checkpoint(tmp_path / "out", source, run=CPU).passed
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    listed = config["quantization_config"]["llm_int8_skip_modules"]
+    router = "gate" if model_type == "qwen2_moe" else "router"
+    for layer in range(2):
+        assert f"model.layers.{layer}.mlp.{router}" in listed
+        assert f"model.layers.{layer}.mlp.shared_expert_gate" in listed
+    assert not any("experts." in entry for entry in listed)
+
+
+def test_what_is_for_the_hub_stays_portable_unless_the_user_says_otherwise(tmp_path):
+    source = write(tmp_path / "source", "qwen2_moe")
+    push = PushOptions(push_to_hub=REPO)
+    plan = plan_quantization(source, push=push)
+    assert plan.totals().packed == 2
+    assert any("--moe packed" in note for note in plan.notes)
+    assert plan_quantization(source, PACKED, push=push).totals().packed == 2 + 6 * NUMBER
+
+
+def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
+    source = write(tmp_path / "source", "qwen2_moe")
+    for moe in ("packed", "portable"):
+        first = quantize_checkpoint(source, tmp_path / moe, QuantizeOptions(moe=moe), CPU)
+        again = quantize_checkpoint(tmp_path / moe, tmp_path / f"{moe}-again", run=CPU)
+        assert again.stay == again.packed == first.packed
+    push = PushOptions(push_to_hub=REPO)
+    assert plan_quantization(tmp_path / "packed", push=push).totals().stay == 2 + 6 * NUMBER
+
+
+def test_per_expert_is_another_name():
+    assert QuantizeOptions(moe="per-expert") == PACKED
+
+
+def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):
+    """vLLM joins the states of q, k and v, of gate and up, and of all experts of a layer."""
+    source = write(tmp_path / "source", "gpt_oss")
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
+    found = tensors_of(tmp_path / "out")
+    states = []
+    for name, tensor in found.items():
+        if "quant_state" in name:
+            state = json.loads(bytes(tensor.tolist()))
+            states.append((state["quant_type"], state["blocksize"], state["dtype"]))
+    assert len(states) == 2 + 6 * NUMBER
+    assert set(states) == {("nf4", 128, "bfloat16")}
+
+
+# --- one that has to stay -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_nan_in_an_expert_keeps_all_experts_of_its_layer(model_type, tmp_path):
+    name = f"{EXPERTS.format(1)}.2.up_proj.weight"
+    if model_type == "gpt_oss":
+        name = f"{EXPERTS.format(1)}.gate_up_proj"
+
+    def spoil(tensors: Tensors) -> None:
+        tensors[name].view(-1)[5] = float("nan")
+
+    source = write(tmp_path / "source", model_type, spoil)
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(non_finite="keep"), CPU)
+    found = tensors_of(tmp_path / "out")
+    assert len(packed_experts(found, 0)) == 3 * NUMBER
+    assert packed_experts(found, 1) == []
+    for kept, tensor in tensors_of(source).items():
+        if kept.startswith(EXPERTS.format(1)):
+            assert torch.equal(found[kept].view(torch.int16), tensor.view(torch.int16))
+
+
+@pytest.mark.parametrize("pattern", ["*layers.0*experts.1.down_proj*", "*layers.0*experts.1.*"])
+def test_an_expert_that_is_excluded_keeps_all_experts_of_its_layer(pattern, tmp_path):
+    source = write(tmp_path / "source", "qwen2_moe")
+    plan = plan_quantization(source, QuantizeOptions(moe="packed", exclude=(pattern,)))
+    rows = [row for row in plan.rows() if ".experts." in row.name]
+    assert {row.action for row in rows if ".layers.0." in row.name} == {"copy"}
+    assert {row.action for row in rows if ".layers.1." in row.name} == {"pack"}
+    reasons = {row.reason for row in rows if ".layers.0." in row.name}
+    assert reasons == {
+        "excluded by the user",
+        "loaders need the experts of a layer alike, and one is kept: excluded by the user",
+    }
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def without(*names: str) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def with_shape(name: str, *shape: int) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: random(*shape)})
+
+
+FIRST = EXPERTS.format(0)
+LAST = [f"{FIRST}.{NUMBER - 1}.{name}_proj.weight" for name in ("gate", "up", "down")]
+BAD = {
+    "a projection is missing": (
+        "qwen2_moe",
+        without(f"{FIRST}.1.up_proj.weight"),
+        r"experts\.1\.up_proj\.weight is missing: of 4 experts of this layer 3 have it",
+    ),
+    "the last expert is missing": (
+        "qwen2_moe",
+        without(*LAST),
+        r"experts\.3\.down_proj\.weight is missing: of 4 experts of this layer 3 have it",
+    ),
+    "an expert too many": (
+        "qwen2_moe",
+        with_shape(f"{FIRST}.4.up_proj.weight", 128, 64),
+        "experts: 5 experts, but config.json says 4",
+    ),
+    "another shape": (
+        "qwen2_moe",
+        with_shape(f"{FIRST}.2.up_proj.weight", 128, 96),
+        r"experts\.2\.up_proj\.weight is \[128, 96\], but .*experts\.0\.up_proj\.weight of the "
+        r"same layer is \[128, 64\]",
+    ),
+    "gate and up do not divide": (
+        "gpt_oss",
+        with_shape(f"{FIRST}.gate_up_proj", NUMBER, 64, 257),
+        "gate_up_proj: 257 outputs of an expert do not divide into those of gate_proj and up_proj",
+    ),
+    "another number of experts": (
+        "gpt_oss",
+        with_shape(f"{FIRST}.gate_up_proj", 3, 64, 256),
+        "gate_up_proj: a stack of 3 experts, but config.json says 4",
+    ),
+    "stacks that do not fit": (
+        "gpt_oss",
+        with_shape(f"{FIRST}.down_proj", NUMBER, 96, 64),
+        r"down_proj: a stack of experts \[4, 96, 64\] does not fit .*gate_up_proj \[4, 64, 256\]",
+    ),
+    "[out, in] where the family has [in, out]": (
+        "gpt_oss",
+        lambda tensors: tensors.update(
+            {
+                f"{FIRST}.gate_up_proj": random(NUMBER, 256, 64),
+                f"{FIRST}.down_proj": random(NUMBER, 64, 128),
+            }
+        ),
+        "does not fit",
+    ),
+    "half of a layer": (
+        "gpt_oss",
+        without(f"{FIRST}.down_proj"),
+        r"the checkpoint lacks model\.layers\.0\.mlp\.experts\.down_proj",
+    ),
+    "stacks asked for where there are none": (
+        "qwen2_moe",
+        lambda _: None,
+        "--moe stacked: the experts of this checkpoint are stored one by one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_damaged_layers_are_refused_before_anything_is_written(case, tmp_path):
+    model_type, change, message = BAD[case]
+    source = write(tmp_path / "source", model_type, change)
+    options = QuantizeOptions(moe="stacked") if "asked for" in case else PACKED
+    with pytest.raises(PlanError, match=message):
+        quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_refuses_in_one_line(tmp_path):
+    source = write(tmp_path / "source", "qwen2_moe", without(*LAST))
+    done = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "experts.3.down_proj.weight is missing" in done.stderr
+
+
+# --- ways to run ----------------------------------------------------------------------------------
+
+SMALL = QuantizeOptions(max_shard_size=20_000)
+WAYS = [("qwen2_moe", "packed"), ("gpt_oss", "packed"), ("gpt_oss", "stacked")]
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Callable[[str, str], dict[str, bytes]]:
+    def make(model_type: str, moe: str) -> dict[str, bytes]:
+        write(tmp_path / "source", model_type)
+        options = replace(SMALL, moe=moe)
+        quantize_checkpoint(tmp_path / "source", tmp_path / "single", options, CPU)
+        return contents(tmp_path / "single")
+
+    return make
+
+
+@pytest.mark.parametrize(("model_type", "moe"), WAYS)
+def test_parts_give_the_bytes_of_a_single_run(model_type, moe, expected, tmp_path):
+    single = expected(model_type, moe)
+    for name in ("3/3", "1/3", "2/3"):
+        run = replace(CPU, part=name)
+        options = replace(SMALL, moe=moe)
+        quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, run)
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == single
+
+
+@pytest.mark.parametrize(("model_type", "moe"), WAYS)
+def test_a_streamed_source_gives_the_same_bytes(model_type, moe, expected, tmp_path, hub: Hub):
+    single = expected(model_type, moe)
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit(contents(tmp_path / "source"))
+    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    quantize_checkpoint(REPO, tmp_path / "out", replace(SMALL, moe=moe), CPU, where=where)
+    files = contents(tmp_path / "out")
+    for name in files.keys() - {"README.md", "nf4conv.json"}:
+        assert files[name] == single[name], name
+
+
+def test_a_run_of_another_layout_is_not_gone_on_with(tmp_path):
+    source = write(tmp_path / "source", "gpt_oss")
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU, stop)
+    with pytest.raises(OutputError):
+        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="stacked"), CPU)
+    report = quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU)
+    single = quantize_checkpoint(source, tmp_path / "single", replace(SMALL, moe="packed"), CPU)
+    assert report.packed == single.packed
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
