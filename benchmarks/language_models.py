@@ -128,7 +128,7 @@ def train(folder: Path, steps: int, seed: int) -> dict[str, float | int]:
             print(f"{step:>6} {loss.item():.4f} {time.perf_counter() - start:.0f} s", flush=True)
     model = model.to(torch.bfloat16).eval()
     model.save_pretrained(folder)
-    held_out = windows(english_held_out(), 32, seed)
+    held_out = windows(english_held_out(), 32, seed, WINDOW)
     with torch.no_grad():
         logits = model.float()(held_out).logits
     loss = torch.nn.functional.cross_entropy(
@@ -139,7 +139,8 @@ def train(folder: Path, steps: int, seed: int) -> dict[str, float | int]:
         "text_bytes": len(text),
         "steps": steps,
         "seed": seed,
-        "bytes_a_step": BATCH * WINDOW,
+        "window": WINDOW,
+        "windows_a_step": BATCH,
         "seconds": round(time.perf_counter() - start),
         "loss_held_out": loss.item(),
     }

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 import nf4conv
-from nf4conv.commands import evaluate
+from nf4conv.commands.evaluating.answers import answers, load
+from nf4conv.commands.evaluating.question import make_question
+from nf4conv.sources.opening import open_stored
 
 METHODS = [
     (quant_type, blocksize, scales)
@@ -68,10 +70,10 @@ def output_energies(
     model: Path, options: nf4conv.EvaluateOptions, device: str
 ) -> dict[str, torch.Tensor]:
     """XᵀX of each linear layer, by the name of its weight."""
-    config = json.loads((model / "config.json").read_text())
-    question = evaluate._question(model, config, options, device)
-    question = question._replace(ids=question.ids[: max(1, 4096 // question.ids.shape[1])])
-    loaded, found = evaluate._load(question, model), {}
+    question = make_question([open_stored(model)], options, device)
+    few = question.ids[: max(1, 4096 // question.ids.shape[1])]
+    question = replace(question, ids=few)
+    loaded, found = load(question, model), {}
 
     def hook(name: str) -> Any:
         def add(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -84,7 +86,7 @@ def output_energies(
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(hook(f"{name}.weight"))
     with torch.inference_mode():
-        for _ in evaluate._answers(loaded, question):
+        for _ in answers(loaded, question):
             pass
     return found
 

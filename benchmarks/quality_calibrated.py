@@ -32,7 +32,13 @@ import torch
 import nf4conv
 from benchmarks import int4_peers, language_models
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.codec.rounding import SecondMoments, factor, round_calibrated, search
+from nf4conv.codec.rounding import (
+    SecondMoments,
+    factor,
+    round_calibrated,
+    round_two_sided,
+    search,
+)
 
 TEXTS = {
     "python": language_models.python,
@@ -53,10 +59,11 @@ STAGES = {
         ("mlp.dense_4h_to_h",),
     ),
 }
-EVALUATED = 48  # windows of each text
-CALIBRATED = 128  # windows
-WINDOW = 512  # bytes
-CHUNK = 16  # windows at a time
+EVALUATED = 16384  # bytes of a model's own text
+FOREIGN = 8192  # bytes of each other text
+CALIBRATED = 65536  # bytes
+WINDOW = 512  # bytes, unless the model has learnt shorter ones
+CHUNK = 8192  # bytes at a time
 SHIPPED = Path(nf4conv.__file__).parent / "calibrate" / "texts"
 
 
@@ -67,11 +74,13 @@ class Inputs:
     moments: SecondMoments
     # Σ |x| of each input
     magnitude: torch.Tensor
+    # moments of the gradients at the outputs, of each weight of the stage; if they are needed
+    outputs: list[torch.Tensor]
 
     @classmethod
-    def of(cls, in_features: int) -> "Inputs":
+    def of(cls, in_features: int, outputs: list[torch.Tensor]) -> "Inputs":
         zeros = SecondMoments.zeros(in_features, torch.device("cpu"))
-        return cls(zeros, torch.zeros(in_features))
+        return cls(zeros, torch.zeros(in_features), outputs)
 
     def add(self, x: torch.Tensor) -> None:
         self.moments.add(x)
@@ -89,11 +98,13 @@ class Method:
         bits: of a weight.
         round: returns decoded weights, given those of a stage and its inputs.
         calibrates: True if it needs the inputs.
+        knows_outputs: True if it needs the gradients at the outputs, too.
     """
 
     bits: float
     round: Rounder
     calibrates: bool
+    knows_outputs: bool = False
 
 
 def nf4_bits(blocksize: int) -> float:
@@ -122,6 +133,18 @@ def calibrated(quant_type: str, blocksize: int) -> Method:
     return Method(nf4_bits(blocksize), round_stage, calibrates=True)
 
 
+def two_sided(quant_type: str, blocksize: int) -> Method:
+    def round_stage(weights: list[torch.Tensor], inputs: Inputs | None) -> list[torch.Tensor]:
+        assert inputs is not None
+        of_inputs = factor(inputs.moments.mean(), blocksize)
+        return [
+            round_two_sided(weight, of_inputs, outputs, quant_type).values()
+            for weight, outputs in zip(weights, inputs.outputs, strict=True)
+        ]
+
+    return Method(nf4_bits(blocksize), round_stage, calibrates=True, knows_outputs=True)
+
+
 def peer(name: str) -> Method:
     def round_stage(weights: list[torch.Tensor], inputs: Inputs | None) -> Sequence[torch.Tensor]:
         floats = [weight.float() for weight in weights]
@@ -142,6 +165,7 @@ METHODS = {
     "NF4 64 absmax": data_free("nf4", 64, "absmax"),
     "NF4 64 search": data_free("nf4", 64, "search"),
     "NF4 64 J": calibrated("nf4", 64),
+    "NF4 64 K": two_sided("nf4", 64),
     "NF4 32 J": calibrated("nf4", 32),
     "NF4 128 J": calibrated("nf4", 128),
     "GPTQ INT4 128": peer("gptq"),
@@ -162,7 +186,7 @@ BASE = "NF4 64 absmax"
 class Subject:
     """A model, its texts, and what its original answers."""
 
-    def __init__(self, folder: Path, own: str) -> None:
+    def __init__(self, folder: Path, own: str, texts: Sequence[str] = tuple(TEXTS)) -> None:
         import transformers
 
         self.own = own
@@ -173,23 +197,34 @@ class Subject:
         self.stages = STAGES[self.model.config.model_type]
         self.blocks = self.model.base_model.layers
         self.original = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.window = WINDOW
+        if (folder / "training.json").exists():
+            self.window = json.loads((folder / "training.json").read_text())["window"]
         self.texts = {}
-        for number, (name, text) in enumerate(TEXTS.items()):
-            content = text()
+        for number, name in enumerate(texts):
+            content = TEXTS[name]()
+            size = FOREIGN
             if name == own:
                 # what calibrates stands before, what judges behind
                 content = content[len(content) // 2 :]
-            self.texts[name] = language_models.windows(content, EVALUATED, 100 + number, WINDOW)
+                size = EVALUATED
+            self.texts[name] = self.windows(content, size, 100 + number)
         self.answers = {name: self.answer(ids) for name, ids in self.texts.items()}
 
     def calibration(self, text: str, seed: int) -> torch.Tensor:
         """Returns the windows that calibrate: of a kind of text, or of what nf4conv ships."""
         if text == "shipped":
-            return shipped_windows(seed)
+            files = shipped()
+            parts = [self.windows(file, CALIBRATED // len(files) + 1, seed) for file in files]
+            return torch.cat(parts)
         content = TEXTS[text]()
         if text == self.own:
             content = content[: len(content) // 2]
-        return language_models.windows(content, CALIBRATED, seed, WINDOW)
+        return self.windows(content, CALIBRATED, seed)
+
+    def windows(self, text: bytes, size: int, seed: int) -> torch.Tensor:
+        """Returns windows of a text, `size` bytes in all."""
+        return language_models.windows(text, size // self.window, seed, self.window)
 
     def reset(self) -> None:
         self.model.load_state_dict(self.original)
@@ -197,7 +232,9 @@ class Subject:
     @torch.no_grad()
     def answer(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns log-probabilities, [windows, positions, 256]."""
-        found = [self.model(part).logits.log_softmax(-1) for part in ids.split(CHUNK)]
+        found = [
+            self.model(part).logits.log_softmax(-1) for part in ids.split(CHUNK // self.window)
+        ]
         return torch.cat(found)
 
     def measure(self) -> dict[str, dict[str, float]]:
@@ -215,28 +252,72 @@ class Subject:
 
     @torch.no_grad()
     def round(self, method: Method, ids: torch.Tensor | None) -> None:
-        """Rounds all blocks in their order."""
-        states = None if ids is None or not method.calibrates else self.first_inputs(ids)
+        """Rounds all blocks in their order, with bfloat16 in the products of activations."""
+        torch.set_float32_matmul_precision("medium")
+        self.round_blocks(method, ids)
+        torch.set_float32_matmul_precision("highest")
+
+    def round_blocks(self, method: Method, ids: torch.Tensor | None) -> None:
+        states = None
+        gradients: dict[Any, SecondMoments] = {}
+        if ids is not None and method.knows_outputs:
+            gradients = self.gradients(ids)
+        if ids is not None and method.calibrates:
+            states = self.first_inputs(ids)
         for block in self.blocks:
             for names in self.stages:
-                self.round_stage(block, names, method, states)
+                self.round_stage(block, names, method, states, gradients)
             if states is not None:
                 for state in states:
                     state[0] = run(block, state)
 
+    @torch.enable_grad()
+    def gradients(self, ids: torch.Tensor) -> dict[Any, SecondMoments]:
+        """Returns the moments of the gradients at the outputs of each projection.
+
+        The loss is that of labels which the original draws. One pass back through all blocks.
+        """
+        found = {}
+        hooks = []
+        for block in self.blocks:
+            for names in self.stages:
+                for module in map(block.get_submodule, names):
+                    found[module] = SecondMoments.zeros(module.out_features, torch.device("cpu"))
+                    hooks.append(module.register_full_backward_hook(add_gradient(found[module])))
+        generator = torch.Generator().manual_seed(0)
+        embeddings = self.model.get_input_embeddings()
+        hooks.append(embeddings.register_forward_hook(lambda _, __, out: out.requires_grad_()))
+        for part in ids.split(CHUNK // self.window):
+            said = self.model(part).logits.log_softmax(-1)
+            chances = said.detach().exp().flatten(0, 1)
+            drawn = torch.multinomial(chances, 1, generator=generator)
+            (-said.flatten(0, 1).gather(1, drawn).sum()).backward()
+        for hook in hooks:
+            hook.remove()
+        return found
+
     def round_stage(
-        self, block: Any, names: Sequence[str], method: Method, states: list[Any] | None
+        self,
+        block: Any,
+        names: Sequence[str],
+        method: Method,
+        states: list[Any] | None,
+        gradients: dict[Any, SecondMoments],
     ) -> None:
         modules = [block.get_submodule(name) for name in names]
         inputs = None
         if states is not None:
-            inputs = Inputs.of(modules[0].in_features)
+            outputs = [gradients[module].mean() for module in modules if module in gradients]
+            inputs = Inputs.of(modules[0].in_features, outputs)
             hook = modules[0].register_forward_pre_hook(lambda _, seen: inputs.add(seen[0]))
             for state in states:
                 run(block, state)
             hook.remove()
         weights = [module.weight.data.bfloat16() for module in modules]
-        for module, found in zip(modules, method.round(weights, inputs), strict=True):
+        torch.set_float32_matmul_precision("highest")
+        rounded = method.round(weights, inputs)
+        torch.set_float32_matmul_precision("medium")
+        for module, found in zip(modules, rounded, strict=True):
             module.weight.data = found.bfloat16().float()
 
     def first_inputs(self, ids: torch.Tensor) -> list[Any]:
@@ -252,11 +333,18 @@ class Subject:
             raise StopIteration
 
         hook = self.blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
-        for part in ids.split(CHUNK):
+        for part in ids.split(CHUNK // self.window):
             with contextlib.suppress(StopIteration):
                 self.model(part)
         hook.remove()
         return found
+
+
+def add_gradient(moments: SecondMoments) -> Callable[..., None]:
+    def add(_: object, __: object, gradients: tuple[torch.Tensor, ...]) -> None:
+        moments.add(gradients[0])
+
+    return add
 
 
 def run(block: Any, state: list[Any]) -> torch.Tensor:
@@ -264,16 +352,13 @@ def run(block: Any, state: list[Any]) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def shipped_windows(seed: int) -> torch.Tensor:
-    """Returns windows of the shipped texts as bytes, as many of each file."""
-    files = sorted(SHIPPED.glob("*.jsonl"))
+def shipped() -> list[bytes]:
+    """Returns the texts that nf4conv ships, a chat as lines of its roles."""
     found = []
-    for number, file in enumerate(files):
+    for file in sorted(SHIPPED.glob("*.jsonl")):
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        text = "\n\n".join(plain(record) for record in records).encode()
-        count = CALIBRATED // len(files) + (number < CALIBRATED % len(files))
-        found.append(language_models.windows(text, count, seed, WINDOW))
-    return torch.cat(found)
+        found.append("\n\n".join(plain(record) for record in records).encode())
+    return found
 
 
 def plain(record: dict[str, Any]) -> str:
@@ -309,15 +394,15 @@ def main() -> None:
                 arguments.json.write_text(json.dumps(record, indent=1) + "\n")
         del subject
         gc.collect()
-    print_tables(record["rows"])
+    print_table(record["rows"])
 
 
 def settings(seed: int) -> dict[str, Any]:
     libraries = ("torch", "transformers", "numpy")
     return {
-        "windows_evaluated": EVALUATED,
-        "windows_calibrated": CALIBRATED,
-        "window": WINDOW,
+        "bytes_evaluated": EVALUATED,
+        "bytes_evaluated_of_foreign_texts": FOREIGN,
+        "bytes_calibrated": CALIBRATED,
         "seed": seed,
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.machine(),
@@ -353,20 +438,35 @@ def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
     rows.append(row)
 
 
-def print_tables(rows: list[dict[str, Any]]) -> None:
-    """Prints a table for each model: divergence relative to BASE, by text."""
-    for name in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == name]
-        base = next(row for row in of_model if row["method"] == BASE)
-        texts = list(base["texts"])
-        print(f"\n**{name}**\n\n| | calibrated on | bits | {' | '.join(texts)} |")
-        print("|---|---|---|" + "---|" * len(texts))
-        for row in sorted(of_model, key=lambda row: row["texts"][row["own_text"]]["kl"]):
-            ratios = [
-                f"{row['texts'][text]['kl'] / base['texts'][text]['kl']:.3f}" for text in texts
-            ]
-            on = row["calibrated_on"] or ""
-            print(f"| {row['method']} | {on} | {row['bits']:.3f} | {' | '.join(ratios)} |")
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints divergence relative to BASE: a column for each model and text, its own text first."""
+    columns = []
+    for row in rows:
+        if row["method"] == BASE:
+            texts = sorted(row["texts"], key=lambda text: text != row["own_text"])
+            columns += [(row, text) for text in texts]
+    print("| | bits | " + " | ".join(f"{base['model']}, {text}" for base, text in columns) + " |")
+    print("|---|---|" + "---|" * len(columns))
+    lines = []
+    for kind in dict.fromkeys((row["method"], calibration(row)) for row in rows):
+        of_kind = [row for row in rows if (row["method"], calibration(row)) == kind]
+        cells = []
+        for base, text in columns:
+            found = [row for row in of_kind if row["model"] == base["model"]]
+            ratio = found[0]["texts"][text]["kl"] / base["texts"][text]["kl"] if found else None
+            cells.append("" if ratio is None else f"{ratio:.3f}")
+        name = f"{kind[0]}, calibrated on {kind[1]}" if kind[1] else kind[0]
+        lines.append(
+            (cells[0] or "9", f"| {name} | {of_kind[0]['bits']:.3f} | {' | '.join(cells)} |")
+        )
+    for _, line in sorted(lines):
+        print(line)
+
+
+def calibration(row: dict[str, Any]) -> str:
+    """Returns what calibrated a model; empty if its own kind of text did, or nothing."""
+    on = row["calibrated_on"]
+    return "" if on in (None, row["own_text"]) else str(on)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Point:
     Attributes:
         name: what stands beside it.
         x: bits per weight.
-        y: divergence in nats.
+        y: divergence.
         low: the lower end of its interval.
         high: the upper end of its interval.
         group: models of one group share a colour.
@@ -62,11 +62,17 @@ class _Axis:
     def ticks(self) -> list[float]:
         """Returns round values between both ends."""
         wanted = (self.highest - self.lowest) / _TICKS
-        power = 10.0 ** math.floor(math.log10(wanted))
-        step = next(power * step for step in _STEPS if power * step >= wanted)
-        first = math.ceil(self.lowest / step - 1e-9)
-        last = math.floor(self.highest / step + 1e-9)
-        return [round(step * number, 10) for number in range(first, last + 1)]
+        exponent = math.floor(math.log10(wanted))
+        power = 10.0**exponent
+        step = power
+        for factor in _STEPS:
+            step = factor * power
+            if step >= wanted:
+                break
+        first = math.ceil(self.lowest / step)
+        last = math.floor(self.highest / step)
+        numbers = range(first, last + 1)
+        return [step * number for number in numbers]
 
 
 def evaluation_plot(compared: Evaluations) -> str:
@@ -84,18 +90,29 @@ def evaluation_plot(compared: Evaluations) -> str:
     return scatter(points, f"Divergence from {source}, mean and 95 % interval")
 
 
-def scatter(points: Sequence[Point], title: str) -> str:
-    """Returns a drawing of points with their names: divergence in nats against bits per weight."""
-    across = [point.x for point in points]
-    margin = max(0.05, 0.08 * (max(across) - min(across)))
-    x = _Axis(min(across) - margin, max(across) + margin, _LEFT, _WIDTH - _RIGHT)
+def scatter(
+    points: Sequence[Point], title: str, measured: str = "KL divergence, nats a token"
+) -> str:
+    """Returns a drawing of points with their names, against bits per weight.
+
+    Args:
+        points: one at least.
+        title: stands above.
+        measured: what the other axis shows.
+    """
+    least = min(point.x for point in points)
+    most = max(point.x for point in points)
+    margin = 0.08 * (most - least)
+    margin = max(margin, 0.05)
+    x = _Axis(least - margin, most + margin, _LEFT, _WIDTH - _RIGHT)
     highest = max(point.high for point in points)
-    y = _Axis(0, 1.05 * max(highest, 1e-9), _HEIGHT - _BOTTOM, _TOP)
+    highest = max(highest, 1e-9)
+    y = _Axis(0, 1.05 * highest, _HEIGHT - _BOTTOM, _TOP)
     groups = list(dict.fromkeys(point.group for point in points))
-    parts = [_text(_LEFT, 22, title, 14), *_grid(x, y)]
+    parts = [_text(_LEFT, 22, title, 14), *_grid(x, y, measured)]
     for point in points:
-        colour = _COLOURS[groups.index(point.group) % len(_COLOURS)]
-        parts += _mark(point, x, y, colour)
+        number = groups.index(point.group)
+        parts += _mark(point, x, y, _colour(number))
     parts += _names(points, x, y)
     if len(groups) > 1:
         parts += _legend(groups)
@@ -105,7 +122,7 @@ def scatter(points: Sequence[Point], title: str) -> str:
     return "\n".join([opening, paper, *parts, "</svg>"]) + "\n"
 
 
-def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
+def _grid(x: _Axis, y: _Axis, measured: str) -> Iterator[str]:
     for value in y.ticks():
         place = y.place(value)
         yield _stroke(x.start, place, x.stop, place, "#e5e5e5")
@@ -115,15 +132,18 @@ def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
         yield _stroke(place, y.start, place, y.start + 4, "#888")
         yield _text(place, y.start + 18, f"{value:g}", anchor="middle")
     yield _stroke(x.start, y.start, x.stop, y.start, "#888")
-    yield _text((x.start + x.stop) / 2, y.start + 40, "bits per weight", anchor="middle")
-    yield _text(_LEFT, _TOP - 8, "KL divergence, nats a token")
+    middle = (x.start + x.stop) / 2
+    yield _text(middle, y.start + 40, "bits per weight", anchor="middle")
+    yield _text(_LEFT, _TOP - 8, measured)
 
 
 def _mark(point: Point, x: _Axis, y: _Axis, colour: str) -> Iterator[str]:
     """Yields a dot, and a line over its interval."""
-    place = x.place(point.x)
-    yield _stroke(place, y.place(max(point.low, 0)), place, y.place(point.high), colour)
-    yield f'<circle cx="{place:.1f}" cy="{y.place(point.y):.1f}" r="4" fill="{colour}"/>'
+    across = x.place(point.x)
+    low = y.place(max(point.low, 0))
+    high = y.place(point.high)
+    yield _stroke(across, low, across, high, colour)
+    yield _dot(across, y.place(point.y), colour)
 
 
 def _names(points: Sequence[Point], x: _Axis, y: _Axis) -> Iterator[str]:
@@ -140,10 +160,18 @@ def _names(points: Sequence[Point], x: _Axis, y: _Axis) -> Iterator[str]:
 
 def _legend(groups: Sequence[str]) -> Iterator[str]:
     for number, group in enumerate(groups):
-        place = _LEFT + 170 + 110 * number
-        colour = _COLOURS[number % len(_COLOURS)]
-        yield f'<circle cx="{place}" cy="{_TOP - 12}" r="4" fill="{colour}"/>'
+        place = _LEFT + 190 + 130 * number
+        yield _dot(place, _TOP - 12, _colour(number))
         yield _text(place + 8, _TOP - 8, group)
+
+
+def _colour(group: int) -> str:
+    number = group % len(_COLOURS)
+    return _COLOURS[number]
+
+
+def _dot(x: float, y: float, colour: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
 
 
 def _stroke(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
