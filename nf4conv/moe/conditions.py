@@ -20,6 +20,7 @@ _HOOKS: Final = (
     "param_needs_quantization",
     "get_quantize_ops",
     "get_state_dict_and_metadata",
+    "_process_model_after_weight_loading",
 )
 """Methods of transformers' Bnb4BitHfQuantizer that the loader replaces or calls."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from nf4conv.moe.loading.checkpoints import (
     look_at_16_bits,
     look_at_packed,
+    patch_narrow_layers,
     with_experts,
     with_packing,
 )
@@ -38,6 +39,7 @@ def install(quantizer: Any) -> None:
         param_needs_quantization,
         get_quantize_ops,
         get_state_dict_and_metadata,
+        _process_model_after_weight_loading,
     )
     for make in replacements:
         own = getattr(quantizer, make.__name__)
@@ -122,6 +124,18 @@ def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
         return operation if self._nf4conv is None else with_packing(operation)
 
     return operations
+
+
+def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Has layers that bitsandbytes' CPU kernels cannot compute computed by ours."""
+
+    def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, model, *args, **kwargs)
+        if self._nf4conv is not None and self._nf4conv.parameters:
+            patch_narrow_layers(model)
+        return result
+
+    return process
 
 
 def get_state_dict_and_metadata(own: Callable[..., Any]) -> Callable[..., Any]:

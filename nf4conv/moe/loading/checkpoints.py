@@ -114,6 +114,27 @@ def with_packing(operation: Any) -> Any:
     return ExpertsQuantize(operation)
 
 
+def patch_narrow_layers(model: Any) -> int:
+    """Has 4-bit layers on a CPU computed by nf4conv whose shapes bitsandbytes' kernels there cannot
+    take: rows that are no multiple of 32 stop them, and columns that are no multiple of a block's
+    64 are decoded wrongly.
+
+    Returns:
+        The number of layers.
+    """
+    from nf4conv.codec.linear import patch_linear_4bit
+
+    patched = 0
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None or len(state.shape) != 2 or module.weight.device.type != "cpu":
+            continue
+        rows, columns = state.shape
+        if rows % 32 or columns % 64:
+            patched += patch_linear_4bit(module)
+    return patched
+
+
 def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
     """Makes transformers' layers of experts ready for packed weights.
 
