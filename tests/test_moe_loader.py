@@ -296,3 +296,12 @@ def test_operations_that_it_does_not_know_decode(loaded):
 def test_saving_is_refused_in_a_line(loaded, tmp_path):
     with pytest.raises(ValueError, match="copy the folder that it was loaded from"):
         loaded.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_is_compiled_as_one_graph(implementation, loaded):
+    loaded.set_experts_implementation(implementation)
+    with torch.no_grad():
+        expected = loaded(IDS).logits
+        compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(IDS).logits, expected, atol=1e-6, rtol=1e-5)

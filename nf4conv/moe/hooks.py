@@ -33,7 +33,6 @@ def install(quantizer: Any) -> None:
     """
     replacements = (
         _process_model_before_weight_loading,
-        _process_model_after_weight_loading,
         update_weight_conversions,
         param_element_size,
         param_needs_quantization,
@@ -61,20 +60,6 @@ def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..
             self._nf4conv = look_at_packed(model, kwargs.get("checkpoint_files"))
         else:
             self._nf4conv = look_at_16_bits(model, self.modules_to_not_convert)
-        return result
-
-    return process
-
-
-def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Prepares the layers for compiled code."""
-
-    def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = own(self, model, *args, **kwargs)
-        if self._nf4conv is not None and self._nf4conv.parameters:
-            from nf4conv.moe.forward import prepare_layers  # importing torch takes seconds
-
-            prepare_layers(model)
         return result
 
     return process
@@ -127,12 +112,17 @@ def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Has layers that bitsandbytes' CPU kernels cannot compute computed by ours."""
+    """Prepares layers of experts for compiled code; has nf4conv compute those that bitsandbytes'
+    CPU kernels cannot take.
+    """
 
     def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(self, model, *args, **kwargs)
         if self._nf4conv is not None and self._nf4conv.parameters:
+            from nf4conv.moe.forward import prepare_layers  # importing torch takes seconds
+
             patch_narrow_layers(model)
+            prepare_layers(model)
         return result
 
     return process

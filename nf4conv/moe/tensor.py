@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nf4conv.moe.weight import PackedWeight
+from nf4conv.moe.weight import PackedWeight, is_traced
 
 aten = torch.ops.aten
 
@@ -295,7 +295,7 @@ def _bmm(left: Any, right: Any) -> torch.Tensor:
 
 def decode_repeated(packed: Experts4bit, ids: torch.Tensor) -> torch.Tensor:
     """Decodes experts that may be named several times, each once."""
-    if ids.shape[0] <= 1 or _is_traced(ids):
+    if ids.shape[0] <= 1 or is_traced(ids):
         return packed.decode_some(ids)
     once, place = torch.unique(ids, return_inverse=True)
     if once.shape[0] == ids.shape[0]:
@@ -309,7 +309,7 @@ def _grouped_mm(
     """Multiplies groups of rows with one expert each; decodes those that have rows."""
     if not isinstance(weight, Experts4bit) or isinstance(x, Experts4bit) or offs is None:
         return NotImplemented
-    if _is_traced(offs):
+    if is_traced(offs):
         return func(x, weight.decoded(), offs, *args, **kwargs)
     decoded = _decode_active(weight, offs)
     if decoded is not None:
@@ -341,14 +341,6 @@ def _fallback_backward(_x: Any, weight: Any, offs: torch.Tensor, grad: torch.Ten
         offs,
     )
     return grad_x, grad.new_zeros(1).expand(weight.shape)
-
-
-def _is_traced(tensor: torch.Tensor) -> bool:
-    """Returns whether there are no values to look at: torch.compile traces."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    return isinstance(tensor, FakeTensor) or get_proxy_mode() is not None
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
