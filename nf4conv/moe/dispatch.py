@@ -10,8 +10,9 @@ of forward.py, under every implementation. It returns [tokens, hidden], or None 
 faster way; then the implementation that was asked for runs, with Experts4bit as its weights.
 `nf4conv.moe.layer.packed_weights(module)` gives forward.py what it needs.
 
-torch.compile goes around layers of packed experts: which experts are decoded depends on the values
-of a tensor, which a graph cannot know. What is between these layers is compiled.
+Without gradients, torch.compile takes layers of packed experts into its graph. With them it goes
+around these layers: which experts are decoded depends on the values of a tensor, which a graph
+cannot know. What is between the layers is compiled.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def install(interface: Any) -> None:
 
 
 def leave_out_of_graphs(module: torch.nn.Module) -> None:
-    """Has torch.compile call a layer of experts as it stands.
+    """Has torch.compile call a layer of experts as it stands while gradients are recorded.
 
     Args:
         module: a layer whose experts are packed. Others of its class are compiled as before.
@@ -76,13 +77,13 @@ def leave_out_of_graphs(module: torch.nn.Module) -> None:
 
 
 def _outside_of_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    reason = "4-bit experts are decoded outside of compiled graphs; leave fullgraph off"
+    reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
     disable: Any = torch.compiler.disable
     outside = disable(forward, reason=reason)
 
     @wraps(forward)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._nf4conv_is_packed:
+        if self._nf4conv_is_packed and torch.is_grad_enabled():
             return outside(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
