@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Final
 
-from nf4conv.codec.finite import are_finite
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import CopyPart, NonFiniteError
 from nf4conv.run.shards import Destination
@@ -59,6 +58,8 @@ class _FiniteScales:
         Raises:
             NonFiniteError: some are NaN or infinite.
         """
+        from nf4conv.codec.finite import are_finite  # few runs need numpy
+
         if not are_finite(data):
             raise NonFiniteError(self._job)
         self._destination.write(offset, data)
