@@ -58,7 +58,7 @@ class _FiniteScales:
         Raises:
             NonFiniteError: some are NaN or infinite.
         """
-        from nf4conv.codec.finite import are_finite  # few runs need numpy
+        from nf4conv.codec.finite import are_finite  # importing numpy takes a moment
 
         if not are_finite(data):
             raise NonFiniteError(self._job)
