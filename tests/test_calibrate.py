@@ -4,6 +4,7 @@ The models are tiny and random; transformers makes them, and loads what comes of
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import nf4conv
 from nf4conv.calibrate import calibrating, gradients
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.sources.header import read_header
 from nf4conv.sources.opening import open_source
 
 VOCABULARY = 96
@@ -221,6 +223,26 @@ def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
     assert not strict.passed
 
 
+def test_exact_proves_what_was_written(model, made, tmp_path):
+    assert nf4conv.verify_checkpoint(made, model, VerifyOptions(exact=True)).passed
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    for file in other.glob("*.safetensors"):
+        for tensor in read_header(file):
+            if tensor.name == name:
+                content = bytearray(file.read_bytes())
+                content[tensor.start] ^= 1
+                file.write_bytes(content)
+    found = nf4conv.verify_checkpoint(other, model, VerifyOptions(exact=True))
+    [fault] = [finding for finding in found.findings if finding.is_fault]
+    assert "SHA-256" in fault.text
+    record = record_of(other)
+    del record["calibrated"]
+    (other / "nf4conv.json").write_text(json.dumps(record))
+    assert not nf4conv.verify_checkpoint(other, model, VerifyOptions(exact=True)).passed
+
+
 def test_inspect_and_card_say_so(made):
     inspection = nf4conv.inspect_checkpoint(made)
     done = subprocess.run(
@@ -405,3 +427,91 @@ def test_the_plan_reads_no_weight(model, text):
     assert any("calibration: 14 weights in 2 blocks" in note for note in plan.notes)
     source = open_source(model)
     assert {tensor.name for tensor in source.tensors} >= plan.calibration.weights
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_type": "fp4", "blocksize": 32},
+        {"double_quant": False, "quant_storage": "bfloat16"},
+        {"include": ("*layers.1.*",), "exclude": ("*down_proj*",)},
+        {"dtype": "float16", "blocksize": 128},
+    ],
+    ids=str,
+)
+def test_formats(model, text, tmp_path, changes):
+    out = tmp_path / "out"
+    run = RunOptions(device="cpu", verify=True)
+    nf4conv.quantize_checkpoint(model, out, options_for(text, **changes), run)
+    assert nf4conv.verify_checkpoint(out, model, VerifyOptions(exact=True)).passed
+    groups = {group["scales"]: group["count"] for group in record_of(out)["weights"]}
+    if "include" in changes:
+        assert groups == {"calibrated": 6}
+    elif changes["blocksize" if "blocksize" in changes else "quant_storage"] == 128:
+        # rows of 64 elements are no whole blocks of 128, but those of down_proj are
+        assert groups == {"search": 12, "calibrated": 2}
+    else:
+        assert groups == {"calibrated": 14}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+    "phi": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
+    "bert": {"is_decoder": True},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(kind, text, tmp_path):
+    source = make_model(tmp_path / "model", kind, **FAMILIES[kind])
+    moe = "per-expert" if kind == "mixtral" else None
+    nf4conv.quantize_checkpoint(source, tmp_path / "out", options_for(text, moe=moe), CPU)
+    record = record_of(tmp_path / "out")
+    assert {group["scales"] for group in record["weights"]} == {"calibrated"}
+    blocks = record["calibrated"]["blocks"]
+    gains = [gain for block in blocks for gain in block["gains"].values()]
+    assert sum(gains) / len(gains) < 0.8
+    assert nf4conv.verify_checkpoint(tmp_path / "out", source).passed
+
+
+def test_experts_that_few_tokens_reach_are_counted(tmp_path):
+    source = make_model(tmp_path / "model", "mixtral", num_local_experts=8)
+    text = make_text(tmp_path / "ids.npy", tokens=1000)
+    options = QuantizeOptions(
+        calibrate=(str(text),), calibration_tokens=512, moe="per-expert", calibration_seed=3
+    )
+    nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    few = {}
+    for block in record_of(tmp_path / "out")["calibrated"]["blocks"]:
+        few |= block.get("few_tokens", {})
+    assert few
+    assert all(0 <= tokens < 256 and ".experts." in name for name, tokens in few.items())
+
+
+def test_text_goes_through_the_tokenizer(model, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(model, source)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = {chr(97 + number): number for number in range(26)}
+    tokenizer = Tokenizer(models.WordLevel({**letters, "?": 26}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for message in messages %}z{{ message.content }}{% endfor %}"
+    fast.save_pretrained(source)
+    prose = tmp_path / "prose.txt"
+    prose.write_text("abc" * 1000)
+    chats = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "user", "content": "xy" * 200}]}] * 5
+    chats.write_text("\n".join(json.dumps(line) for line in lines))
+    options = QuantizeOptions(calibrate=(f"{prose}=3", str(chats)), calibration_tokens=1024)
+    plan = nf4conv.plan_quantization(source, options)
+    ids = plan.calibration.windows.ids
+    shares = [(ids < 3).mean(), (ids > 22).mean()]
+    assert 0.7 < shares[0] < 0.8
+    assert 0.2 < shares[1] < 0.3
+    assert nf4conv.plan_quantization(source, QuantizeOptions(calibrate=("default",)))

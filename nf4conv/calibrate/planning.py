@@ -3,6 +3,7 @@
 No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,14 @@ MEMORY: Final = 4 * 10**9
 """Bytes of hidden states that are kept in memory, unless the user allows another number."""
 
 _FEWEST_TOKENS: Final = 512
+
+# Measured on an H200 at the shapes of Llama 8B and 70B, by benchmarks/calibration.py.
+_SECONDS_OF_WEIGHT: Final = 17e-9
+_SECONDS_AT_START: Final = 60.0  # kernels are compiled, once
+_SQUARES: Final = (
+    11  # float32 matrices [in, in] that are in memory at once, those of the factor too
+)
+_OTHER_BYTES: Final = 10**9
 
 
 @dataclass(frozen=True)
@@ -242,6 +251,26 @@ class _Found:
                 f"checkpoint does not have"
             )
 
+    @property
+    def elements(self) -> int:
+        """The number of elements that are calibrated."""
+        return sum(math.prod(target.job.matrix.shape) for target in self._all_targets())
+
+    def _all_targets(self) -> Iterator[Target]:
+        for targets in self.targets.values():
+            yield from targets
+
+    @property
+    def device_bytes(self) -> int:
+        """About as many bytes as calibration takes on a device, besides the hidden states."""
+        blocks = [0]
+        for number, fillings in self.fillings.items():
+            if number is not None:
+                parts = [tensor for filling in fillings for tensor in filling.tensors]
+                blocks.append(2 * sum(tensor.elements for tensor in parts))
+        widths = [target.job.matrix.shape[1] for target in self._all_targets()]
+        return max(blocks) + 4 * _SQUARES * max(widths, default=0) ** 2 + _OTHER_BYTES
+
     def bytes_of_output_moments(self, outputs: str) -> int:
         """Returns the most bytes of the second moments of gradients at outputs."""
         total = 0
@@ -266,6 +295,17 @@ class _Found:
         for targets in self.targets.values():
             shapes += [target.job.matrix.shape for target in targets]
         return size_of(self._format, shapes)
+
+
+def _cost(calibration: Calibration, found: _Found) -> str:
+    """Returns a line about the time, memory and disk that a calibration takes."""
+    seconds = _SECONDS_AT_START + _SECONDS_OF_WEIGHT * found.elements
+    seconds *= 2 if calibration.outputs else 1
+    return (
+        f"calibrating takes about {seconds / 60:.0f} min and {found.device_bytes / 1e9:.0f} GB of "
+        f"memory on an H200, more time on other devices, and {calibration.bytes_on_disk / 1e9:.1f} "
+        f"GB of disk meanwhile"
+    )
 
 
 def _windows(
@@ -344,6 +384,7 @@ def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) ->
     )
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
+    yield _cost(calibration, found)
     if found.left_out:
         others = len(found.left_out)
         yield (

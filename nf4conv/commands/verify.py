@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.pairing import Pairs, pair
@@ -249,6 +250,7 @@ def _plan_pairs(
     pairs = pair(structure, opened)
     if options.exact:
         check_exact_config(structure, config)
+        check_calibrated(structure, pairs)
     _check_origin(structure, opened)
     return VerificationPlan(Path(path), options, structure, config, opened, pairs)
 

@@ -76,7 +76,7 @@ class CalibratedWeights:
     """Says what came of the weights of a block.
 
     Attributes:
-        sha256: of their components, see `nf4conv.check.calibrated`.
+        sha256: of what decodes them, see check/calibrated.py.
         gains: for each weight the error of its outputs on judging windows, relative to that of
             searched scales; 1 where the search was kept.
         few_tokens: how many tokens reached each weight that fewer reached than it needs.
