@@ -6,10 +6,20 @@ from dataclasses import dataclass
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
 from nf4conv.choose.wishes import is_wanted
+from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.models.expert_layouts import find_stack, layouts_of
+from nf4conv.models.single_experts import single_expert
 from nf4conv.options import CompareOptions
+from nf4conv.plan.joining import join_experts
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, Strided, TensorInfo
+from nf4conv.sources.tensors import (
+    DTYPE_BITS,
+    Bitsandbytes4bit,
+    StackedExperts,
+    Strided,
+    TensorInfo,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
     A packed weight is decoded to the dtype of the plain tensor that it is compared with. By way of
     its own dtype it would be rounded twice.
     """
-    is_packed = isinstance(tensor.encoding, Bitsandbytes4bit)
+    is_packed = isinstance(tensor.encoding, Bitsandbytes4bit | StackedExperts)
     is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
     if is_packed and is_plain_float:
         return tensor._replace(dtype=other.dtype)
@@ -107,7 +117,8 @@ def pair_tensors(
 def _alike(source: Source | None, other: Source | None) -> dict[str, TensorInfo]:
     """Returns tensors by name, as they can be compared with those of another checkpoint.
 
-    Experts that are stacked in one tensor are taken apart where the other has them one by one.
+    Experts that are stacked in one tensor are taken apart where the other has them one by one, but
+    for encoded stacks: of these, single experts are stacked too.
 
     Args:
         source: one checkpoint; None if it lacks this submodel of a pipeline.
@@ -118,9 +129,10 @@ def _alike(source: Source | None, other: Source | None) -> dict[str, TensorInfo]
     names = set()
     if other is not None:
         names = {tensor.name for tensor in other.tensors}
-    experts = Experts.gather(source.tensors, source.config or {})
+    tensors = source.tensors if other is None else _stacked_like(source, other)
+    experts = Experts.gather(tensors, source.config or {})
     found = {}
-    for tensor in source.tensors:
+    for tensor in tensors:
         matrices: Sequence[PackedMatrix] = ()
         if tensor.name in experts.stacks and tensor.encoding is None:
             matrices = experts.matrices_of(tensor)
@@ -130,6 +142,26 @@ def _alike(source: Source | None, other: Source | None) -> dict[str, TensorInfo]
         else:
             found[tensor.name] = tensor
     return found
+
+
+def _stacked_like(source: Source, other: Source) -> Sequence[TensorInfo]:
+    """Returns tensors with single experts stacked, if the other has stacks of which no view exists.
+
+    Those are encoded stacks, and all that it has where the source has the names of Unsloth.
+    """
+    config = source.config or {}
+    encoded = {tensor.name for tensor in other.tensors if tensor.encoding is not None}
+    singles = [single_expert(tensor.name) for tensor in source.tensors]
+    if any(single is not None and single.is_of_unsloth for single in singles):
+        encoded |= {tensor.name for tensor in other.tensors}
+    elif not any(singles) or not any(find_stack(name, layouts_of(config)) for name in encoded):
+        return source.tensors
+    try:
+        joined = join_experts(source.tensors, config, layouts=layouts_of(config))
+    except SourceError:  # an expert is missing, which the names of single ones show
+        return source.tensors
+    stacks = [tensor for tensor in joined if isinstance(tensor.encoding, StackedExperts)]
+    return joined if any(stack.name in encoded for stack in stacks) else source.tensors
 
 
 def _view_of(tensor: TensorInfo, matrix: PackedMatrix) -> TensorInfo:

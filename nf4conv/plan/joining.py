@@ -50,6 +50,7 @@ def join_experts(
     tensors: Sequence[TensorInfo],
     config: Mapping[str, Any],
     apart: Collection[str] = (),
+    layouts: Sequence[ExpertLayout] | None = None,
 ) -> tuple[TensorInfo, ...]:
     """Joins the experts of families that store them stacked, and gives them the names they had.
 
@@ -57,6 +58,7 @@ def join_experts(
         tensors: the tensors of a checkpoint.
         config: the content of its config.json.
         apart: names of tensors that must stay as they are; the experts of their layers stay too.
+        layouts: how experts are to be stacked; None for what the family has on disk.
 
     Returns:
         The tensors in order, a stack in the place of its first matrix. Those of other families are
@@ -68,7 +70,8 @@ def join_experts(
     layers = _layers(tensors, apart)
     if not layers:
         return tuple(tensors)
-    layouts = stacked_layouts(config)
+    if layouts is None:
+        layouts = stacked_layouts(config)
     joined: dict[str, TensorInfo] = {}  # by the name of the first matrix
     used: set[str] = set()
     for layer in layers:

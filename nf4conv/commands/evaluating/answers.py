@@ -49,7 +49,12 @@ def _decode_layers(model: Any) -> None:
 
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
-            state = module.weight.quant_state
+            state = getattr(module.weight, "quant_state", None)
+            if state is None:
+                raise SourceError(
+                    f"{model.name_or_path}: {name} is not in 4 bits, but its config.json does not "
+                    f"skip it; nf4conv verify says more"
+                )
             weight = dequantize_4bit(module.weight.data, state).view(state.shape)
             plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
             plain.weight = torch.nn.Parameter(weight, requires_grad=False)
