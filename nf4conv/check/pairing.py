@@ -8,12 +8,16 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
+from nf4conv.models.expert_layouts import layouts_of
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of
+from nf4conv.models.single_experts import ROUTER_OF_UNSLOTH, is_gpt_oss, single_expert
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
+from nf4conv.plan.joining import join_experts
+from nf4conv.sources.encodings.pieces import rows_of
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import StackedExperts, TensorInfo
 
 _BUFFERS: Final = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
@@ -59,9 +63,14 @@ def pair(structure: Structure, source: Source) -> Pairs:
         source: what it was made from.
     """
     by_name = {tensor.name: tensor for tensor in source.tensors}
+    aliases = dict(_other_names(structure, source, by_name))
+    for name, alias in aliases.items():
+        by_name[name] = alias.tensor
     weights = tuple(_pair_weights(structure, source, by_name))
     copies = tuple(_pair_copies(structure, by_name))
     used = {*structure.weights, *structure.plain, *(found.job.source.name for found in weights)}
+    for name in used & aliases.keys():
+        used |= aliases[name].names
     is_tied = bool((source.config or {}).get("tie_word_embeddings", True))
     for tensor in source.tensors:
         if tensor.name in used:
@@ -71,6 +80,61 @@ def pair(structure: Structure, source: Source) -> Pairs:
         text = "is in the source but not here"
         structure.note("names", tensor.file, tensor.name, text, is_fault=not is_expected)
     return Pairs(weights, copies)
+
+
+class _Alias(NamedTuple):
+    """Tells what a tensor of a 4-bit checkpoint is called in its source."""
+
+    tensor: TensorInfo  # as it is compared
+    names: frozenset[str]  # of the tensors of the source that it is read from
+
+
+def _other_names(
+    structure: Structure, source: Source, by_name: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, _Alias]]:
+    """Yields tensors of the source under the names that other tools give them.
+
+    Stacks of what the source has expert by expert, and what Unsloth renames in gpt-oss.
+
+    Args:
+        structure: the 4-bit checkpoint.
+        source: what it was made from.
+        by_name: the tensors of the source by name.
+    """
+    config = source.config or {}
+    strange = [name for name in structure.weights if name not in by_name]
+    if any(len(structure.weights[name].shape) == 3 for name in strange):
+        for tensor in join_experts(source.tensors, config, layouts=layouts_of(config)):
+            if isinstance(tensor.encoding, StackedExperts) and tensor.name in structure.weights:
+                names = frozenset(part.name for _, part in tensor.encoding.parts)
+                yield tensor.name, _Alias(tensor, names)
+    if not is_gpt_oss(config):
+        return
+    for name in structure.plain:
+        single = single_expert(name)
+        if single is not None and single.is_of_unsloth:
+            stack = by_name.get(f"{single.experts}.{single.projection}_bias")
+            if stack is not None and len(stack.shape) == 2 and single.expert < stack.shape[0]:
+                row = rows_of(stack, single.expert, single.expert + 1)
+                bias = row._replace(name=name, shape=stack.shape[1:])
+                yield name, _Alias(bias, frozenset({stack.name}))
+        plain_name = name.replace(ROUTER_OF_UNSLOTH, ".router.")
+        if plain_name != name and plain_name in by_name:
+            router = by_name[plain_name]._replace(name=name)
+            yield name, _Alias(router, frozenset({plain_name}))
+
+
+def _origin_of_unsloth(weight: StoredWeight, by_name: Mapping[str, TensorInfo]) -> "_Origin | None":
+    """Returns what an expert of gpt-oss was packed from, by the name that Unsloth gives it."""
+    single = single_expert(weight.name)
+    if single is None or not single.is_of_unsloth or len(weight.shape) != 2:
+        return None
+    stack = by_name.get(f"{single.experts}.{single.projection}")
+    if stack is None or single.expert >= stack.shape[0] or stack.shape[1:] != weight.shape[::-1]:
+        return None
+    rows, columns = weight.shape
+    matrix = PackedMatrix(weight.name, (rows, columns), transpose=True, expert=single.expert)
+    return _Origin(stack, matrix)
 
 
 def _pair_weights(
@@ -87,7 +151,7 @@ def _pair_weights(
     for weight in structure.weights.values():
         found = by_name.get(weight.name)
         if found is None:
-            origin = experts.get(weight.name)
+            origin = experts.get(weight.name) or _origin_of_unsloth(weight, by_name)
             found = None if origin is None else origin.tensor
         else:
             origin = _origin_in(found, weight, config)

@@ -34,6 +34,10 @@ _USUAL_NAMES: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """The names that most families have for what others call w1, w2 and w3."""
 
 
+ROUTER_OF_UNSLOTH: Final = ".router.linear."
+"""Part of the name of a router as Unsloth names it in gpt-oss; elsewhere it is ".router."."""
+
+
 class SingleExpert(NamedTuple):
     """Says what a tensor is to a layer of experts.
 

@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 from nf4conv.errors import SourceError
 from nf4conv.models.expert_layouts import ExpertLayout, experts_in
 from nf4conv.models.single_experts import (
+    ROUTER_OF_UNSLOTH,
     is_gpt_oss,
     single_expert,
     stack_name,
     stacked_layouts,
 )
 from nf4conv.sources.tensors import StackedExperts, TensorInfo
-
-_ROUTER_OF_UNSLOTH = ".router.linear."
-"""Part of the name of a router as Unsloth names it in gpt-oss; on disk it is ".router."."""
 
 
 class _Stack(NamedTuple):
@@ -203,6 +201,6 @@ def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> Tensor
 def _with_plain_routers(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
     """Gives the routers of a gpt-oss of Unsloth the names that they have on disk elsewhere."""
     return tuple(
-        tensor._replace(name=tensor.name.replace(_ROUTER_OF_UNSLOTH, ".router."))
+        tensor._replace(name=tensor.name.replace(ROUTER_OF_UNSLOTH, ".router."))
         for tensor in tensors
     )
