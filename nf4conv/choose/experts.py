@@ -9,7 +9,6 @@ from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.errors import PlanError
 from nf4conv.models.expert_layouts import (
     UNEVEN,
-    WITHOUT_LOADER,
     FoundStack,
     are_stacked,
     experts_in,
@@ -78,8 +77,6 @@ class Experts:
         source in 4 bits keeps its layout, and a file for image tools has no loader for experts.
         """
         if not PACKED_BY_DEFAULT or options.single_file or "model_type" not in self.config:
-            return False
-        if any(model_type in WITHOUT_LOADER for model_type in model_types(self.config)):
             return False
         if not all(found.layout.has_loader for found in self.stacks.values()):
             return False
@@ -219,29 +216,27 @@ def cut_stack(
     size = outputs // parts
     matrices = []
     for expert in range(experts):
-        first_row = expert * rows if stack.is_flat else 0
         for place, projection in enumerate(stack.projections):
-            if stack.is_interleaved:
-                taken = (place, outputs)
+            name = found.name_of(expert, projection)
+            matrix = PackedMatrix(name, (size, inputs), is_transposed)
+            if stack.is_flat:
+                first_row = expert * rows
+                matrix = matrix._replace(rows=(first_row, first_row + rows))
             else:
                 taken = (place * size, (place + 1) * size)
-            if is_transposed:
-                taken_rows = (first_row, first_row + rows) if stack.is_flat else None
-                taken_columns = None if stack.is_flat else taken
-            else:
-                taken_rows = (first_row + taken[0], first_row + taken[1])
-                taken_columns = None
-            matrix = PackedMatrix(
-                name=found.name_of(expert, projection),
-                shape=(size, inputs),
-                transpose=is_transposed,
-                expert=None if stack.is_flat else expert,
-                columns=taken_columns,
-                rows=taken_rows,
-                step=parts if stack.is_interleaved else 1,
-            )
+                if stack.is_interleaved:
+                    taken = (place, outputs)
+                    matrix = matrix._replace(step=parts)
+                matrix = _with_outputs(matrix._replace(expert=expert), taken)
             matrices.append(matrix)
     return tuple(matrices)
+
+
+def _with_outputs(matrix: PackedMatrix, taken: tuple[int, int]) -> PackedMatrix:
+    """Returns the weight that takes some outputs of an expert, which are rows or columns of it."""
+    if matrix.transpose:
+        return matrix._replace(columns=taken)
+    return matrix._replace(rows=taken)
 
 
 def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: str | None) -> None:
@@ -326,8 +321,10 @@ def alike_in_layers(
     for name, decision in decisions.items():
         layer = experts.layer_of(name)
         if layer is not None:
-            groups = packed if isinstance(decision, Pack) else kept
-            groups.setdefault(layer, []).append(name)
+            group = packed.setdefault(layer, [])
+            if isinstance(decision, Keep):
+                group = kept.setdefault(layer, [])
+            group.append(name)
     alike = dict(decisions)
     for layer, names in kept.items():
         others = packed.get(layer, [])
@@ -380,9 +377,7 @@ def readers_of(
             break
     else:
         return None
-    model = set(model_types(config))
-    layouts = layouts_of(config)
-    if model & set(WITHOUT_LOADER) or not all(layout.has_loader for layout in layouts):
+    if not all(layout.has_loader for layout in layouts_of(config)):
         text = "experts are packed, which no loader reads for this family; nf4conv dequantize does"
         return Readers(text, has_loader=False)
     if is_stack:

@@ -175,36 +175,28 @@ _STACKED_TYPES: Final = (
 )  # fmt: skip
 """Model types of the same layout that are stored so."""
 
+_TRANSPOSED_TYPES: Final = ("openai_privacy_filter", "llama4", "llama4_text")
+_QWEN_VL_TYPES: Final = ("qwen3_vl_moe", "qwen3_vl_moe_text")
+_GRANITE_TYPES: Final = ("granitemoe", "granitemoehybrid", "granitemoeshared")
+_INKLING_TYPES: Final = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text")
+
 LAYOUTS: Final[Mapping[str, tuple[ExpertLayout, ...]]] = {
     **dict.fromkeys((*_STANDARD_TYPES, *_STACKED_TYPES), (STANDARD,)),
+    **dict.fromkeys(_TRANSPOSED_TYPES, (TRANSPOSED,)),
+    **dict.fromkeys(_QWEN_VL_TYPES, (QWEN3_VL,)),
+    **dict.fromkeys(_GRANITE_TYPES, (GRANITE, STANDARD)),
+    **dict.fromkeys(_INKLING_TYPES, (INKLING, STANDARD)),
+    **dict.fromkeys(("aria", "aria_text"), (ARIA, TRANSPOSED)),
+    **dict.fromkeys(("step3p5", "step3p7"), (STEP,)),
     "gpt_oss": (GPT_OSS,),
-    "openai_privacy_filter": (TRANSPOSED,),
-    "llama4": (TRANSPOSED,),
-    "llama4_text": (TRANSPOSED,),
-    "qwen3_vl_moe": (QWEN3_VL,),
-    "qwen3_vl_moe_text": (QWEN3_VL,),
-    "granitemoe": (GRANITE, STANDARD),
-    "granitemoehybrid": (GRANITE, STANDARD),
-    "granitemoeshared": (GRANITE, STANDARD),
-    "aria": (ARIA, TRANSPOSED),
-    "aria_text": (ARIA, TRANSPOSED),
-    "inkling_mm_model": (INKLING,),
-    "inkling_text": (INKLING, STANDARD),
-    "inkling2": (INKLING,),
-    "inkling2_text": (INKLING, STANDARD),
-    "step3p7": (STEP,),
-    "step3p5": (STEP,),
     "dbrx": (DBRX,),
     "jetmoe": (JETMOE,),
 }
-"""The layouts of each model type. One of the first that match a tensor's name counts."""
+"""The layouts of each model type. The first that matches a tensor's name counts."""
 
 
 UNEVEN: Final = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "longcat_flash")
 """Model types whose layers have experts of several kinds, or fewer than their routers know."""
-
-WITHOUT_LOADER: Final = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text")
-"""Model types that have single experts which transformers 5 cannot load in 4 bits."""
 
 _NUMBERS: Final = (
     "num_local_experts",
