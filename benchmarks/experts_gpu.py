@@ -285,6 +285,7 @@ def static_step(model: Any, sequences: int) -> tuple[Callable[[], Any], torch.Te
 @torch.no_grad()
 def decode_by_graph(model: Any, sequences: int = 1) -> dict[str, float]:
     """One decoding step, captured as a CUDA graph."""
+    torch.cuda.reset_peak_memory_stats()
     step, _ = static_step(model, sequences)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -414,9 +415,9 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
     torch.cuda.synchronize()
     record.add("load_s", round(time.perf_counter() - start, 1))
     record.add("loaded_gb", gigabytes(torch.cuda.memory_allocated()))
-    record.attempt("decode_eager", lambda: decode_eagerly(model))
     record.attempt("prefill_1024", lambda: prefill(model))
-    record.attempt("prefill_4096", lambda: prefill(model, 4000))
+    record.attempt("prefill_4000", lambda: prefill(model, 4000))
+    record.attempt("decode_eager", lambda: decode_eagerly(model))
     record.attempt("decode_graph", lambda: decode_by_graph(model))
     record.attempt("decode_graph_16", lambda: decode_by_graph(model, 16))
     if arguments.offload:
@@ -495,7 +496,7 @@ def main() -> None:
         files = packed.glob("*.safetensors")
         record.add("packed_gb", gigabytes(sum(path.stat().st_size for path in files)))
     if not arguments.bf16:
-        shutil.rmtree(source)
+        shutil.rmtree(source)  # memory, where the folder is in /dev/shm
         source.mkdir()
     measure_packed(record, packed, arguments)
     torch.cuda.empty_cache()
