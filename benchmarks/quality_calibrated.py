@@ -456,9 +456,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             ratio = found[0]["texts"][text]["kl"] / base["texts"][text]["kl"] if found else None
             cells.append("" if ratio is None else f"{ratio:.3f}")
         name = f"{kind[0]}, calibrated on {kind[1]}" if kind[1] else kind[0]
-        lines.append(
-            (cells[0] or "9", f"| {name} | {of_kind[0]['bits']:.3f} | {' | '.join(cells)} |")
-        )
+        row = " | ".join([name, f"{of_kind[0]['bits']:.3f}", *cells])
+        first = next((cell for cell in cells if cell), "")
+        lines.append((first, f"| {row} |"))
     for _, line in sorted(lines):
         print(line)
 
