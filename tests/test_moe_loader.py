@@ -289,7 +289,7 @@ def test_operations_that_it_does_not_know_decode(loaded):
     assert torch.equal(weight[1:3], plain[1:3])
     assert torch.equal(weight[-1], plain[-1])
     assert torch.equal(weight[torch.tensor([True, False, True, False])], plain[[0, 2]])
-    assert torch.equal(weight.flatten(), plain.flatten())
+    assert torch.equal(weight.sum((1, 2)), plain.sum((1, 2)))
     assert (weight.mT.shape, weight.abs().max()) == (plain.mT.shape, plain.abs().max())
 
 
