@@ -30,19 +30,27 @@ def gather_pairs(
 
 @kernel
 def gathering_kernel(
-    ids_ptr, pairs_ptr, expert_ptr, count: tl.int32, COUNT: tl.constexpr, MEMBERS: tl.constexpr
+    ids_ptr,
+    pairs_ptr,
+    expert_ptr,
+    count: tl.int32,
+    COUNT: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
     """Gather the pairs of the expert whose number is the program's."""
     expert = tl.program_id(0)
     pair = tl.arange(0, COUNT)
-    own = tl.load(ids_ptr + pair, mask=pair < count, other=-1).to(tl.int32) == expert
-    total = tl.sum(own.to(tl.int32), axis=0)
+    chosen = tl.load(ids_ptr + pair, mask=pair < count, other=-1)
+    own = chosen == expert
+    ones = own.to(tl.int32)
+    total = tl.sum(ones, axis=0)
     tl.store(expert_ptr + expert, tl.where(total > 0, expert, -1))
-    place = tl.cumsum(own.to(tl.int32), axis=0) - 1
+    place = tl.cumsum(ones, axis=0) - 1
     pairs_ptr += expert * MEMBERS
     tl.store(pairs_ptr + place, pair, mask=own & (place < MEMBERS))
     member = tl.arange(0, MEMBERS)
-    tl.store(pairs_ptr + member, tl.full((MEMBERS,), -1, tl.int32), mask=member >= total)
+    none = tl.full((MEMBERS,), -1, tl.int32)
+    tl.store(pairs_ptr + member, none, mask=member >= total)
 
 
 _launch = Launcher(gathering_kernel)
