@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-gguf test-moe-releases test-browser test-ray test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-browser test-ray test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -102,6 +102,13 @@ $(VENV)/.diffusers: $(VENV)/.installed
 
 test-diffusers: $(VENV)/.diffusers ## test tiny denoisers and pipelines against diffusers' own quantization
 	$(BIN)/python -m pytest tests/diffusers
+
+$(VENV)/.trl: $(VENV)/.installed
+	$(BIN)/pip install --quiet trl
+	touch $@
+
+test-moe-training: $(VENV)/.trl ## test LoRA on packed experts with TRL, under torch.compile and over processes, and twenty short runs
+	$(BIN)/python -m pytest tests/test_moe_trl.py tests/test_moe_training.py tests/test_moe_sharding.py tests/test_moe_compile.py
 
 # llama.cpp's converter is in the source distribution of its Python package, which is not built here
 $(VENV)/llama.cpp: $(VENV)/.installed

@@ -15,7 +15,14 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
-from cases import CASES, FORWARD_UNKNOWN, MOST_USED
+from cases import (
+    CASES,
+    FORWARD_UNKNOWN,
+    MIXTURE_EXCEPTIONS,
+    MIXTURES,
+    MOST_USED,
+    STACKED_MIXTURES,
+)
 from roundtrip import (
     UNKNOWN,
     UNREADABLE,
@@ -157,6 +164,20 @@ def full_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str
         yield "\n"
 
 
+def mixtures_table() -> Iterator[str]:
+    """Yields what test_mixtures.py holds: which mixtures load with packed experts."""
+    yield f"## Mixtures of experts: {len(MIXTURES)}\n\n"
+    yield "With nf4conv installed, transformers 5 loads these with all experts packed by\n"
+    yield "`--moe packed`, and those that are stored in stacks by `--moe stacked`, too. Decoded\n"
+    yield "experts are, bit for bit, what `dequantize` writes; logits and words are those of the\n"
+    yield "model with decoded experts, in `eager`, `batched_mm` and `grouped_mm`.\n\n"
+    yield "| architecture | stored in stacks | exception |\n|---|---|---|\n"
+    for name in MIXTURES:
+        stacked = "yes" if name in STACKED_MIXTURES else ""
+        yield f"| {name} | {stacked} | {MIXTURE_EXCEPTIONS.get(name, '')} |\n"
+    yield "\n"
+
+
 def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
     """Yields lines for docs/selection.md: the number of each kind, and the most used by name."""
     yield "| | architectures | load in 5 | load in 4.57, of those it can read "
@@ -199,7 +220,7 @@ def main(python: str) -> None:
         one_class="".join(f"- {name}\n" for name in ONE_CLASS),
     )
     Path("docs/architectures.md").write_text(
-        introduction + "".join(full_table(rows, in_4)) + CLOSING
+        introduction + "".join(full_table(rows, in_4)) + "".join(mixtures_table()) + CLOSING
     )
     page = Path("docs/selection.md")
     table = "".join(short_table(rows, in_4))
