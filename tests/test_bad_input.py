@@ -358,7 +358,10 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
             ["--blocksize", "100"],
             "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096",
         ),
-        (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
+        (
+            ["--device", "gpu"],
+            "--device gpu: expected auto, cpu, cuda or cuda:N; an NVIDIA GPU is cuda",
+        ),
         (
             ["--include", "*norm*"],
             "no tensor of this checkpoint would be packed; --dry-run shows why each is kept",
