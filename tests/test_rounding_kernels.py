@@ -112,5 +112,19 @@ def test_kernels_choose_as_defined(
     assert_same_but_ties(draft, defined)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("quant_type", "blocksize", "double_quant"),
+    [("nf4", 64, True), ("nf4", 64, False), ("fp4", 32, True), ("nf4", 128, True)],
+)
+def test_compiled_kernels_choose_as_defined(quant_type: str, blocksize: int, double_quant: bool):
+    target, factor, storable, levels = problem(quant_type, blocksize, double_quant, 256, 250)
+    defined = reference.choose_all(target, factor, storable, levels, 1)
+    assert calibrated.steps_for(DEVICE) is kernel_steps
+    there = moved(target, factor, storable)
+    draft = drafted(*there, levels_of(quant_type, DEVICE), 1)
+    assert_same_but_ties(draft, defined)
+
+
 def test_a_cpu_needs_no_triton():
     assert calibrated.steps_for(CPU) is plain_steps

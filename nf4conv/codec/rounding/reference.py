@@ -16,8 +16,14 @@ from nf4conv.codec.rounding.factor import Factor
 from nf4conv.codec.rounding.levels import Levels
 from nf4conv.codec.rounding.scales import StorableScales
 
-CLOSE: Final = 2e-5
+CLOSE: Final = 2e-6
 """Below this margin a decision counts as a tie: float32 may make it differently."""
+
+_OF_COSTS: Final = 0.1
+"""Margins of costs are multiplied by this: the float32 errors of sums of squares are larger."""
+
+_RIVAL: Final = 2.0
+"""A scale whose cost is below the best by this factor could win by one decision of its own."""
 
 
 @dataclass
@@ -28,7 +34,7 @@ class Chosen:
         ranks: [in_features, outputs] int64, of the levels.
         scales: [groups, outputs] float64, as they decode.
         margins: [outputs] float64, the least margin of a decision: the distance of a quotient from
-            its nearest cut, or the relative distance of the best two costs.
+            its nearest cut, or a tenth of the relative distance of two costs.
     """
 
     ranks: torch.Tensor
@@ -80,7 +86,8 @@ def _round_groups(
         block = compensated[first:last]
         inside = upper[first:last, first:last]
         scale = _best_scale(block, inside, group, chosen, storable, levels)
-        ranks, errors = _round(block, inside, scale, chosen, levels)
+        ranks, errors, distances = _round(block, inside, scale, levels)
+        _note(distances, scale != 0, chosen)
         chosen.scales[group] = scale
         chosen.ranks[first:last] = ranks
         compensated[last:] -= upper[first:last, last:].T @ errors
@@ -98,18 +105,22 @@ def _best_scale(
     base = block.abs().amax(dim=0)
     best = torch.full_like(base, float("inf"))
     scale = torch.zeros_like(base)
+    tries = []
     for factors in (first_candidates(levels.is_symmetric), FINER):
         before = scale.clone() if factors is FINER else base
         for number in factors:
             # the factors are float32 numbers
             exact = torch.tensor(number, dtype=torch.float32).double()
-            tried = _snap(exact * before, group, storable)
-            _, errors = _round(block, upper, tried, None, levels)
+            tried = _snap(exact * before, group, storable, chosen)
+            _, errors, distances = _round(block, upper, tried, levels)
             cost = errors.square().sum(dim=0)
-            _note((cost - best).abs() / cost, tried != scale, chosen)
+            tries.append((cost, distances))
+            _note((cost - best).abs() / cost * _OF_COSTS, tried != scale, chosen)
             is_better = cost < best
             best = cost.where(is_better, best)
             scale = tried.where(is_better, scale)
+    for cost, distances in tries:
+        _note(distances, cost < _RIVAL * best, chosen)
     return scale
 
 
@@ -117,23 +128,25 @@ def _round(
     block: torch.Tensor,
     upper: torch.Tensor,
     scale: torch.Tensor,
-    chosen: Chosen | None,
     levels: Levels,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round a block with given scales: error j moves each later input k by error · U[j, k].
 
     Returns:
         ranks: [inputs, outputs] int64.
         errors: [inputs, outputs] float64, (w - q) / U[j, j].
+        distances: [outputs] float64, the least distance of a quotient from a cut.
     """
     rest = block.clone()
+    least = torch.full_like(scale, float("inf"))
     ranks = torch.zeros(block.shape, dtype=torch.int64)
     for j in range(block.shape[0]):
-        ranks[j] = _nearest(rest[j], scale, chosen, levels)
+        ranks[j], distances = _nearest(rest[j], scale, levels)
+        least = torch.minimum(least, distances)
         error = (rest[j] - levels.values.double()[ranks[j]] * scale) / upper[j, j]
         rest[j + 1 :] -= upper[j, j + 1 :, None] * error
         rest[j] = error
-    return ranks, rest
+    return ranks, rest, least
 
 
 def _sweep_groups(
@@ -161,25 +174,24 @@ def _sweep_groups(
         for j in range(inputs.start, inputs.stop):
             value = levels.values.double()[chosen.ranks[j]] * scale
             wanted = value + gradient[j] / moments[j, j]
-            chosen.ranks[j] = _nearest(wanted, scale, chosen, levels)
+            chosen.ranks[j], distances = _nearest(wanted, scale, levels)
+            _note(distances, scale != 0, chosen)
             move = levels.values.double()[chosen.ranks[j]] * scale - value
             gradient -= moments[:, j, None] * move
 
 
 def _nearest(
-    wanted: torch.Tensor, scale: torch.Tensor, chosen: Chosen | None, levels: Levels
-) -> torch.Tensor:
-    """Return the ranks of the nearest levels, [outputs] int64."""
+    wanted: torch.Tensor, scale: torch.Tensor, levels: Levels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ranks of the nearest levels, and the distances from the nearest cuts."""
     quotients = (wanted / scale).where(scale != 0, 0)
     cuts = levels.cuts.double()
-    if chosen is not None:
-        distances = (quotients[:, None] - cuts).abs().amin(dim=1)
-        _note(distances, scale != 0, chosen)
-    return torch.bucketize(quotients, cuts)
+    distances = (quotients[:, None] - cuts).abs().amin(dim=1)
+    return torch.bucketize(quotients, cuts), distances
 
 
 def _snap(
-    wanted: torch.Tensor, group: int, storable: StorableScales, chosen: Chosen | None = None
+    wanted: torch.Tensor, group: int, storable: StorableScales, chosen: Chosen
 ) -> torch.Tensor:
     """Return the nearest storable scales, [outputs] float64.
 
@@ -187,8 +199,8 @@ def _snap(
     have another answer.
     """
     scales, _ = storable.snap(group, wanted.float())
-    if chosen is not None and storable.maxima is not None:
-        spread = CLOSE * storable.maxima[group].double() / 20
+    if storable.maxima is not None:
+        spread = CLOSE / 2 * storable.maxima[group].double()
         lower, _ = storable.snap(group, (wanted - spread).float())
         higher, _ = storable.snap(group, (wanted + spread).float())
         _note(torch.zeros_like(wanted), lower != higher, chosen)
