@@ -515,3 +515,56 @@ def test_text_goes_through_the_tokenizer(model, tmp_path):
     assert 0.7 < shares[0] < 0.8
     assert 0.2 < shares[1] < 0.3
     assert nf4conv.plan_quantization(source, QuantizeOptions(calibrate=("default",)))
+
+
+def test_adapters_are_merged_first(model, text, tmp_path):
+    from safetensors.torch import save_file
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    factors = {}
+    for layer in range(2):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        factors[f"{module}.lora_A.weight"] = torch.randn((4, 64), generator=generator) / 8
+        factors[f"{module}.lora_B.weight"] = torch.randn((64, 4), generator=generator) / 8
+    save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    lora = (str(adapter),)
+    merged = tmp_path / "merged"
+    nf4conv.dequantize_checkpoint(model, merged, nf4conv.DequantizeOptions(lora=lora), CPU)
+    nf4conv.quantize_checkpoint(merged, tmp_path / "expected", options_for(text), CPU)
+    nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text, lora=lora), CPU)
+    expected = weights_in(tmp_path / "expected")
+    found = weights_in(tmp_path / "out")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_encoded_sources_are_decoded_first(model, text, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in model.glob("*.safetensors"):
+        tensors |= load_file(file)
+    encoded: dict[str, torch.Tensor] = {}
+    decoded: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        encoded[name] = decoded[name] = tensor
+        if "_proj" in name:
+            values = (tensor.float() * 4).to(torch.float8_e4m3fn)
+            encoded[name] = values
+            encoded[f"{name}_scale_inv"] = torch.tensor(0.25)
+            decoded[name] = (values.float() * 0.25).bfloat16()
+    config = json.loads((model / "config.json").read_text())
+    results = []
+    for kind, content in (("encoded", encoded), ("decoded", decoded)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        save_file(content, folder / "model.safetensors")
+        of_kind = {**config, "quantization_config": {"quant_method": "fp8"}}
+        (folder / "config.json").write_text(json.dumps(of_kind if kind == "encoded" else config))
+        nf4conv.quantize_checkpoint(folder, tmp_path / f"{kind}-out", options_for(text), CPU)
+        results.append(weights_in(tmp_path / f"{kind}-out"))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

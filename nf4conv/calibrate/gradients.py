@@ -52,7 +52,8 @@ class OutputMoments:
             for name, size in sizes.items():
                 content = bytearray(file.read(4 * size * size))
                 values = torch.frombuffer(content, dtype=torch.float32)
-                found[name] = values.view(size, size).to(self._session.device)
+                square = values.view(size, size)
+                found[name] = square.to(self._session.device)
         return found
 
     def find(self, reader: WeightReader, progress: Callable[[int], None]) -> None:
@@ -105,7 +106,8 @@ class OutputMoments:
         generator = torch.Generator(self._session.device)
         generator.manual_seed(self._calibration.seed)
         gradients = self._activations("gradients.bin")
-        for ids, states in zip(self._session.batches(), hidden.batches(), strict=True):
+        batches = self._session.batches()
+        for ids, states in zip(batches, hidden.batches(), strict=True):
             found = []
             pairs = zip(
                 torch.split(ids, _TAIL_WINDOWS), torch.split(states, _TAIL_WINDOWS), strict=True
@@ -114,11 +116,10 @@ class OutputMoments:
                 leaf = behind.detach().requires_grad_()
                 with torch.enable_grad():
                     logits = flow.predictions(some.to(self._session.device), leaf).float()
-                    chances = logits.log_softmax(-1)
-                    drawn = torch.multinomial(
-                        chances.detach().exp().flatten(0, -2), 1, generator=generator
-                    )
-                    likelihood = chances.flatten(0, -2).gather(1, drawn).sum()
+                    chances = logits.log_softmax(-1).flatten(0, -2)
+                    probabilities = chances.detach().exp()
+                    drawn = torch.multinomial(probabilities, 1, generator=generator)
+                    likelihood = chances.gather(1, drawn).sum()
                     (gradient,) = torch.autograd.grad(likelihood, leaf)
                 found.append(gradient)
             gradients.append(torch.cat(found))
@@ -175,7 +176,9 @@ class OutputMoments:
         for name, found in moments.items():
             if not bool(found.sums.diagonal().sum().isfinite()):
                 raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
-        sizes = {name: found.sums.shape[0] for name, found in moments.items()}
+        sizes = {}
+        for name, found in moments.items():
+            sizes[name] = found.sums.shape[0]
         chunks = [json.dumps(sizes).encode() + b"\n"]
         chunks.extend(found.mean().cpu().numpy().tobytes() for found in moments.values())
         with named(self._session.folder, OutputError):

@@ -38,24 +38,32 @@ class Session:
         self.calibration = plan.calibration
         self.device = device
         self.folder = folder
-        self.dtype = DTYPES[plan.output.format.dtype] if device.type == "cuda" else torch.float32
-        budget = plan.options.calibration_memory
-        self.budget = MEMORY if budget is None else budget
+        self.dtype = torch.float32
+        if device.type == "cuda":
+            self.dtype = DTYPES[plan.output.format.dtype]
+        self.budget = MEMORY
+        if plan.options.calibration_memory is not None:
+            self.budget = plan.options.calibration_memory
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Yields token ids, [windows, length] int64; no batch holds windows of both kinds."""
         windows = self.calibration.windows
         ids = torch.from_numpy(windows.ids)
-        yield from torch.split(ids[: windows.calibrating], self._windows_of_batch())
-        yield from torch.split(ids[windows.calibrating :], self._windows_of_batch())
+        step = self._windows_of_batch()
+        calibrating = ids[: windows.calibrating]
+        judging = ids[windows.calibrating :]
+        yield from torch.split(calibrating, step)
+        yield from torch.split(judging, step)
 
     def _windows_of_batch(self) -> int:
-        return max(_BATCH_TOKENS[self.device.type] // self.calibration.window, 1)
+        tokens = _BATCH_TOKENS[self.device.type]
+        return max(tokens // self.calibration.window, 1)
 
     @property
     def calibrating_batches(self) -> int:
         """The number of batches that calibrate; the others judge."""
-        return -(-self.calibration.windows.calibrating // self._windows_of_batch())
+        windows = self.calibration.windows.calibrating
+        return -(-windows // self._windows_of_batch())
 
     @property
     def hidden_bytes(self) -> int:
@@ -93,7 +101,9 @@ class Session:
         fillings = list(self.calibration.fillings.get(None, ()))
         if names is not None:
             wanted = set(names)
-            fillings = [one for one in fillings if not wanted.isdisjoint(one.parameters)]
+            fillings = [
+                filling for filling in fillings if not wanted.isdisjoint(filling.parameters)
+            ]
         contents = Contents(model, fillings, self._read_with(reader), self.device)
         _move_buffers(model, self.device)
         return contents
@@ -116,7 +126,8 @@ class Session:
         """Returns the bytes of a block in the checkpoint."""
         total = 0
         for filling in self.calibration.fillings[number]:
-            total += sum(tensor.nbytes for tensor in filling.tensors)
+            for tensor in filling.tensors:
+                total += tensor.nbytes
         return total
 
     def _read_with(self, reader: WeightReader) -> Callable[[TensorInfo, str], torch.Tensor]:
@@ -125,8 +136,9 @@ class Session:
         strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
         def read(tensor: TensorInfo, parameter: str) -> torch.Tensor:
-            is_strict = any(name in parameter for name in strict)
-            return reader.read(tensor, torch.float32 if is_strict else None)
+            if any(name in parameter for name in strict):
+                return reader.read(tensor, torch.float32)
+            return reader.read(tensor)
 
         return read
 

@@ -28,12 +28,15 @@ def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
     Returns:
         Nothing if its first dimension is not that of experts.
     """
-    if filling.convert is None or len(filling.parameters) != 1 or parameter.dim() != 3:
+    if filling.convert is None or len(filling.parameters) != 1:
+        return {}
+    if parameter.dim() != 3:
         return {}
     if any(len(tensor.shape) != 2 for tensor in filling.tensors):
         return {}
     # the conversion itself says where a matrix goes, whatever its size: small ones with numbers
-    small = [torch.full((2, 2), float(number)) for number in range(len(filling.tensors))]
+    count = len(filling.tensors)
+    small = [torch.full((2, 2), float(number)) for number in range(count)]
     [made] = filling.convert(small).values()
     if made.dim() != 3 or made.shape[0] != parameter.shape[0]:
         return {}
@@ -65,13 +68,16 @@ class ExpertWatch(TorchFunctionMode):
         for key, parameter in self.parameters.items():
             start = parameter.data_ptr()
             step = parameter.stride(0) * parameter.element_size()
-            self._ranges.append((start, start + step * parameter.shape[0], step, key))
+            stop = start + step * parameter.shape[0]
+            self._ranges.append((start, stop, step, key))
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") in _PRODUCTS:
-            self._look_at([arg for arg in args if isinstance(arg, torch.Tensor)])
+        name = getattr(function, "__name__", "")
+        if name in _PRODUCTS:
+            factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            self._look_at(factors)
         return function(*args, **(kwargs or {}))
 
     def _look_at(self, factors: Sequence[torch.Tensor]) -> None:
@@ -79,14 +85,17 @@ class ExpertWatch(TorchFunctionMode):
         for place, factor in enumerate(factors):
             address = factor.data_ptr()
             for start, stop, step, key in self._ranges:
-                if place == 0 or not start <= address < stop:
+                is_inside = start <= address < stop
+                if place == 0 or not is_inside:
                     continue
                 inputs = factors[place - 1]
                 if factor.dim() == 3:
                     for expert, of_expert in enumerate(inputs):
                         self.note(key, expert, _used(of_expert))
                 else:
-                    self.note(key, (address - start) // step, inputs.reshape(-1, inputs.shape[-1]))
+                    expert = (address - start) // step
+                    rows = inputs.reshape(-1, inputs.shape[-1])
+                    self.note(key, expert, rows)
                 return
 
 
