@@ -153,7 +153,8 @@ def test_a_release_without_a_hook_is_left_alone(caplog):
     class Quantizer:
         """As in transformers before 5.8, whatever its number is."""
 
-    entry.patch(Quantizer, "5.23.0")
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
+        entry.patch(Quantizer, "5.23.0")
     assert "lacks _process_model_before_weight_loading, which the releases" in caplog.text
     assert not hasattr(Quantizer, "update_weight_conversions")
 
@@ -164,7 +165,8 @@ def test_nothing_is_raised(monkeypatch, caplog):
 
     monkeypatch.setattr(entry, "_patch_if_there", broken)
     monkeypatch.setattr(sys, "meta_path", [])
-    entry.activate()
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
+        entry.activate()
     assert "nf4conv.moe is not active: RuntimeError: something" in caplog.text
 
 
@@ -178,7 +180,7 @@ def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
     model = build("qwen3_moe")
     assert look_at_packed(model, files) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
         assert look_at_packed(model, files) is None
     assert "stands back" in caplog.text
 

@@ -114,9 +114,8 @@ def plan_quantization(
         from nf4conv.commands import quantize_pipeline  # few runs need to import it
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
-        if is_public and options.moe is None:
-            options = replace(options, moe="portable")
-        return quantize_pipeline.plan_pipeline(open_diffusers(source, where), options)
+        folder = open_diffusers(source, where)
+        return quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
     require_searched(source, [plan])
     without_token = None if push is None else replace(push, token=None)
     notes = (*plan.notes, *unmatched(options, [("", plan.source)]))

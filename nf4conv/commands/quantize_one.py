@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nf4conv.choose.experts import Experts
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.format.layout import TAGS
 from nf4conv.options import (
@@ -29,7 +30,6 @@ from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import is_in_4_bits
 from nf4conv.system.removal import remove
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ def plan_checkpoint(
 
             opened = original_names.with_original_names(opened)
             options = original_names.within_blocks(opened, options)
-        if is_public and options.moe is None and not any(map(is_in_4_bits, opened.tensors)):
-            options = replace(options, moe="portable")
+        if is_public and options.moe is None:
+            experts = Experts.gather(opened.tensors, opened.config or {})
+            if experts.packs_by_default(options):
+                options = replace(options, moe="portable")
         front, complaints = read_card(opened.folder / "README.md", opened.root)
         plan = _planned(opened, options)
         return replace(plan, front=front, notes=(*plan.notes, *complaints))

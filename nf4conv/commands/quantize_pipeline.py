@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def plan_pipeline(
-    folder: DiffusersFolder, options: QuantizeOptions
+    folder: DiffusersFolder, options: QuantizeOptions, *, is_public: bool = False
 ) -> DiffusersPlan[QuantizationPlan]:
     submodels = {}
     for name, place in folder.submodels.items():
-        submodels[name] = _plan_submodel(folder, name, options, place)
+        submodels[name] = _plan_submodel(folder, name, options, place, is_public=is_public)
     front, complaints = read_card(folder.folder / "README.md", folder.folder)
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
@@ -47,13 +47,18 @@ def plan_pipeline(
 
 
 def _plan_submodel(
-    folder: DiffusersFolder, name: str, options: QuantizeOptions, where: SourceOptions
+    folder: DiffusersFolder,
+    name: str,
+    options: QuantizeOptions,
+    where: SourceOptions,
+    *,
+    is_public: bool,
 ) -> QuantizationPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is packed."""
     skip_modules = diffusers.applying(options.skip_modules, name)
     mine = replace(diffusers.for_submodel(name, options), skip_modules=skip_modules)
     if is_packed_by_default(name) and diffusers.is_included(name, options):
-        plan = plan_checkpoint(folder.place, mine, where)
+        plan = plan_checkpoint(folder.place, mine, where, is_public=is_public)
         if plan.packs_anything:
             return replace(plan, is_submodel=True)
     return quantization.plan_unchanged_submodel(open_stored(folder.place, where), mine)
