@@ -189,6 +189,16 @@ ENDS = [
 ]
 
 
+def assert_error_object(output: str, line: str) -> None:
+    """With --json, an error is an object on stdout too."""
+    if not line:
+        assert output == ""
+        return
+    found = json.loads(output)
+    assert f"Error: {found['error']}\n" == line
+    assert found["exit_code"] == 2
+
+
 def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
     source, out = write_source(tmp_path / "source", layers=24), tmp_path / "out"
     nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
@@ -198,7 +208,9 @@ def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
         run.wait_for_shards(finished + 2)
         assert len(run.workers()) == 2
         end(run)
-        assert run.end() == (code, "", line)
+        ended, output, errors = run.end()
+        assert (ended, errors) == (code, line)
+        assert_error_object(output, line if code == 2 else "")
         assert not looks_finished(out)
         finished = len([*out.glob(".nf4conv/shards/*")])
     code, output, errors = Run(source, out).end()
@@ -216,7 +228,8 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, TWO)
     assert not looks_finished(tmp_path / "out")
     code, output, errors = Run(source, tmp_path / "out").end()
-    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert_error_object(output, errors)
     assert errors.startswith(f"Error: {file}: model.layers.4.mlp.up_proj.weight: ")
 
 

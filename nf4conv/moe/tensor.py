@@ -170,11 +170,14 @@ class Experts4bit(torch.Tensor):
 def _shape_of(weight: PackedWeight, view: View) -> tuple[int, ...]:
     """Returns the shape of what a view shows."""
     rows, columns = weight.matrix_shape
-    matrix = (columns, rows) if view.is_transposed else (rows, columns)
+    if view.is_transposed:
+        rows, columns = columns, rows
     if view.is_single:
-        return matrix
-    experts = weight.experts if view.ids is None else view.ids.shape[0]
-    return (experts, *matrix)
+        return (rows, columns)
+    experts = weight.experts
+    if view.ids is not None:
+        experts = view.ids.shape[0]
+    return (experts, rows, columns)
 
 
 # ---------------------------------------------------------------- operations that decode nothing
@@ -193,7 +196,9 @@ def _to_copy(tensor: Experts4bit, **kwargs: Any) -> Any:
         if torch.device(device).type == "meta":
             return NotImplemented
         weight = weight.to(device)
-        ids = None if view.ids is None else view.ids.to(device)
+        ids = view.ids
+        if ids is not None:
+            ids = ids.to(device)
         view = View(ids, view.is_single, view.is_transposed)
     return Experts4bit(weight, kwargs.get("dtype") or tensor.dtype, view)
 
@@ -224,9 +229,11 @@ def _permute(tensor: Experts4bit, dims: Sequence[int]) -> Any:
 
 def _reshape(tensor: Experts4bit, shape: Sequence[int], **__: Any) -> Any:
     """Does what matmul does before it calls bmm: asks for the shape that is there."""
-    wanted = [own if size == -1 else size for size, own in zip(shape, tensor.shape, strict=False)]
-    if len(shape) != tensor.dim() or list(wanted) != list(tensor.shape):
+    if len(shape) != tensor.dim():
         return NotImplemented
+    for wanted, size in zip(shape, tensor.shape, strict=True):
+        if wanted not in (-1, size):
+            return NotImplemented
     return _same(tensor)
 
 
@@ -347,19 +354,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By functions of torch, what computes them above autograd; adapted.py fills it."""
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten.lift_fresh.default: _same,
-    aten.contiguous.default: _same,
     aten._to_copy.default: _to_copy,
     aten.t.default: _with_matrices_transposed,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.expand.default: _reshape,
     aten.select.int: _select,
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
@@ -369,6 +367,10 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
 }
 """By operators of torch, what computes them without decoding, or decodes less than all."""
 
+for _operator in (aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.contiguous):
+    OPERATIONS[_operator.default] = _same
+for _operator in (aten.view, aten._unsafe_view, aten.reshape, aten.expand):
+    OPERATIONS[_operator.default] = _reshape
 if hasattr(aten, "_grouped_mm"):
     OPERATIONS[aten._grouped_mm.default] = partial(_grouped_mm, aten._grouped_mm.default)
 

@@ -43,16 +43,19 @@ class ExpertsQuantize(ConversionOps):
             **kwargs: for transformers' own operation.
         """
         stacks = self.hf_quantizer._nf4conv.parameters
-        others = {name: value for name, value in input_dict.items() if name not in stacks}
+        config = self.hf_quantizer.quantization_config
         result: dict[str, Any] = {}
+        others = {}
+        for name, value in input_dict.items():
+            if name not in stacks:
+                others[name] = value
+                continue
+            stack = value[0] if isinstance(value, list) else value
+            path = name.rpartition(".")[0]
+            packed = pack_stack(stack, name, model.get_submodule(path), config)
+            result[name] = torch.nn.Parameter(packed, requires_grad=False)
         if others:
             result.update(self.operation.convert(others, model=model, **kwargs))
-        for name, value in input_dict.items():
-            if name in stacks:
-                stack = value[0] if isinstance(value, list) else value
-                module = model.get_submodule(name.rpartition(".")[0])
-                packed = pack_stack(stack, name, module, self.hf_quantizer.quantization_config)
-                result[name] = torch.nn.Parameter(packed, requires_grad=False)
         return result
 
 
@@ -66,19 +69,26 @@ def pack_stack(stack: torch.Tensor, name: str, module: Any, config: Any) -> Expe
         config: transformers' BitsAndBytesConfig.
     """
     is_transposed = has_transposed_experts(module)
-    matrices = stack.transpose(1, 2) if is_transposed else stack
-    shares, rows = [matrices], AS_STORED
-    if name.endswith("gate_up_proj") and getattr(module, "is_concatenated", True):
-        shares = list(matrices.chunk(2, 1))
-    elif name.endswith("gate_up_proj"):
-        shares, rows = [matrices[:, 0::2], matrices[:, 1::2]], ALTERNATING
+    matrices = stack
+    if is_transposed:
+        matrices = stack.transpose(1, 2)
+    shares = [matrices]
+    rows = AS_STORED
+    if name.endswith("gate_up_proj"):
+        if getattr(module, "is_concatenated", True):
+            shares = list(matrices.chunk(2, 1))
+        else:
+            shares = [matrices[:, 0::2], matrices[:, 1::2]]
+            rows = ALTERNATING
     parts = tuple(_pack_part(share, config) for share in shares)
-    return Experts4bit(PackedWeight(parts, rows, is_transposed), stack.dtype)
+    weight = PackedWeight(parts, rows, is_transposed)
+    return Experts4bit(weight, stack.dtype)
 
 
 def _pack_part(matrices: torch.Tensor, config: Any) -> PackedExperts:
     """Packs one projection of all experts, each alone."""
-    packed, states = [], []
+    packed = []
+    states = []
     for matrix in matrices:
         codes, state = quantize_4bit(
             matrix.contiguous(),
