@@ -148,7 +148,7 @@ def get_range(url: str, headers: Mapping[str, str], start: int, stop: int) -> by
     """
     session: Any = _utils.get_session()
     headers = {**headers, "Range": f"bytes={start}-{stop - 1}"}
-    if hasattr(session, "stream"):
+    if callable(session.stream):  # of requests it is a flag
         request = session.stream(
             "GET", url, headers=headers, follow_redirects=True, timeout=timeout()
         )

@@ -6,6 +6,7 @@ its commit is what is asked for. Files that are in the cache are used where they
 """
 
 import glob
+import inspect
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -197,7 +198,7 @@ class Repository:
             revision=self.commit,
             local_dir=folder,
             force_download=again,
-            tqdm_class=_bar(go_on),
+            **_asking(go_on),
             **self._access,
         )
         return Path(path)
@@ -400,6 +401,15 @@ def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY
             return Fetched(folder, Origin(repo, snapshot.name, subfolder), None, {})
     revision = f" at {where.revision}" if where.revision else ""
     raise SourceError(f"{repo}{revision}: not in the cache, and the hub may not be asked")
+
+
+def _asking(go_on: Callable[[], None]) -> dict[str, Any]:
+    """Returns what lets a download ask whether to go on.
+
+    Releases before 1.0 take no progress bar: there a download ends by itself.
+    """
+    parameters = inspect.signature(huggingface_hub.hf_hub_download).parameters
+    return {"tqdm_class": _bar(go_on)} if "tqdm_class" in parameters else {}
 
 
 def _bar(go_on: Callable[[], None]) -> type[Any]:
