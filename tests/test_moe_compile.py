@@ -2,10 +2,15 @@
 while gradients are recorded.
 """
 
+import sys
+
 import pytest
 import torch
 from adapters import INPUT
 from expert_training import adapt, load_mixture, make_mixture, packed_experts, train
+
+from nf4conv.moe import adapter_layers
+from nf4conv.moe.waiting import WaitingFor
 
 pytestmark = [
     pytest.mark.oracle,
@@ -54,6 +59,27 @@ def test_training_lora_on_attention(mixture):
     for is_compiled in (False, True):
         torch._dynamo.reset()
         model = adapt(load_mixture(mixture), target_parameters=None)
+        if is_compiled:
+            model = torch.compile(model, backend="aot_eager")
+        losses.append(train(model)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("peft", ["before", "after"])
+def test_training_lora_on_experts(mixture, monkeypatch, peft):
+    """Whether PEFT is imported before the model is loaded, or after."""
+    layers = sys.modules["peft.tuners.lora.layer"]
+    losses = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        with monkeypatch.context() as patched:
+            if peft == "after":
+                patched.delitem(sys.modules, "peft.tuners.lora.layer")
+            loaded = load_mixture(mixture)
+        if peft == "after":  # some import later
+            WaitingFor("peft.tuners.lora.layer", adapter_layers._change_if_there).find_spec("x")
+        model = adapt(loaded)
+        assert layers.ParamWrapper._nf4conv
         if is_compiled:
             model = torch.compile(model, backend="aot_eager")
         losses.append(train(model)[0])

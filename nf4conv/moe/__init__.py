@@ -7,6 +7,7 @@ needed. Nothing here is imported by the rest of nf4conv, but by `nf4conv env` an
 How it gets into transformers, without importing torch or transformers:
 
     entry.py       is called by bitsandbytes, and waits for transformers
+    waiting.py     waits for a module that others import, and acts when it is complete
     conditions.py  says when it acts: the switch, known releases, whether all hooks are there
     hooks.py       are the methods that transformers' quantizer gets
     loading/       is what they do while a checkpoint is loaded
@@ -16,6 +17,7 @@ What a model has then:
     weight.py      PackedWeight: the packed parts of one parameter, decoded by experts
     tensor.py      Experts4bit: looks like the 3-D parameter, decodes what is used
     adapted.py     AdaptedExperts: the same with LoRA, without adding it up
+    adapter_layers.py  keeps PEFT's layers around packed experts out of compiled graphs
     layer.py       says what of a layer of experts is packed
     sharding.py    shards them over processes, as FSDP2 does, and refuses other ways
     dispatch.py    lets packed layers compute their own way: the seam to forward.py

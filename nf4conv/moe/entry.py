@@ -9,17 +9,14 @@ NF4CONV_MOE=0         switches the loader off
 NF4CONV_MOE=quantize  packs the experts of 16-bit models too, with `load_in_4bit=True`
 """
 
-import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from types import ModuleType
 from typing import Any, Final
 
 from nf4conv.moe.conditions import SWITCH, is_off, needs_loader, why_unknown
+from nf4conv.moe.waiting import WaitingFor, is_waiting_for
 
 GROUP: Final = "bitsandbytes.backends"
 _QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
@@ -31,10 +28,10 @@ log = logging.getLogger("nf4conv.moe")
 def activate() -> None:
     """Patches transformers' quantizer, now or when it is imported. Raises nothing."""
     try:
-        if is_off() or any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        if is_off() or is_waiting_for(_QUANTIZER):
             return
         if not _patch_if_there():
-            sys.meta_path.insert(0, _Waiting())
+            sys.meta_path.insert(0, WaitingFor(_QUANTIZER, _patch_if_there))
     except Exception as error:  # noqa: BLE001 - bitsandbytes must stay importable
         log.warning("nf4conv.moe is not active: %s: %s", type(error).__name__, error)
 
@@ -65,43 +62,6 @@ def patch(quantizer: Any, transformers_version: str) -> None:
     from nf4conv.moe.hooks import install  # its imports are light, but it is rarely needed
 
     install(quantizer)
-
-
-class _Waiting:
-    """Waits on sys.meta_path for transformers' quantizer, and patches it when it is complete."""
-
-    def find_spec(
-        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Finds the quantizer's module as others do, with a loader that patches it."""
-        if name != _QUANTIZER:
-            # it was half imported when bitsandbytes was, and is whole now
-            if _QUANTIZER in sys.modules and _patch_if_there():
-                self._stop()
-            return None
-        self._stop()
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            _patch_after(spec.loader)
-        return spec
-
-    def _stop(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-def _patch_after(loader: Any) -> None:
-    """Makes a loader of modules patch the quantizer after it has executed its module."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        try:
-            _patch_if_there()
-        except Exception as error:  # noqa: BLE001 - transformers must stay importable
-            log.warning("nf4conv.moe is not active: %s: %s", type(error).__name__, error)
-
-    loader.exec_module = exec_module
 
 
 def status() -> str:
