@@ -1,15 +1,18 @@
 """What a stranger types first, and what the answer says to do next."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from checkpoints import write_source
 from click.testing import CliRunner, Result
 
-from nf4conv import SourceOptions
+from nf4conv import QuantizeOptions, SourceOptions, plan_quantization
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError
+from nf4conv.plan.rows import PlanRow
+from nf4conv.report.loading import advice
 from nf4conv.sources.places import from_address
 
 
@@ -152,3 +155,31 @@ def test_an_error_is_an_object_on_stdout(arguments: list[str], kind: str):
 
 def test_without_json_stdout_stays_empty():
     assert command("inspect", "/nowhere").stdout == ""
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+def row(name: str, reason: str, megabytes: float) -> PlanRow:
+    size = int(megabytes * 1e6)
+    return PlanRow(name, "copy", reason, "BF16", (size // 2,), size // 2, size, size, "x")
+
+
+def test_advice_names_the_kind_that_takes_most_with_its_sum():
+    experts = [row(f"model.experts.{number}", "an expert", 0.5) for number in range(25)]
+    line = advice([*experts, row("lm_head.weight", "an output head", 0.75)])
+    assert line.endswith("most of it 25 tensors of 12.50 MB (an expert)")
+
+
+def test_advice_names_a_tensor_that_takes_most_alone():
+    line = advice([row("embed", "an embedding", 20), row("norm", "a vector", 1)])
+    assert line.endswith("most of it embed (an embedding)")
+
+
+def test_notes_have_units_that_fit(tmp_path: Path):
+    from adapters import make_model
+
+    source = make_model(tmp_path / "model", "qwen3_moe")
+    notes = plan_quantization(source, QuantizeOptions(moe="portable")).notes
+    (note,) = [note for note in notes if "stay in 16 bits" in note]
+    assert re.match(r"\d+\.\d\d [kM]B of \d+\.\d\d [kM]B stay in 16 bits: experts", note)

@@ -15,6 +15,7 @@ from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
 from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
 from nf4conv.choose.wishes import Wishes
 from nf4conv.errors import PlanError
+from nf4conv.format.units import size
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
@@ -276,4 +277,4 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
             kept[decision.why] += tensor.nbytes
     for why, hint in _HINTS.items():
         if kept[why]:
-            yield f"{kept[why] / 1e9:,.1f} of {total / 1e9:,.1f} GB stay in 16 bits: {hint}"
+            yield f"{size(kept[why])} of {size(total)} stay in 16 bits: {hint}"

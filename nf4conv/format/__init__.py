@@ -2,4 +2,5 @@
 
 layout.py     says what tensors a 4-bit weight becomes: names, dtypes, sizes, and the JSON blob
 codebook.py   holds the code values and cut points, as bit patterns
+units.py      writes numbers of bytes as people read them
 """

@@ -1,15 +1,16 @@
 """Says how a result is loaded: the code, the GPU memory, and why it may be larger than expected."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from nf4conv.format.units import size
 from nf4conv.models.config import architecture_of
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.rows import PlanRow
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.text.terminal import size
 
 _TASKS: Final = (
     "ForCausalLM",
@@ -179,11 +180,9 @@ def advice(rows: Iterable[PlanRow]) -> str:
     if 8 * stored <= _MANY_BITS * parameters or 2 * kept_bytes <= stored:
         return ""
     kept_parameters = sum(row.parameters for row in kept)
-    largest = max(kept, key=lambda row: row.bytes_after)
     text = (
         f"{_millions(kept_parameters)} of {_millions(parameters)} parameters are not packed "
-        f"and take {size(kept_bytes)} of {size(stored)}, "
-        f"most of it {largest.name} ({largest.reason})"
+        f"and take {size(kept_bytes)} of {size(stored)}, most of it {_culprit(kept)}"
     )
     saved = _saved_by_16_bits(kept)
     if 5 * saved < stored:
@@ -193,6 +192,22 @@ def advice(rows: Iterable[PlanRow]) -> str:
         f"{text}; --dtype bfloat16 would store them in 16 bits and give {bits:.2f} bits per "
         f"parameter"
     )
+
+
+def _culprit(kept: Sequence[PlanRow]) -> str:
+    """Names what takes most of the bytes that are kept: one tensor, or all that share a reason."""
+    total = 0
+    by_reason: Counter[str] = Counter()
+    tensors: Counter[str] = Counter()
+    for row in kept:
+        total += row.bytes_after
+        by_reason[row.reason] += row.bytes_after
+        tensors[row.reason] += 1
+    largest = max(kept, key=lambda row: row.bytes_after)
+    if 2 * largest.bytes_after >= total:
+        return f"{largest.name} ({largest.reason})"
+    ((reason, taken),) = by_reason.most_common(1)
+    return f"{tensors[reason]:,} tensors of {size(taken)} ({reason})"
 
 
 def _saved_by_16_bits(kept: Iterable[PlanRow]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
+from nf4conv.format.units import size
 from nf4conv.report.places import experts_together, kind_name
 from nf4conv.report.results.checks import ComparisonReport, VerifyReport
 from nf4conv.report.rows.comparison import ComparedKind, ComparedRow
@@ -15,7 +16,7 @@ from nf4conv.report.text.tables import (
     table,
     two_digits_cell,
 )
-from nf4conv.report.text.terminal import printable, size
+from nf4conv.report.text.terminal import printable
 
 MOST_FINDINGS: Final = 50  # lines
 _MOST_WEIGHTS: Final = 10  # rows of a table

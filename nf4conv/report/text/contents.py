@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv import __version__
+from nf4conv.format.units import size
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.places import kind_name
 from nf4conv.report.results.contents import Environment, Inspection
@@ -12,7 +13,7 @@ from nf4conv.report.results.runs import PlanReport
 from nf4conv.report.rows.inspection import InspectedKind, InspectedRow
 from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
 from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
-from nf4conv.report.text.terminal import printable, size
+from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from nf4conv.format.units import size
 from nf4conv.report.page import folder_name
 from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.report.text.tables import table
-from nf4conv.report.text.terminal import printable, size
+from nf4conv.report.text.terminal import printable
 
 _TOKENS: Final = ("model", "size", "bits", "KL", "±", "of first", "same token", "perplexity")
 _STATES: Final = ("model", "size", "bits", "1 - cosine", "of first", "pooled", "least cosine")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from nf4conv.report.text.terminal import size, tell
+from nf4conv.format.units import size
+from nf4conv.report.text.terminal import tell
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
 

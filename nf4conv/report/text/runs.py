@@ -4,9 +4,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from nf4conv.format.units import size
 from nf4conv.report.results.runs import DequantizeReport, FinishReport, QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.report.text.terminal import printable, size
+from nf4conv.report.text.terminal import printable
 
 
 def quantization_lines(report: QuantizeReport) -> Iterator[str]:

@@ -20,14 +20,6 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def size(count: float) -> str:
-    """Returns a number of bytes in decimal units, such as "1.50 GB"."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
 def tell_notes(notes: Iterable[str]) -> None:
     """Writes what the user should know to stderr."""
     for note in notes:
