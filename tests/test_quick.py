@@ -42,15 +42,14 @@ SHAPES = {
 }
 
 # modules that nothing here needs to import, and why
-NEVER_IMPORTED: dict[str, str] = {
-    "nf4conv.codec.finite": "for weights that stay in 4 bits, see test_non_finite.py",
-}
+NEVER_IMPORTED: dict[str, str] = {}
 
 # rooms whose tests build models with transformers or compile kernels, which takes longer than all
 # of this; here each of their modules is only imported
 TESTED_ELSEWHERE = {
     "nf4conv.calibrate": "test_calibrate.py",
     "nf4conv.codec.experts": "test_experts.py",
+    "nf4conv.codec.finite": "test_non_finite.py",
     "nf4conv.codec.kernels.experts": "test_experts_kernels.py",
     "nf4conv.codec.kernels.rounding": "test_rounding_kernels.py",
     "nf4conv.codec.rounding": "test_rounding.py",
