@@ -115,38 +115,44 @@ class Repository:
             The folder in the cache in which these files now are, with others perhaps.
 
         Raises:
-            SourceError: the Hub does not give the files, or the revision has moved meanwhile.
+            SourceError: the Hub does not give the files, gives other bytes than it states, or the
+                revision has moved meanwhile.
         """
-        folder = self.fetch(names, self._where.revision or "main")
-        if folder.name != self.commit:
-            raise SourceError(f"{self.repo}: changed while it was being read; run again")
-        return folder
+        return self._fetch(names, self._where.revision or "main")
 
-    def fetch(self, names: Sequence[str], revision: str | None = None) -> Path:
-        """Fetches files into the cache.
+    def fetch(self, names: Sequence[str]) -> Path:
+        """Fetches files into the cache, and checks that they are what the Hub describes.
 
         Args:
             names: the files.
-            revision: of the repository; None for its commit.
 
         Returns:
             The folder in the cache in which these files now are, with others perhaps.
 
         Raises:
-            SourceError: the Hub does not give the files.
+            SourceError: the Hub does not give the files, or gives other bytes than it states.
         """
+        return self._fetch(names, self.commit)
+
+    def _fetch(self, names: Sequence[str], revision: str) -> Path:
+        """Fetches files of a revision, which must stand for the commit, and checks them."""
         attempt = partial(
             huggingface_hub.snapshot_download,
             self.repo,
-            revision=revision or self.commit,
+            revision=revision,
             allow_patterns=[glob.escape(name) for name in names],
             **self._access,
         )
         with explained(self.repo):
-            folder = asked(attempt)
-        return Path(folder)
+            folder = Path(asked(attempt))
+        if folder.name != self.commit:
+            raise SourceError(f"{self.repo}: changed while it was being read; run again")
+        # a name that the repository lacks has fetched nothing
+        there = [self.files[name] for name in names if name in self.files]
+        self._require_right({folder / file.name: file for file in there})
+        return folder
 
-    def require_right(self, files: Mapping[Path, RemoteFile]) -> None:
+    def _require_right(self, files: Mapping[Path, RemoteFile]) -> None:
         """Checks that files in the cache are what the Hub describes.
 
         Those that are not are fetched once more.
@@ -267,9 +273,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     small = _small_files(repository, prefix, names)
     if weights.is_index:
         small.add(weights.name)
-    at_root = [f"{prefix}{name}" for name in sorted(small)]
-    root = repository.fetch_first(at_root)
-    repository.require_right({root / name: repository.files[name] for name in at_root})
+    root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
     folder = root / prefix
     shards = _shards(folder / weights.name) if weights.is_index else [weights.name]
     absent = {}
@@ -281,7 +285,6 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
         absent = {path: file for path, file in absent.items() if not path.is_file()}
     else:
         repository.fetch([file.name for file in absent.values()])
-        repository.require_right(absent)
         absent = {}
     origin = Origin(repo, repository.commit, prefix.rstrip("/"))
     return Fetched(folder, origin, repository, absent)
