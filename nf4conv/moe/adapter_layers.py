@@ -6,16 +6,15 @@ layers is compiled.
 """
 
 import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any, Final
 
-import torch
-
+from nf4conv.moe.dispatch import outside_of_graphs
 from nf4conv.moe.waiting import WaitingFor, is_waiting_for
 
 _LAYERS: Final = "peft.tuners.lora.layer"
 _CLASS: Final = "ParamWrapper"
+
+_REASON: Final = "LoRA on 4-bit experts is computed outside of compiled graphs; leave fullgraph off"
 
 
 def leave_adapters_out_of_graphs() -> None:
@@ -31,19 +30,10 @@ def _change_if_there() -> bool:
         return False
     if "_nf4conv" not in vars(wrapper):
         wrapper._nf4conv = True
-        wrapper.forward = _outside_of_graphs(wrapper.forward)
+        wrapper.forward = outside_of_graphs(wrapper.forward, _REASON, _adapts_packed)
     return True
 
 
-def _outside_of_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    reason = "LoRA on 4-bit experts is computed outside of compiled graphs; leave fullgraph off"
-    disable: Any = torch.compiler.disable
-    outside = disable(forward, reason=reason)
-
-    @wraps(forward)
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.get_base_layer(), "_nf4conv_is_packed", False):
-            return outside(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    return compute
+def _adapts_packed(wrapper: Any) -> bool:
+    """Returns True if a layer of PEFT is around packed experts."""
+    return getattr(wrapper.get_base_layer(), "_nf4conv_is_packed", False)

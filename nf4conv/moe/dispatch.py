@@ -72,18 +72,32 @@ def leave_out_of_graphs(module: torch.nn.Module) -> None:
     kind: Any = type(module)
     if "_nf4conv_is_packed" not in vars(kind):
         kind._nf4conv_is_packed = False
-        kind.forward = _outside_of_graphs(kind.forward)
+        reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
+        kind.forward = outside_of_graphs(kind.forward, reason, _trains_packed)
     module._nf4conv_is_packed = True  # type: ignore[assignment]
 
 
-def _outside_of_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
+def _trains_packed(module: Any) -> bool:
+    """Returns True for a layer of packed experts while gradients are recorded."""
+    return module._nf4conv_is_packed and torch.is_grad_enabled()
+
+
+def outside_of_graphs(
+    forward: Callable[..., Any], reason: str, applies: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    """Wraps a method, so that torch.compile calls it as it stands.
+
+    Args:
+        forward: the method of a class.
+        reason: what torch says where that is not allowed.
+        applies: tells of a module whether it is to be left out; others are compiled as before.
+    """
     disable: Any = torch.compiler.disable
     outside = disable(forward, reason=reason)
 
     @wraps(forward)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._nf4conv_is_packed and torch.is_grad_enabled():
+        if applies(self):
             return outside(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
