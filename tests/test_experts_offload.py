@@ -66,6 +66,7 @@ def test_computes_in_rounds_what_all_experts_at_once_compute(slots):
     compute = _Computation(cache, projections, torch.device("cpu"))
     for _ in range(2):
         found = compute(module, x, ids, weights)
+        # experts come in rounds, so their sum has another order
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert cache.hits + cache.misses == 2 * EXPERTS
 

@@ -105,6 +105,7 @@ def test_experts_decode_straight_to_another_dtype(mixtures, tmp_path, dtype):
     found = tensors_of(tmp_path / "out")
     for name, tensor in expected.items():
         assert found[name].dtype == getattr(torch, dtype)
+        # the oracle's values are bfloat16
         torch.testing.assert_close(
             found[name].float(), tensor.float(), rtol=2**-8, atol=1e-6, msg=name
         )

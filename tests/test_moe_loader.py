@@ -125,6 +125,7 @@ def test_experts_of_a_16_bit_model_are_packed_on_request(kind, tmp_path, monkeyp
         tmp_path / "in 16 bits", quantization_config=config, dtype=torch.float32
     )
     for name, weight in packed_of(loaded).items():
+        # nested scales are rounded otherwise by bitsandbytes on a CPU
         torch.testing.assert_close(weight.decoded(), by_bitsandbytes[name], atol=0.002, rtol=0)
         model.get_parameter(name).data.copy_(weight.decoded())
     compare(loaded, model, stacks_of(model))
@@ -207,6 +208,7 @@ def test_lora_trains_as_with_decoded_experts(kind, implementation, tmp_path):
     assert own_losses == pytest.approx(losses, abs=2e-6)
     assert losses[2] < losses[0]
     for own, other in zip(own_gradients, gradients, strict=True):
+        # x·W + x·A·B is added up in another order than x·(W + A·B)
         torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-5)
     assert of_decoded.decoded, "the test would not notice decoded experts"
     assert not of_packed.decoded
@@ -304,4 +306,5 @@ def test_is_compiled_as_one_graph(implementation, loaded):
     with torch.no_grad():
         expected = loaded(IDS).logits
         compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
+        # compiled code adds in another order
         torch.testing.assert_close(compiled(IDS).logits, expected, atol=1e-6, rtol=1e-5)

@@ -101,6 +101,7 @@ def test_dequantize_merges_what_peft_adds(mixture, tmp_path):
         assert delta.dtype == torch.float32
         assert delta.abs().mean() > 1e-4
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        # the merged file is bfloat16
         torch.testing.assert_close(merged[name].float(), expected, rtol=2**-8, atol=1e-6)
 
 

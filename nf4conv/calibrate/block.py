@@ -33,7 +33,7 @@ class CalibratedBlock:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of one weight."""
+    """Holds a rounded weight, and what rounding gained."""
 
     target: Target
     rounded: Rounded

@@ -24,7 +24,7 @@ _MOST_ENERGY: Final = 64.0
 have activations in large models that would hide all others."""
 
 _MOST_BYTES: Final = 4 * 10**9
-"""Of the second moments of experts that are added up at a time."""
+"""The most bytes of second moments of experts that are added up at a time."""
 
 
 @dataclass

@@ -229,7 +229,7 @@ class _Found:
 
     @cached_property
     def fillings(self) -> dict[int | None, list[Filling]]:
-        """What is filled from the checkpoint, by block; None stands for what is outside."""
+        """The parameters to fill from the checkpoint, by block; None stands for those outside."""
         found: defaultdict[int | None, list[Filling]] = defaultdict(list)
         for filling in self._fillings:
             found[self.blocks.number_of(filling.parameters[0])].append(filling)

@@ -26,7 +26,7 @@ nf4conv installed.
 """
 
 _LARGE_SHARE: Final = 0.5
-"""Of a checkpoint's bytes: experts that take more are packed by default."""
+"""Experts that take a larger share of a checkpoint's bytes are packed by default."""
 
 _SINGLE: Final = re.compile(r"^(.*(?:^|\.)experts)\.(\d+)\.(.+)\.weight$")
 """Matches the name of a weight of a single expert: path of the experts, number, projection."""

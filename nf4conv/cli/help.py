@@ -66,7 +66,7 @@ _OPTIONS_OF_OTHERS: Final = {
     "--trust-remote-code": "code of a repository is never run",
     "--trust_remote_code": "code of a repository is never run",
 }
-"""What stands here for options of other tools, which users type by habit."""
+"""Tells what to use here in place of an option of another tool, which users type by habit."""
 
 
 class Command(click.Command):

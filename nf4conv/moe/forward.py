@@ -40,7 +40,7 @@ FEWEST_MEMBERS: Final = 16
 
 
 class Projections(NamedTuple):
-    """What a layer multiplies with.
+    """Holds the weights that a layer multiplies with.
 
     Attributes:
         up: gate and up, or up alone.

@@ -27,7 +27,7 @@ MOST_DECODED = 2**28
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What of a weight a tensor shows.
+    """Says which part of a weight a tensor shows.
 
     Attributes:
         ids: [n] int64, which experts; None for all in order.

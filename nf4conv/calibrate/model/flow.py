@@ -22,7 +22,7 @@ _NAME = "hidden_states"
 
 @dataclass(frozen=True)
 class Call:
-    """What a block is called with, beside the hidden states.
+    """Holds the arguments that a block is called with, beside the hidden states.
 
     Attributes:
         args: the arguments behind the hidden states.

@@ -36,7 +36,7 @@ group.
 
 @dataclass
 class Draft:
-    """What has been chosen so far, with inputs and groups in the order of the factor.
+    """Holds what has been chosen so far, with inputs and groups in the order of the factor.
 
     Attributes:
         ranks: [in_features, outputs] uint8, of the levels.

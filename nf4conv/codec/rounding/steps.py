@@ -1,7 +1,7 @@
 """The two steps of a group of inputs that share a scale, in plain torch, for any device.
 
 Weights are transposed here, [inputs, outputs]: outputs are independent of each other, and stand in
-the last dimension. kernels/rounding.py offers the same functions for NVIDIA GPUs.
+the last dimension. kernels/rounding/ offers the same functions for NVIDIA GPUs.
 """
 
 from typing import Final

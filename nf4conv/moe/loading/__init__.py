@@ -1,4 +1,4 @@
-"""What happens while transformers loads a checkpoint.
+"""Works while transformers loads a checkpoint.
 
 checkpoints.py  looks at a checkpoint, and has its experts stay packed
 headers.py      finds the packed experts of a checkpoint by the headers of its files

@@ -1,4 +1,4 @@
-"""What happens when a checkpoint is loaded: look at it, and have its experts stay packed.
+"""Looks at a checkpoint that is loaded, and has its experts stay packed.
 
 What needs torch is imported when there are packed experts: importing torch takes seconds.
 """
@@ -17,7 +17,7 @@ log = logging.getLogger("nf4conv.moe")
 
 @dataclass
 class Loading:
-    """What is known of the checkpoint that a quantizer loads.
+    """Holds what is known of the checkpoint that a quantizer loads.
 
     Attributes:
         model: the model, without weights; None when it is not needed any more.

@@ -1,4 +1,4 @@
-"""What converters of transformers do with packed tensors: make Experts4bit, or decode a router.
+"""Makes Experts4bit of packed tensors, or decodes a router, for the converters of transformers.
 
 Imports transformers, and is imported when it is loading a checkpoint.
 """

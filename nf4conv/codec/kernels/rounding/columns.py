@@ -1,4 +1,4 @@
-"""What the kernels of calibrated rounding share: inputs of a group in registers, and levels.
+"""Holds inputs of a group in registers, and finds levels, for all kernels of calibrated rounding.
 
 Weights are transposed here, [inputs, outputs]. Outputs are independent of each other: each thread
 has its own. PIECE inputs of a group are a tuple of tensors, and loops over them are unrolled, so

@@ -110,7 +110,7 @@ _OTHER_DEVICES: Final = {
     "hip": "; there are kernels for NVIDIA GPUs only, so cpu is the one",
     "rocm": "; there are kernels for NVIDIA GPUs only, so cpu is the one",
 }
-"""What to tell those who name another device."""
+"""Tells those who name another device which one to name."""
 
 
 def find_device(name: str) -> torch.device:
