@@ -61,11 +61,11 @@ def test_help_is_there_at_once():
 
 
 def test_version():
-    assert run("--version").stdout.strip() == nf4conv.__version__
+    assert run("--version").stdout == f"nf4conv {nf4conv.__version__}\n"
 
 
 def test_v_is_short_for_version():
-    assert CliRunner().invoke(main, ["-V"]).stdout.strip() == nf4conv.__version__
+    assert CliRunner().invoke(main, ["-V"]).stdout == f"nf4conv {nf4conv.__version__}\n"
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))

@@ -110,7 +110,10 @@ def grouped(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, l
 
 
 def examples(*lines: str) -> str:
-    """Returns the end of a help text: command lines, to which this adds the program's name."""
+    """Returns the end of a help text: command lines, to which this adds the program's name.
+
+    A remark stands behind a line as a comment of the shell, so that a line may be copied whole.
+    """
     text = "\b\nExamples:"  # \b keeps click from joining the lines
     for line in lines:
         text += f"\n  nf4conv {line}"

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import click
 
 from nf4conv.cli.help import Group, option
-from nf4conv.cli.parameters import Dtype, Place, Size
+from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
 from nf4conv.options import LORA_EXPERTS
 
 Declaration: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
@@ -43,24 +43,18 @@ max_shard_size_option = option(
 )
 
 
-def lora_option(help: str) -> Declaration:
-    return option("--lora", group=Group.RESULT, multiple=True, metavar="ADAPTER", help=help)
+def lora_option(help: str, group: Group = Group.RESULT) -> Declaration:
+    return option("--lora", group=group, multiple=True, metavar="ADAPTER", help=help)
 
 
-lora_to_merge_option = lora_option(
-    "First merge this PEFT adapter: a folder, or a model on the Hub, with or without @revision. "
-    "SRC should be the 16-bit model, or a 4-bit one if the adapter was trained on that. May be "
-    "given again."
-)
-
-
-lora_experts_option = option(
-    "--lora-experts",
-    group=Group.RESULT,
-    type=click.Choice(LORA_EXPERTS),
-    help="How an adapter of experts orders lora_B: rank-major as PEFT does, expert-major as "
-    "Unsloth did before 2026-09-17.  [default: what the adapter says, else as PEFT]",
-)
+def lora_experts_option(group: Group = Group.RESULT) -> Declaration:
+    return option(
+        "--lora-experts",
+        group=group,
+        type=click.Choice(LORA_EXPERTS),
+        help="How an adapter of experts orders lora_B: rank-major as PEFT does, expert-major as "
+        "Unsloth did before 2026-09-17.  [default: what the adapter says, else as PEFT]",
+    )
 
 
 def dtype_option(help: str) -> Declaration:
@@ -106,7 +100,7 @@ _revision_option = option(
 _subfolder_option = option(
     "--subfolder",
     group=Group.SOURCE,
-    help="Take the checkpoint in this folder of SRC, such as transformer.",
+    help="Take the checkpoint in this subfolder, such as transformer.",
 )
 _variant_option = option(
     "--variant",
@@ -174,7 +168,7 @@ _many_devices_option = device_option(
 _workers_option = option(
     "--workers",
     group=Group.MACHINE,
-    type=click.IntRange(0, 1024),
+    type=WholeNumber(0, 1024),
     default=0,
     show_default=True,
     metavar="N",

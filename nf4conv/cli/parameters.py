@@ -49,6 +49,29 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return size
 
 
+class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """Reads a whole number, as click.IntRange does, but --help does not show the range."""
+
+    name = "integer"
+
+    def __init__(self, smallest: int, largest: int | None = None) -> None:
+        self._range = click.IntRange(smallest, largest)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the number. Refuses one outside of the range."""
+        return self._range.convert(value, param, ctx)
+
+
+class NonNegative(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """Reads a number, as click.FloatRange does, but --help does not show the range."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the number. Refuses a negative one."""
+        return click.FloatRange(0).convert(value, param, ctx)
+
+
 class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """Reads a path, or the name of a model on the Hub, and passes it on unchanged.
 

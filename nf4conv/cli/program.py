@@ -27,11 +27,11 @@ from nf4conv.system.signals import handle_stop
         "inspect ./Llama-3.1-8B-nf4",
         "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
         "verify ./Llama-3.1-8B-nf4",
-        "compare ./ours-nf4 ./theirs-nf4                            compares every byte",
+        "compare ./ours-nf4 ./theirs-nf4  # every byte",
         "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
     ),
 )
-@click.version_option(nf4conv.__version__, "-V", "--version", message="%(version)s")
+@click.version_option(nf4conv.__version__, "-V", "--version", message="nf4conv %(version)s")
 def main() -> None:
     """Turn Hugging Face checkpoints into 4-bit bitsandbytes checkpoints (NF4 or FP4), and back.
 

@@ -26,8 +26,8 @@ from nf4conv.report.text.progress_bar import progress
 @click.command(
     cls=Command,
     epilog=examples(
-        "compare ./ours-nf4 ./theirs-nf4                            compares every byte",
-        "compare ./model-nf4 ./model-dequantized --tolerance 0      compares values in any format",
+        "compare ./ours-nf4 ./theirs-nf4  # every byte",
+        "compare ./model-nf4 ./model-again --tolerance 0  # values",
     ),
 )
 @click.argument("a", metavar="A", type=Place("file"))

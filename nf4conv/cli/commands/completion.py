@@ -10,7 +10,7 @@ from nf4conv.cli.help import Command, examples
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print the script with which a shell completes commands and paths."""
+    """Print the script that completes commands and paths in a shell."""
     program = get_completion_class(shell)
     assert program is not None
     main = context.find_root().command

@@ -13,7 +13,7 @@ from nf4conv.cli.options import (
     exclude_option,
     include_option,
     lora_experts_option,
-    lora_to_merge_option,
+    lora_option,
     max_shard_size_option,
     repository_and_stream_options,
     writing_display_options,
@@ -30,13 +30,17 @@ from nf4conv.report.text.runs import dequantization_lines
     epilog=examples(
         "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
         "dequantize ./model-4bit ./out --dtype fp16",
-        "dequantize ./model-4bit ./out --include '*.layers.0.*'      the rest stays in 4 bits",
+        "dequantize ./my-model-nf4 ./merged --lora ./my-adapter --dtype fp16",
+        "dequantize ./model-4bit ./out --include '*.layers.0.*'  # only these",
     ),
 )
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
-@lora_to_merge_option
-@lora_experts_option
+@lora_option(
+    "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with or "
+    "without @revision. May be given again."
+)
+@lora_experts_option()
 @dtype_option("Store weights in this dtype.  [default: as before they were quantized]")
 @max_shard_size_option
 @include_option("Decode only weights whose names match. May be given again.")

@@ -7,15 +7,18 @@ import click
 import nf4conv
 from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
-from nf4conv.cli.help import Command
+from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import json_options
 from nf4conv.report.text.contents import environment_lines
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, epilog=examples("env", "env --json"))
 @json_options
 def env(**values: Any) -> None:
-    """Show versions, and what nf4conv would compute with, for a bug report."""
+    """Show versions, and what nf4conv would compute with.
+
+    A bug report should contain this.
+    """
     display = chosen(Display, values)
     found = nf4conv.environment()
     display.show(found, environment_lines(found))

@@ -8,7 +8,7 @@ import click
 import nf4conv
 from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
-from nf4conv.cli.help import Command, Group, option
+from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
     FILE,
     device_option,
@@ -17,11 +17,17 @@ from nf4conv.cli.options import (
     repository_options,
     source_option,
 )
-from nf4conv.cli.parameters import Place
+from nf4conv.cli.parameters import NonNegative, Place, WholeNumber
 from nf4conv.report.text.evaluations import evaluation_lines
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "evaluate ./my-model-nf4 --source ./my-model",
+        "evaluate ./model-nf4 ./searched --source ./model --plot plot.svg",
+    ),
+)
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
 @source_option("Compare OUT with this model, from which it was made.", required=True)
 @option(
@@ -34,14 +40,14 @@ from nf4conv.report.text.evaluations import evaluation_lines
 @option(
     "--tokens",
     group=Group.CHECKS,
-    type=click.IntRange(2),
+    type=WholeNumber(2),
     metavar="N",
     help="Read this number of tokens.  [default: 16384, or fewer, to write no more than 2 GiB]",
 )
 @option(
     "--max-kl",
     group=Group.CHECKS,
-    type=click.FloatRange(0),
+    type=NonNegative(),
     metavar="NATS",
     help="Let the mean divergence be no larger, in nats.",
 )

@@ -15,17 +15,15 @@ from nf4conv.report.text.runs import finish_lines
 
 @click.command(
     cls=Command,
-    epilog=examples(
-        "finish ./shared/out                                    when all parts are there"
-    ),
+    epilog=examples("finish ./shared/out  # when all parts are there"),
 )
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @json_options
 def finish(out: str, **values: Any) -> None:
-    """Make a checkpoint of the folder OUT, after runs with --part have filled it.
+    """Make a checkpoint of OUT, which runs with --part have filled.
 
-    Names every missing or damaged file, and the part that makes it. Does not need the source, and
-    may be repeated.
+    OUT is a folder. nf4conv names every missing or damaged file, and the part that makes it. It
+    does not need the source, and may be repeated.
     """
     display = chosen(Display, values)
     found = nf4conv.finish_checkpoint(out)

@@ -17,7 +17,7 @@ from nf4conv.report.text.contents import inspection_lines
     cls=Command,
     epilog=examples(
         "inspect ./Llama-3.1-8B-nf4",
-        "inspect unsloth/Llama-3.2-1B-bnb-4bit          reads headers only",
+        "inspect unsloth/Llama-3.2-1B-bnb-4bit  # reads headers only",
     ),
 )
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))

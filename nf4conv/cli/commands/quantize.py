@@ -13,14 +13,14 @@ from nf4conv.cli.options import (
     exclude_option,
     include_option,
     lora_experts_option,
-    lora_to_merge_option,
+    lora_option,
     max_shard_size_option,
     repository_and_stream_options,
     tolerance_option,
     writing_display_options,
     writing_machine_options,
 )
-from nf4conv.cli.parameters import Dtype, Place, Size
+from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
 from nf4conv.options import (
     MOE,
     MOE_ALIASES,
@@ -41,9 +41,9 @@ from nf4conv.report.text.runs import quantization_lines
     epilog=examples(
         "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
         "quantize ./model ./out --quant-type fp4 --dry-run",
-        "quantize ./my-fine-tune ./out --verify --push-to-hub me/my-fine-tune-nf4",
-        "quantize meta-llama/Llama-3.1-70B ./out --stream      fetches and drops shard by shard",
-        "quantize ./DeepSeek-V3 ./shared/out --part 2/8       and 1/8, 3/8, … on other hosts",
+        "quantize ./my-model ./out --verify --push-to-hub me/my-model-nf4",
+        "quantize meta-llama/Llama-3.1-70B ./out --stream  # keeps no copy",
+        "quantize ./DeepSeek-V3 ./shared/out --part 2/8  # 1/8, … elsewhere",
     ),
 )
 @click.argument("source", metavar="SRC", type=Place("file"))
@@ -93,7 +93,7 @@ from nf4conv.report.text.runs import quantization_lines
 @option(
     "--calibration-tokens",
     group=Group.RESULT,
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     metavar="N",
     help="Calibrate by this number of tokens.  [default: 65536]",
 )
@@ -117,8 +117,12 @@ from nf4conv.report.text.runs import quantization_lines
     help="Store packed bytes in this dtype; FSDP needs a float dtype.  "
     "[default: uint8, or SRC's own]",
 )
-@lora_to_merge_option
-@lora_experts_option
+@lora_option(
+    "First merge this PEFT adapter: a folder, or a model on the Hub, with or without @revision. "
+    "SRC should be the 16-bit model, or a 4-bit one if the adapter was trained on that. May be "
+    "given again."
+)
+@lora_experts_option()
 @dtype_option(
     "Store what is not packed in this dtype; bf16, fp16 and fp32 are short names.  "
     "[default: that of config.json]"

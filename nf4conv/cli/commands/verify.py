@@ -30,12 +30,14 @@ from nf4conv.report.text.progress_bar import progress
     cls=Command,
     epilog=examples(
         "verify ./Llama-3.1-8B-nf4",
-        "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report report.html",
+        "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report out.html",
     ),
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
-@lora_option("Merge this adapter into SRC before the comparison. May be given again.")
-@lora_experts_option
+@lora_option(
+    "Merge this adapter into SRC before the comparison. May be given again.", group=Group.CHECKS
+)
+@lora_experts_option(group=Group.CHECKS)
 @source_option("Compare every value with this checkpoint, from which PATH was made.")
 @tolerance_option(
     "With --source, let no weight have a larger relative error.  "
