@@ -131,7 +131,7 @@ docs: $(VENV)/.installed ## generate the tables of options and JSON fields, and 
 	$(BIN)/python docs/terminal.py
 
 # the oldest releases that pyproject.toml allows, and the tests that need neither transformers nor bitsandbytes
-FLOORS := torch==2.6.0 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0
+FLOORS := torch==2.6.0 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0 tomli==2.0.1
 CORE   := cli making inspect quantize compare source plan writer workspace header layout selection codebook reference ops
 
 $(VENV)/floors/.installed: pyproject.toml

@@ -18,7 +18,8 @@ from nf4conv.system.signals import (
     is_unread,
 )
 
-_PRINTS_JSON: Final = "nf4conv.prints_json"  # key in click's meta
+PRINTS_JSON: Final = "nf4conv.prints_json"
+"""Is the key in click's meta under which stands whether the command is to print JSON."""
 
 
 class _Terminated(BaseException):
@@ -39,7 +40,7 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the options, and notes whether the command is to print JSON."""
-        ctx.meta[_PRINTS_JSON] = "--json" in args
+        ctx.meta[PRINTS_JSON] = "--json" in args
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -75,7 +76,7 @@ class CommandGroup(click.Group):
 
 def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
     """Prints an error as a JSON object on stdout, if the command was to print JSON."""
-    if not ctx.meta.get(_PRINTS_JSON):
+    if not ctx.meta.get(PRINTS_JSON):
         return
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     found = {"error": message, "kind": type(error).__name__, "exit_code": code}
