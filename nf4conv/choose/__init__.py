@@ -11,5 +11,6 @@ loader_rules.py   matches a list of modules as each loader does
 name_index.py     looks names up in paths quickly
 formats.py        chooses how weights are packed
 unchanged.py      decides which weights of a 4-bit source stay as they are
+parsing.py        lets transformers parse a config.json that may name code to fetch
 skeleton.py       asks the installed transformers (--plan-with transformers)
 """

@@ -7,16 +7,14 @@ routers, towers. This is the only module that imports transformers, and it does 
 called.
 """
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import Why, numbers_of
 from nf4conv.choose.experts import is_of_experts
+from nf4conv.choose.parsing import parse_config
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
@@ -210,10 +208,7 @@ def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
             f"--plan-with transformers: transformers {transformers.__version__} has no "
             f"{architecture or 'architecture'}"
         )
-    # only a file goes through all the code by which transformers reads a config
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(without_quantization(config)))
-        parsed = model_class.config_class.from_pretrained(folder)
+    parsed = parse_config(without_quantization(config), model_class.config_class)
     with torch.device("meta"):
         return model_class(parsed)  # type: ignore[no-any-return]
 

@@ -20,7 +20,7 @@ import torch
 from nf4conv.check.checksums import renew_checksum
 from nf4conv.commands.evaluating.answers import answers, load
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
-from nf4conv.commands.evaluating.question import Question, make_question
+from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
 from nf4conv.commands.evaluating.storage import storages
 from nf4conv.errors import PlanError
 from nf4conv.options import EvaluateOptions, SourceOptions
@@ -111,7 +111,9 @@ def evaluate_checkpoints(
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
     original = open_stored(source, where).folder
+    refuse_adapter(source, original)
     for out, opened in zip(outs, stored, strict=True):
+        refuse_adapter(out, opened.folder)
         if options.card and opened.fetched is not None:
             raise PlanError(f"{out}: --card needs a local folder, and this model is on the Hub")
     question = make_question(stored, options, device)

@@ -5,8 +5,6 @@ repeated: neither takes memory. Buffers, such as the frequencies of rotary embed
 nothing on disk holds them. No code comes from the checkpoint.
 """
 
-import json
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,24 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nf4conv.choose.evidence import numbers_of
+from nf4conv.choose.parsing import parse_config
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
 
 _MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if without weights
-
-_KERNEL_KEYS: Final = (
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-    "use_kernels",
-    "kernel_config",
-    "auto_map",
-    "custom_pipelines",
-)
-"""Keys of a config by which transformers would fetch code."""
 
 _RANDOM: Final = {
     "uniform_",
@@ -159,24 +144,12 @@ def _check_numbers(config: Mapping[str, Any], architecture: str) -> None:
 
 
 def _parse(config: Mapping[str, Any], model_class: Any) -> Any:
-    """Parses a config, without what would fetch code; kernels of experts are plain torch."""
-    # only a file goes through all the code by which transformers reads a config
-    with tempfile.TemporaryDirectory() as folder:
-        content = json.dumps(_without_kernels(without_quantization(config)))
-        Path(folder, "config.json").write_text(content)
-        parsed = model_class.config_class.from_pretrained(folder)
+    """Parses a config; the experts of the model compute in plain torch."""
+    parsed = parse_config(without_quantization(config), model_class.config_class)
     for part in (parsed, parsed.get_text_config()):
         part.use_cache = False
         part._experts_implementation = "eager"
     return parsed
-
-
-def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
-    edited = {}
-    for key, value in config.items():
-        if key not in _KERNEL_KEYS:
-            edited[key] = _without_kernels(value) if isinstance(value, Mapping) else value
-    return edited
 
 
 @contextmanager

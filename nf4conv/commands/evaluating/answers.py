@@ -16,8 +16,10 @@ from typing import Any, Final
 
 import torch
 
+from nf4conv.choose.parsing import parse_config
 from nf4conv.commands.evaluating.question import REFUSALS, Question, first_line
 from nf4conv.errors import SourceError
+from nf4conv.sources.reader import read_json
 
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
 _LARGEST_BATCH: Final = 16  # windows
@@ -25,15 +27,21 @@ _MASK_EVERY: Final = 7  # positions
 
 
 def load(question: Question, folder: Path, variant: str | None = None) -> Any:
-    """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded."""
+    """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded.
+
+    Code that its config.json names is not fetched.
+    """
     is_cpu = question.device == "cpu"
     options = {
+        "trust_remote_code": False,
+        "local_files_only": True,
         "dtype": torch.float32 if is_cpu else "auto",
         "device_map": {"": question.device},
         "variant": variant,
     }
     try:
-        model = question.loader.from_pretrained(folder, trust_remote_code=False, **options)
+        config = parse_config(read_json(folder / "config.json"), question.config_class)
+        model = question.loader.from_pretrained(folder, config=config, **options)
     except REFUSALS as error:
         raise SourceError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
     if is_cpu:

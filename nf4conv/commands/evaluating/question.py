@@ -5,6 +5,7 @@ loaded: both take long.
 """
 
 import importlib.util
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions
+from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
+from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
 _WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
 """Tokens of a window by the kind of model, unless the model takes fewer."""
@@ -49,6 +52,7 @@ class Question:
     Attributes:
         kind: "causal", "seq2seq", "masked" or "encoder".
         loader: the class of transformers that loads the models.
+        config_class: the class of transformers that parses their configs.
         ids: token ids, [windows, window] int64.
         text: where the tokens come from.
         mask: the id of the mask token; None if no token is to be masked.
@@ -60,6 +64,7 @@ class Question:
 
     kind: str
     loader: Any
+    config_class: Any
     ids: torch.Tensor
     text: str
     mask: int | None
@@ -122,12 +127,34 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
     return Question(
         kind=kind,
         loader=loader,
+        config_class=_config_class(loader),
         ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
         text=text,
         mask=tokens.mask if kind == "masked" else None,
         ends=ends,
         width=width,
         device=device,
+    )
+
+
+def refuse_adapter(model: str | Path, folder: Path) -> None:
+    """Refuses a folder in which transformers would find an adapter, and load the base it names.
+
+    Args:
+        model: the model, as it was given.
+        folder: where it is.
+
+    Raises:
+        PlanError: there is an adapter_config.json.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return
+    base = str(read_json(path).get("base_model_name_or_path") or "BASE")
+    merge = f"nf4conv dequantize {shlex.quote(base)} MERGED --lora {shlex.quote(str(folder))}"
+    raise PlanError(
+        f"{model}: has an {ADAPTER_CONFIG}, so that transformers would load {base} instead; merge "
+        f"the adapter first: {merge}; or remove that file"
     )
 
 
@@ -203,6 +230,13 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
     raise PlanError(f"evaluate cannot run {described} ({model_type})")
 
 
+def _config_class(loader: Any) -> Any:
+    """Returns the class that parses the config of what a class of transformers loads."""
+    import transformers
+
+    return getattr(loader, "config_class", None) or transformers.AutoConfig
+
+
 def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] | str:
     """Reads token ids, or text: no more than what could be asked for."""
     text = options.text
@@ -235,7 +269,9 @@ def _tokenize(out: Path, text: Path | None, content: str, wanted: int) -> _Token
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            out, trust_remote_code=False, local_files_only=True
+        )
         encoded = tokenizer(
             content[: _CHARACTERS * wanted], add_special_tokens=False, verbose=False
         )
