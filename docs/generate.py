@@ -192,7 +192,9 @@ def _python_type(hint: Any) -> str:
     """Returns a type as Python spells it, without the names of modules."""
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
-    return _escaped(str(hint).replace("pathlib.", ""))
+    text = re.sub(r"\b(?:pathlib|typing)\.", "", str(hint))
+    text = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)  # so spelled before Python 3.14
+    return _escaped(text)
 
 
 def _json_type(hint: Any) -> str:

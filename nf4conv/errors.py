@@ -9,6 +9,7 @@ Nf4convError                    base of all; the command line prints the line an
 │   ├── CastError               a value is too large for its new dtype (run/device/protocol.py)
 │   └── MergeError              adapters make a tensor NaN or infinite (run/device/protocol.py)
 ├── PlanError                   the input is readable, but the options do not fit it
+│   └── OptionError             an option has a value that it cannot have; also a ValueError
 ├── OutputError                 the output exists already, is in use, or the disk is full
 ├── VerificationError           the output differs from what was planned; exit code 1
 ├── CodecError                  the codec cannot take a tensor or quant state; also a ValueError
@@ -18,10 +19,29 @@ Nf4convError                    base of all; the command line prints the line an
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class Nf4convError(Exception):
-    """Is the base of every error that is meant for the user. Its text is one line."""
+    """Is the base of every error that is meant for the user. Its text is one line.
+
+    Args:
+        message: the line.
+        path: the file or folder that the error is about. None if it is about none, or if that is
+            not known.
+        tensor: the name of the tensor that it is about. None likewise.
+
+    Attributes:
+        path: as given.
+        tensor: as given.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | Path | None = None, tensor: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = None if path is None else Path(path)
+        self.tensor = tensor
 
 
 class SourceError(Nf4convError):
@@ -44,6 +64,31 @@ class PlanError(Nf4convError):
     """Says that the options do not fit the source, or each other."""
 
 
+class OptionError(PlanError, ValueError):
+    """Says that an option has a value that it cannot have.
+
+    Args:
+        option: the name of the field, or of the keyword.
+        value: the value that it has.
+        expected: the values that it may have, in words.
+
+    Attributes:
+        option: as given.
+        value: as given.
+        expected: as given.
+    """
+
+    def __init__(self, option: str, value: object, expected: str) -> None:
+        super().__init__(f"{option}={value!r}: expected {expected}")
+        self.option = option
+        self.value = value
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type["OptionError"], tuple[str, object, str]]:
+        """Says how to make it again in another process."""
+        return OptionError, (self.option, self.value, self.expected)
+
+
 class VerificationError(Nf4convError):
     """Says that the written output is not what the plan required."""
 
@@ -57,7 +102,7 @@ class CodecError(Nf4convError, ValueError):
 
 
 @contextmanager
-def named(path: object, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
+def named(path: str | Path, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
     """Turns an OSError of the `with` block into an error that names a file.
 
     Args:
@@ -74,4 +119,4 @@ def named(path: object, kind: type[Nf4convError], *, inside: bool = False) -> It
         place = path
         if inside and error.filename:
             place = error.filename
-        raise kind(f"{place}: {error.strerror or error}") from error
+        raise kind(f"{place}: {error.strerror or error}", path=place) from error

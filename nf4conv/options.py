@@ -8,30 +8,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-QUANT_TYPES: Final = ("nf4", "fp4")
-SCALES: Final = ("absmax", "search")
-DTYPES: Final = ("bfloat16", "float16", "float32")
-QUANT_STORAGES: Final = ("uint8", *DTYPES)
-MOE: Final = ("packed", "stacked", "portable")
-MOE_ALIASES: Final = {"per-expert": "packed"}  # what an earlier release called it
-PLANNERS: Final = ("rules", "transformers")
-NON_FINITE: Final = ("refuse", "keep")
-OUTPUTS: Final = ("qkv", "all")
-LORA_EXPERTS: Final = ("rank-major", "expert-major")
+from nf4conv.choices import (
+    BLOCKSIZES,
+    DTYPES,
+    LORA_EXPERTS,
+    MOE,
+    MOE_ALIASES,
+    NON_FINITE,
+    OUTPUTS,
+    PLANNERS,
+    QUANT_STORAGES,
+    QUANT_TYPES,
+    SCALES,
+    Blocksize,
+    CalibrateOutput,
+    Dtype,
+    LoraExperts,
+    Moe,
+    NonFinite,
+    Planner,
+    QuantStorage,
+    QuantType,
+    Scales,
+    require_at_least,
+    require_device,
+    require_error,
+    require_one_of,
+    require_part,
+    take_names,
+)
 
 # The values that a field of QuantizeOptions may have, besides None.
-CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "quant_type": QUANT_TYPES,
     "scales": SCALES,
     "quant_storage": QUANT_STORAGES,
     "dtype": DTYPES,
     "compute_dtype": DTYPES,
-    "moe": (*MOE, *MOE_ALIASES),
+    "moe": MOE,
     "plan_with": PLANNERS,
     "non_finite": NON_FINITE,
     "calibrate_output": OUTPUTS,
     "lora_experts": LORA_EXPERTS,
 }
+
+_RELATIVE_ERROR: Final = "a relative error such as 0.1"
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,13 @@ class RunOptions:
     tolerance: float | None = None
     part: str | None = None
     ray: bool = False
+
+    def __post_init__(self) -> None:
+        require_device(self.device)
+        require_at_least(self, 0, "workers")
+        require_at_least(self, 1, "buffer_size")
+        require_error(self, "tolerance", _RELATIVE_ERROR)
+        require_part(self.part)
 
     @property
     def is_spread(self) -> bool:
@@ -194,33 +222,37 @@ class QuantizeOptions:
             the output folder. None (default) is 4 GB. It changes no byte of the result.
     """
 
-    quant_type: str | None = None
-    blocksize: int | None = None
+    quant_type: QuantType | None = None
+    blocksize: Blocksize | None = None
     double_quant: bool | None = None
-    compute_dtype: str | None = None
-    dtype: str | None = None
+    compute_dtype: Dtype | None = None
+    dtype: Dtype | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
-    moe: str | None = None
-    plan_with: str = "rules"
+    moe: Moe | None = None
+    plan_with: Planner = "rules"
     max_shard_size: int = 10**9
-    non_finite: str = "refuse"
+    non_finite: NonFinite = "refuse"
     lora: tuple[str, ...] = ()
-    lora_experts: str | None = None
+    lora_experts: LoraExperts | None = None
     single_file: bool = False
-    quant_storage: str | None = None
+    quant_storage: QuantStorage | None = None
     base_model: str | None = None
-    scales: str | None = None
+    scales: Scales | None = None
     calibrate: tuple[str, ...] = ()
-    calibrate_output: str | None = None
+    calibrate_output: CalibrateOutput | None = None
     calibration_tokens: int | None = None
     calibration_seed: int | None = None
     calibration_memory: int | None = None
 
     def __post_init__(self) -> None:
-        if self.moe in MOE_ALIASES:
+        require_one_of(self, CHOICES)
+        require_one_of(self, {"blocksize": BLOCKSIZES})
+        take_names(self, "include", "exclude", "skip_modules", "lora", "calibrate")
+        require_at_least(self, 1, "max_shard_size", "calibration_tokens", "calibration_memory")
+        if self.moe is not None and self.moe in MOE_ALIASES:
             object.__setattr__(self, "moe", MOE_ALIASES[self.moe])
 
 
@@ -244,12 +276,17 @@ class DequantizeOptions:
             that says nothing.
     """
 
-    dtype: str | None = None
+    dtype: Dtype | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_shard_size: int = 10**9
     lora: tuple[str, ...] = ()
-    lora_experts: str | None = None
+    lora_experts: LoraExperts | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of(self, {"dtype": DTYPES, "lora_experts": LORA_EXPERTS})
+        take_names(self, "include", "exclude", "lora")
+        require_at_least(self, 1, "max_shard_size")
 
 
 @dataclass(frozen=True)
@@ -268,6 +305,10 @@ class CompareOptions:
     tolerance: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_error(self, "tolerance", _RELATIVE_ERROR)
+        take_names(self, "include", "exclude")
 
 
 @dataclass(frozen=True)
@@ -290,7 +331,12 @@ class VerifyOptions:
     tolerance: float | None = None
     exact: bool = False
     lora: tuple[str, ...] = ()
-    lora_experts: str | None = None
+    lora_experts: LoraExperts | None = None
+
+    def __post_init__(self) -> None:
+        require_error(self, "tolerance", _RELATIVE_ERROR)
+        require_one_of(self, {"lora_experts": LORA_EXPERTS})
+        take_names(self, "lora")
 
 
 @dataclass(frozen=True)
@@ -315,3 +361,7 @@ class EvaluateOptions:
     max_kl: float | None = None
     card: bool = False
     plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 2, "tokens")
+        require_error(self, "max_kl", "a divergence in nats, such as 0.05")

@@ -451,7 +451,7 @@ def test_what_a_pipeline_cannot_be_compared_with(pipeline, other, message):
 
 
 def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
-    with pytest.raises(PlanError, match="--tolerance"):
+    with pytest.raises(PlanError, match="tolerance=-1"):
         plan_comparison(tmp_path / "nowhere", tmp_path / "nowhere", CompareOptions(tolerance=-1.0))
 
 

@@ -17,6 +17,7 @@ PACKAGE = Path(nf4conv.__file__).parent
 # from the bottom to the top: a room may import those before it
 ORDER = (
     "errors",
+    "choices",
     "options",
     "system",
     "format",
@@ -41,7 +42,7 @@ ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["moe"] = {"codec", "errors", "format"}
 ROOMS["commands"].add("moe")
-ROOMS["cli"] = {"errors", "options", "report.text", "system"}
+ROOMS["cli"] = {"errors", "choices", "options", "report.text", "system"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import

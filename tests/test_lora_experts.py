@@ -158,7 +158,6 @@ def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path)
     assert not verify_checkpoint(tmp_path / "out", base, wrong, CPU).passed
 
 
-def test_an_order_that_does_not_exist_is_refused(base, of_peft):
-    options = DequantizeOptions(lora=(str(of_peft),), lora_experts="columns")
-    with pytest.raises(PlanError, match="--lora-experts columns: expected one of rank-major"):
-        plan_dequantization(base, options)
+def test_an_order_that_does_not_exist_is_refused(of_peft):
+    with pytest.raises(PlanError, match="lora_experts='columns': expected one of rank-major"):
+        DequantizeOptions(lora=(str(of_peft),), lora_experts="columns")

@@ -306,9 +306,9 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
         {},
         "--non-finite keep: each part would read all weights",
     ),
-    "0/3": (OPTIONS, {"part": "0/3"}, "--part 0/3: expected auto, or I/N with I from 1 to N"),
-    "4/3": (OPTIONS, {"part": "4/3"}, "--part 4/3: expected auto"),
-    "words": (OPTIONS, {"part": "two"}, "--part two: expected auto"),
+    "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected auto, or I/N with I from 1 to N"),
+    "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected auto"),
+    "words": (OPTIONS, {"part": "two"}, "part='two': expected auto"),
 }
 
 

@@ -27,6 +27,9 @@ def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
 
     Returns:
         An instance of `kind`.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
     """
     given = {}
     for field in fields(kind):

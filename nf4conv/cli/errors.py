@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from nf4conv.errors import Nf4convError, VerificationError
+from nf4conv.errors import Nf4convError, OptionError, VerificationError
 from nf4conv.report.text.terminal import printable, tell
 from nf4conv.system.signals import (
     INTERRUPTED_EXIT,
@@ -56,7 +56,7 @@ class CommandGroup(click.Group):
             _fail(str(error), 1)
         except Nf4convError as error:
             _tell_json(ctx, error, 2)
-            _fail(str(error), 2)
+            _fail(_message_of(error), 2)
         except click.UsageError as error:
             _tell_json(ctx, error, 2)
             raise
@@ -78,9 +78,18 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
     """Prints an error as a JSON object on stdout, if the command was to print JSON."""
     if not ctx.meta.get(PRINTS_JSON):
         return
-    message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    found = {"error": message, "kind": type(error).__name__, "exit_code": code}
+    found = {"error": _message_of(error), "kind": type(error).__name__, "exit_code": code}
     click.echo(json.dumps(found, indent=2))
+
+
+def _message_of(error: Exception) -> str:
+    """Returns what an error says, with options spelled as on the command line."""
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OptionError):
+        option = error.option.replace("_", "-")
+        return f"--{option} {error.value}: expected {error.expected}"
+    return str(error)
 
 
 def _fail(message: str, code: int) -> NoReturn:

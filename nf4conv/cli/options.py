@@ -10,9 +10,9 @@ from typing import Final, TypeAlias
 
 import click
 
+from nf4conv.choices import LORA_EXPERTS
 from nf4conv.cli.help import Group, option
 from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
-from nf4conv.options import LORA_EXPERTS
 
 Declaration: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 

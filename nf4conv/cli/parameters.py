@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from nf4conv.options import DTYPES
+from nf4conv.choices import DTYPES
 
 # Bytes in a unit, without the B at its end.
 _UNITS: Final = {

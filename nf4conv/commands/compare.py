@@ -26,7 +26,6 @@ from nf4conv.report.compared import compared_kinds, compared_row
 from nf4conv.report.measured import TensorDifference
 from nf4conv.report.results.checks import ComparisonReport, ComparisonSettings
 from nf4conv.report.rows.comparison import Status
-from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
@@ -127,7 +126,6 @@ def plan_comparison(
         5963415552
     """
     options = options or CompareOptions()
-    check_tolerance(options.tolerance)
     sides = _open(a, b, options, where)
     tensors: dict[str, TensorPair] = {}
     for submodel, (source_a, source_b) in sides.submodels.items():

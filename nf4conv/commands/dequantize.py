@@ -103,7 +103,6 @@ def _plan_checkpoint(
     source: str | Path, options: DequantizeOptions, where: SourceOptions | None
 ) -> DequantizationPlan:
     """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline."""
-    dequantization.check_options(options)
     opened = open_merged(source, where, options.lora, options.lora_experts)
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:

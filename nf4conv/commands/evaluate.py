@@ -18,6 +18,7 @@ from typing import IO
 import torch
 
 from nf4conv.check.checksums import renew_checksum
+from nf4conv.choices import require_device
 from nf4conv.commands.evaluating.answers import answers, load
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
 from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
@@ -104,6 +105,7 @@ def evaluate_checkpoints(
         >>> [one.figures["kl"] for one in found.evaluations]
         [0.0253, 0.0141]
     """
+    require_device(device)
     options = options or EvaluateOptions()
     where = where or SourceOptions()
     if options.plot is not None and not options.plot.parent.is_dir():

@@ -48,7 +48,6 @@ def plan_checkpoint(
     With `is_public`, experts stay in 16 bits unless the options, or a source in 4 bits, say
     otherwise: most who find the result on the Hub do not have nf4conv.
     """
-    quantization.check_options(options)
     with _without_garbage_collection():
         opened = _open(source, options, where)
         if options.single_file:

@@ -21,7 +21,6 @@ from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.report.results.checks import VerifyReport
-from nf4conv.report.tolerance import check_tolerance
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
@@ -160,7 +159,6 @@ def plan_verification(
 
 
 def _check_options(source: str | Path | None, options: VerifyOptions) -> None:
-    check_tolerance(options.tolerance)
     needs_source = options.exact or options.lora or options.tolerance is not None
     if source is None and needs_source:
         raise PlanError("--exact, --lora and --tolerance compare with the source: give --source")

@@ -18,7 +18,7 @@ from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
 from nf4conv.models.config import plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
-from nf4conv.options import DTYPES, DequantizeOptions, QuantizeOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
 from nf4conv.plan.joining import join_experts
@@ -78,16 +78,6 @@ def _action(job: CopyJob) -> str:
     if job.source.encoding is not None:
         return "decode"
     return "copy" if job.dtype == job.source.dtype else "cast"
-
-
-def check_options(options: DequantizeOptions) -> None:
-    """Checks the values of options.
-
-    Raises:
-        PlanError: an option has a value that it cannot take.
-    """
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise PlanError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
 
 
 def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from nf4conv.choices import DTYPES
 from nf4conv.choose.choice import Choice, choose
 from nf4conv.choose.formats import choose_format
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
-from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
-from nf4conv.options import CHOICES, DTYPES, QuantizeOptions
+from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob
@@ -114,19 +114,6 @@ def _action(job: Job) -> str:
     if isinstance(job, PackJob):
         return "pack" if job.stored is None else "stay"
     return "copy" if job.dtype == job.source.dtype else "cast"
-
-
-def check_options(options: QuantizeOptions) -> None:
-    """Checks the values of options.
-
-    Raises:
-        PlanError: an option has a value that it cannot take.
-    """
-    for name, allowed in (*CHOICES.items(), ("blocksize", BLOCKSIZES)):
-        value = getattr(options, name)
-        if value is not None and value not in allowed:
-            choices = ", ".join(map(str, allowed))
-            raise PlanError(f"--{name.replace('_', '-')} {value}: expected one of {choices}")
 
 
 def plan_source(

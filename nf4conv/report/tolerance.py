@@ -17,12 +17,10 @@ scales are measured, by tests/test_searched_checkpoints.py.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 
 
@@ -60,13 +58,3 @@ def tolerance_of(format: Format, wanted: float | None) -> float:
     if wanted is not None:
         return wanted
     return RELATIVE_ERRORS[format.scales, format.quant_type][format.blocksize].tolerance
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Checks that a tolerance is a number from 0.
-
-    Raises:
-        PlanError: it is negative, NaN or infinite.
-    """
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
-        raise PlanError(f"--tolerance {tolerance}: expected a relative error such as 0.1")

@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
-from nf4conv.report.tolerance import check_tolerance
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
@@ -152,14 +150,7 @@ class _Crew:
 def make_pipeline(
     backends: Sequence[Backend], run: RunOptions, advance: Callable[[int], None]
 ) -> Pipeline:
-    """Makes a pipeline with as many workers and as much memory as the user asked for.
-
-    Raises:
-        PlanError: the numbers make no sense.
-    """
-    if run.workers < 0 or run.buffer_size <= 0:
-        raise PlanError("--workers and --buffer-size must be positive")
-    check_tolerance(run.tolerance)
+    """Makes a pipeline with as many workers and as much memory as the user asked for."""
     workers = run.workers
     if workers == 0:
         workers = len(usable_cores())

@@ -5,6 +5,15 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.choices import (
+    MOE,
+    NON_FINITE,
+    OUTPUTS,
+    PLANNERS,
+    QUANT_STORAGES,
+    QUANT_TYPES,
+    SCALES,
+)
 from nf4conv.cli.chosen import check_hub_options, chosen, refuse_alone
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
@@ -21,16 +30,6 @@ from nf4conv.cli.options import (
     writing_machine_options,
 )
 from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
-from nf4conv.options import (
-    MOE,
-    MOE_ALIASES,
-    NON_FINITE,
-    OUTPUTS,
-    PLANNERS,
-    QUANT_STORAGES,
-    QUANT_TYPES,
-    SCALES,
-)
 from nf4conv.report.text.contents import plan_lines
 from nf4conv.report.text.progress_bar import progress
 from nf4conv.report.text.runs import quantization_lines
@@ -159,7 +158,7 @@ from nf4conv.report.text.runs import quantization_lines
 @option(
     "--moe",
     group=Group.WEIGHTS,
-    type=click.Choice((*MOE, *MOE_ALIASES)),
+    type=click.Choice(MOE),
     help="Pack experts one by one (per-expert means the same) or as the stacks that they are, both "
     "of which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",

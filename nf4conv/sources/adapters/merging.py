@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
-from nf4conv.options import LORA_EXPERTS, SourceOptions
+from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.experts import changes_of_parameters
@@ -36,16 +36,13 @@ def open_merged(
         where: how to read it.
         lora: the adapters: folders, or names on the Hub; may be empty.
         lora_experts: the order of the experts' factors in adapters that do not tell it, of
-            options.LORA_EXPERTS; None refuses adapters of which it is not certain.
+            choices.LORA_EXPERTS; None refuses adapters of which it is not certain.
 
     Raises:
         SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or
             shapes disagree.
-        PlanError: adapters are given for a diffusers pipeline, or an order that does not exist.
+        PlanError: adapters are given for a diffusers pipeline.
     """
-    if lora_experts not in (None, *LORA_EXPERTS):
-        allowed = ", ".join(LORA_EXPERTS)
-        raise PlanError(f"--lora-experts {lora_experts}: expected one of {allowed}")
     try:
         opened = open_source(source, where)
     except DiffusersFolderError as error:

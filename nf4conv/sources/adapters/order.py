@@ -15,8 +15,8 @@ adapter_config.json. Older ones wrote nothing, so their adapters are refused unt
 import json
 from typing import Final
 
+from nf4conv.choices import LORA_EXPERTS
 from nf4conv.errors import SourceError
-from nf4conv.options import LORA_EXPERTS
 from nf4conv.sources.adapters.adapter import Adapter
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
 

@@ -103,16 +103,6 @@ def _says_out_of_memory(error: RuntimeError) -> bool:
     return any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-_OTHER_DEVICES: Final = {
-    "mps": "; on a Mac, cpu is the one",
-    "gpu": "; an NVIDIA GPU is cuda",
-    "xpu": "; there are kernels for NVIDIA GPUs only, so cpu is the one",
-    "hip": "; there are kernels for NVIDIA GPUs only, so cpu is the one",
-    "rocm": "; there are kernels for NVIDIA GPUs only, so cpu is the one",
-}
-"""Tells those who name another device which one to name."""
-
-
 def find_device(name: str) -> torch.device:
     """Returns the device that "auto", "cpu", "cuda" or "cuda:N" names.
 
@@ -125,8 +115,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cpu")
     prefix, _, index = name.partition(":")
     if prefix != "cuda" or (index and not index.isdecimal()):
-        hint = _OTHER_DEVICES.get(prefix, "")
-        raise PlanError(f"--device {name}: expected auto, cpu, cuda or cuda:N{hint}")
+        raise PlanError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     number = int(index or 0)
     found = torch.cuda.device_count()
     if number >= found:
