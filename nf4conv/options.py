@@ -144,12 +144,15 @@ class PushOptions:
             (default) pushes nothing.
         public: True lets everybody see the repository. False (default) creates a private one, and
             refuses a repository that is public.
+        create_pr: True opens a pull request with the result on a repository that is there, and
+            changes nothing else in it. Default: False, which commits to the main branch.
         token: the access token for writing to the Hub. None (default) takes the token of
             `hf auth login`.
     """
 
     push_to_hub: str | None = None
     public: bool = False
+    create_pr: bool = False
     token: str | bool | None = field(default=None, repr=False)
 
 

@@ -36,12 +36,14 @@ class Repo:
         token: the token of those who may read; None for everybody.
         gated: True if anybody sees the repository, and only the token reads files.
         private: True if it was created so.
+        pull_requests: the files that each would leave, oldest first.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     token: str | None = None
     gated: bool = False
     private: bool = False
+    pull_requests: list[dict[str, bytes]] = field(default_factory=list)
 
     def commit(self, files: dict[str, bytes]) -> str:
         """Adds a commit and returns its 40 digits."""
@@ -335,9 +337,15 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = HUB.objects[value["oid"]]
             elif change["key"] == "deletedFile":
                 del files[value["path"]]
+        if "create_pr=1" in urlsplit(self.path).query:
+            found.pull_requests.append(files)
+            sha = f"{len(found.pull_requests):040x}"
+            answer = _commit_answer(sha, f"{HUB.url}/{repo}/commit/{sha}")
+            answer["pullRequestUrl"] = f"{HUB.url}/{repo}/discussions/{len(found.pull_requests)}"
+            self._json(answer)
+            return
         sha = found.commit(files)
-        url = f"{HUB.url}/{repo}/commit/{sha}"
-        self._json({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
+        self._json(_commit_answer(sha, f"{HUB.url}/{repo}/commit/{sha}"))
 
     def _json(self, content: Any, status: int = 200) -> None:
         self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
@@ -381,6 +389,10 @@ _ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"/api/whoami-v2", _Handler.whoami),
     (r"/api/validate-yaml", _Handler.validate_card),
 ]
+
+
+def _commit_answer(sha: str, url: str) -> dict[str, Any]:
+    return {"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""}
 
 
 def _blob(content: bytes) -> str:

@@ -136,7 +136,13 @@ def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMana
         return nullcontext()
     from nf4conv.output.push import Push  # importing huggingface_hub takes a while
 
-    return Push(push.push_to_hub, token=push.token, public=push.public, overwrite=run.overwrite)
+    return Push(
+        push.push_to_hub,
+        token=push.token,
+        public=push.public,
+        overwrite=run.overwrite,
+        create_pr=push.create_pr,
+    )
 
 
 def pushed(

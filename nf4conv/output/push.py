@@ -47,6 +47,9 @@ class Push:
         token: the token to write with; None for the one that is logged in.
         public: whether everybody may see it.
         overwrite: whether weights that it holds already are replaced.
+        create_pr: whether the result becomes a pull request, which its owners may merge. The
+            repository must be there. The weights that it holds stay until the merge, so
+            `overwrite` is not needed.
 
     Raises:
         OutputError: it cannot be written, is public although nobody asked for that, or holds
@@ -54,7 +57,13 @@ class Push:
     """
 
     def __init__(
-        self, repo: str, *, token: str | bool | None, public: bool, overwrite: bool
+        self,
+        repo: str,
+        *,
+        token: str | bool | None,
+        public: bool,
+        overwrite: bool,
+        create_pr: bool = False,
     ) -> None:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
@@ -67,16 +76,20 @@ class Push:
         self._stopped = threading.Event()
         self._uploading = Background(self._upload_all, "nf4conv-push")
         # names of the files that the repository holds so far
-        self._before = self._open_repository(public, overwrite)
+        self._create_pr = create_pr
+        self._before = self._open_repository(public, overwrite or create_pr)
 
     def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
         """Creates the repository if needed, and returns the names of its files.
+
+        A pull request needs a repository that is there: it may belong to others.
 
         Raises:
             OutputError: it must not be filled.
         """
         try:
-            self._api.create_repo(self.repo, private=not public, exist_ok=True)
+            if not self._create_pr:
+                self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
         except HUB_ERRORS as error:
             hint = _LOGIN if "401" in str(error) else ""
@@ -125,7 +138,7 @@ class Push:
             message: the message of the commit.
 
         Returns:
-            The address of the commit.
+            The address of the commit, or of the pull request.
 
         Raises:
             Nf4convError: the Hub did not take them.
@@ -137,13 +150,15 @@ class Push:
             if self._error is not None:
                 raise self._error
             operations = self._operations(files)
-            commit = self._api.create_commit(self.repo, operations, commit_message=message)
-            return str(commit.commit_url)
+            commit = self._api.create_commit(
+                self.repo, operations, commit_message=message, create_pr=self._create_pr
+            )
+            return str(commit.pr_url or commit.commit_url)
         except HUB_ERRORS as error:
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
                 f"complete, so this pushes "
-                f"it: hf upload {self.repo} {folder} ."
+                f"it: hf upload {self.repo} {folder} .{' --create-pr' if self._create_pr else ''}"
             ) from error
 
     def _operations(
@@ -171,7 +186,7 @@ class Push:
     def _upload(self, file: _FinishedFile) -> None:
         def upload() -> CommitOperationAdd:
             addition = CommitOperationAdd(file.name, file.path)
-            self._api.preupload_lfs_files(self.repo, [addition])
+            self._api.preupload_lfs_files(self.repo, [addition], create_pr=self._create_pr)
             return addition
 
         addition = patiently(upload, self._stopped)

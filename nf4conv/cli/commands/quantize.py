@@ -202,6 +202,12 @@ from nf4conv.report.text.runs import quantization_lines
     help="With --push-to-hub, let everybody see the repository.",
 )
 @option(
+    "--create-pr",
+    group=Group.PUBLISHING,
+    is_flag=True,
+    help="With --push-to-hub, open a pull request on the repository, which must exist.",
+)
+@option(
     "--base-model",
     group=Group.PUBLISHING,
     metavar="REPO",
@@ -229,6 +235,8 @@ def quantize(source: str, out: str, **values: Any) -> None:
         refuse_alone("--tolerance", needed="--verify")
     if push.public and push.push_to_hub is None:
         refuse_alone("--public", needed="--push-to-hub")
+    if push.create_pr and push.push_to_hub is None:
+        refuse_alone("--create-pr", needed="--push-to-hub")
     display.check_all()
     check_hub_options(where, source)
     if display.quiet:
