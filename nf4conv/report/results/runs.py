@@ -125,7 +125,8 @@ class QuantizeReport(RunReport):
         advice: why the result has many bits per parameter, and what would change that. Empty if it
             does not.
         verification: what `--verify` measured. None without it.
-        pushed: the address of the commit or pull request on the Hub. None if the result was not pushed.
+        pushed: the address of the commit or pull request on the Hub. None if the result was not
+            pushed.
     """
 
     command: ClassVar[str] = "quantize"
