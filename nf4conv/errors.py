@@ -5,6 +5,7 @@ Nf4convError                    base of all; the command line prints the line an
 │   ├── DiffusersFolderError    the input is a diffusers pipeline, but must be one checkpoint
 │   ├── NoDiffusersFolderError  the input is no diffusers pipeline, but must be one
 │   ├── AdapterError            the input is a LoRA adapter, but must be a model
+│   ├── UndecodableError        the input is quantized by a method that nf4conv does not decode
 │   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/device/protocol.py)
 │   ├── CastError               a value is too large for its new dtype (run/device/protocol.py)
 │   └── MergeError              adapters make a tensor NaN or infinite (run/device/protocol.py)
@@ -58,6 +59,10 @@ class NoDiffusersFolderError(SourceError):
 
 class AdapterError(SourceError):
     """Says that the source is a LoRA adapter, although a model was expected."""
+
+
+class UndecodableError(SourceError):
+    """Says that the source is quantized by a method that nf4conv does not decode."""
 
 
 class PlanError(Nf4convError):

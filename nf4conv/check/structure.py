@@ -8,6 +8,7 @@ are recognised and named.
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nf4conv.errors import SourceError
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.stored_weights import StoredWeight, Structure, check_weight, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
@@ -54,6 +56,21 @@ def read_structure(path: Path) -> Structure:
     readable = _read_headers(structure, found.files)
     if found.weight_map is not None:
         _check_index(structure, found.weight_map, readable)
+    return look_at(structure)
+
+
+def structure_of(source: Source) -> Structure:
+    """Looks at what describes the packed weights of a checkpoint that is open.
+
+    Args:
+        source: the checkpoint, with its tensors as they are stored.
+
+    Raises:
+        SourceError: a tensor cannot be read.
+    """
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    structure = Structure(source.folder, tensors, read=partial(read_tensor, source))
+    structure.scales = recorded_scales(source.folder)
     return look_at(structure)
 
 

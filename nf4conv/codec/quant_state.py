@@ -158,7 +158,9 @@ class QuantState:
         return parts
 
     @classmethod
-    def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
+    def from_components(
+        cls, parts: Mapping[str, torch.Tensor], *, may_say_more: bool = False
+    ) -> "QuantState":
         """Make a state of the tensors that stand beside the packed codes on disk.
 
         The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
@@ -167,6 +169,7 @@ class QuantState:
         Args:
             parts: the tensors that `components` returns, by suffix, or by names that end in a dot
                 and a suffix.
+            may_say_more: True to accept a quant state with other keys besides bitsandbytes' own.
 
         Returns:
             The state, on the device of absmax.
@@ -176,7 +179,8 @@ class QuantState:
         """
         named = _by_suffix(parts)
         json_name = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
-        fields = layout.parse_quant_state(bytes(named[json_name].cpu().numpy().tobytes()))
+        blob = bytes(named[json_name].cpu().numpy().tobytes())
+        fields = layout.parse_quant_state(blob, may_say_more=may_say_more)
         absmax = _component(named, "absmax")
         device = absmax.device
         offset: torch.Tensor | None = None

@@ -29,7 +29,7 @@ from nf4conv.report.rows.comparison import Status
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.opening import open_source
+from nf4conv.sources.opening import open_readable, open_source
 from nf4conv.sources.source import Source
 
 
@@ -196,7 +196,7 @@ def _open_pipeline(side: str | Path, where: SourceOptions | None) -> DiffusersFo
 def _open_submodel(folder: DiffusersFolder, name: str) -> Source | None:
     if name not in folder.submodels:
         return None
-    return open_source(folder.place, folder.submodels[name])
+    return open_readable(folder.place, folder.submodels[name])
 
 
 def execute_comparison(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.submodels import write_submodels
+from nf4conv.commands.submodels import open_unchanged, write_submodels
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import dequantization
@@ -22,7 +22,7 @@ from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.opening import open_source, open_stored
+from nf4conv.sources.opening import open_readable
 
 AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
 """Plan of one checkpoint, or of a diffusers pipeline."""
@@ -135,10 +135,10 @@ def _plan_submodel(
 ) -> DequantizationPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
     mine = for_submodel(name, options)
-    opened = open_source(folder.place, where)
+    opened = open_readable(folder.place, where)
     if is_included(name, options) and dequantization.has_wanted_weights(opened, mine):
         return _plan_checkpoint(folder.place, mine, where)
-    return dequantization.plan_unchanged_submodel(open_stored(folder.place, where), mine)
+    return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
 def execute_dequantization(

@@ -15,7 +15,7 @@ from nf4conv.commands.quantize_one import (
     read_card,
     write_one,
 )
-from nf4conv.commands.submodels import bytes_on_disk, write_submodels
+from nf4conv.commands.submodels import bytes_on_disk, open_unchanged, write_submodels
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import diffusers, quantization
@@ -26,7 +26,6 @@ from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import require_apart
 from nf4conv.sources.diffusers.folder import DiffusersFolder, is_packed_by_default
-from nf4conv.sources.opening import open_stored
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push
@@ -61,7 +60,7 @@ def _plan_submodel(
         plan = plan_checkpoint(folder.place, mine, where, is_public=is_public)
         if plan.packs_anything:
             return replace(plan, is_submodel=True)
-    return quantization.plan_unchanged_submodel(open_stored(folder.place, where), mine)
+    return quantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
 def _require_packed_submodel(plan: DiffusersPlan[QuantizationPlan]) -> None:

@@ -6,26 +6,60 @@ OUT/model_index.json    last of all: without it diffusers does not take the fold
 """
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nf4conv import __version__
-from nf4conv.options import RunOptions
+from nf4conv.check.config_check import check_config
+from nf4conv.check.structure import structure_of
+from nf4conv.errors import PlanError
+from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.output.folder import CHECKSUMS
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
 from nf4conv.run.checkpoint import space_needed
+from nf4conv.sources.diffusers.folder import DiffusersFolder
+from nf4conv.sources.opening import open_stored
 from nf4conv.sources.record import read_record
-from nf4conv.sources.source import source_changes, source_stamps
+from nf4conv.sources.source import Source, source_changes, source_stamps
+from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
 from nf4conv.system.removal import remove
 
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
+
+
+def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> Source:
+    """Opens a submodel whose tensors stay as they are.
+
+    Args:
+        folder: the pipeline.
+        name: the submodel.
+        where: what to take of the pipeline, and how to reach the Hub.
+
+    Raises:
+        SourceError: the submodel cannot be read.
+        PlanError: it has weights in 4 bits in which `verify` finds a fault. They would keep it.
+    """
+    stored = open_stored(folder.place, where)
+    if not any(split_component(tensor.name)[1] for tensor in stored.tensors):
+        return stored
+    structure = structure_of(stored)
+    check_config(structure)
+    for finding in structure.findings:
+        if finding.is_fault:
+            decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED --include '{name}/*'"
+            raise PlanError(
+                f"{folder.place}: {name}/{finding.line()}; this submodel would stay as it is; "
+                f"decode it first: {decode}"
+            )
+    return stored
 
 
 def write_submodels(

@@ -8,7 +8,7 @@ report     every check with its findings, and figures for every weight
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.diffusers.original_names import with_original_names
+from nf4conv.sources.opening import open_stored
 from nf4conv.sources.record import MAKING, headers_digest, read_record
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.cores import usable_cores
 
 
@@ -174,7 +176,12 @@ def _plan_checkpoint(
     config = check_config(structure)
     if not structure.weights and not structure.findings:
         structure.note("components", "", "", f"{path}: has no weight in 4 bits")
-    return _plan_pairs(path, structure, config, source, options, where)
+    opened = None
+    if source is not None:
+        opened = open_merged(source, where, options.lora, options.lora_experts)
+        if Path(path).is_file():
+            opened = with_original_names(opened, among=structure.weights)
+    return _plan_pairs(Path(path), structure, config, opened, options)
 
 
 def verify_result(
@@ -213,18 +220,15 @@ def _plan_pipeline(
     origin = None if source is None else open_diffusers(source, where)
     submodels = {}
     for name in folder.submodels:
-        if origin is None:
-            place = None
-            original = None
-        else:
-            if name not in origin.submodels:
-                raise PlanError(f"{source}: has no submodel {name}, which {path} has")
-            place = origin.submodels[name]
-            original = origin.place
+        if origin is not None and name not in origin.submodels:
+            raise PlanError(f"{source}: has no submodel {name}, which {path} has")
         structure = read_structure(folder.folder / name)
         # a submodel without packed weights is copied as it is: its config says nothing about them
         config = check_config(structure) if structure.weights else {}
-        plan = _plan_pairs(folder.folder / name, structure, config, original, options, place)
+        opened = None
+        if origin is not None:
+            opened = _open_submodel(structure, origin, origin.submodels[name], options)
+        plan = _plan_pairs(folder.folder / name, structure, config, opened, options)
         submodels[name] = plan
     if not any(plan.structure.weights for plan in submodels.values()):
         raise PlanError(f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits")
@@ -232,25 +236,39 @@ def _plan_pipeline(
 
 
 def _plan_pairs(
-    path: str | Path,
+    path: Path,
     structure: Structure,
     config: Mapping[str, Any],
-    source: str | Path | None,
+    source: Source | None,
     options: VerifyOptions,
-    where: SourceOptions | None,
 ) -> VerificationPlan:
-    """Opens the source of one checkpoint, and finds what to compare."""
+    """Finds what to compare of one checkpoint with its opened source."""
     if source is None:
-        return VerificationPlan(Path(path), options, structure, config, None, Pairs())
-    opened = open_merged(source, where, options.lora, options.lora_experts)
-    if Path(path).is_file():
-        opened = with_original_names(opened, among=structure.weights)
-    pairs = pair(structure, opened)
+        return VerificationPlan(path, options, structure, config, None, Pairs())
+    pairs = pair(structure, source)
     if options.exact:
         check_exact_config(structure, config)
         check_calibrated(structure, pairs)
-    _check_origin(structure, opened)
-    return VerificationPlan(Path(path), options, structure, config, opened, pairs)
+    _check_origin(structure, source)
+    return VerificationPlan(path, options, structure, config, source, pairs)
+
+
+def _open_submodel(
+    structure: Structure, origin: DiffusersFolder, where: SourceOptions, options: VerifyOptions
+) -> Source:
+    """Opens the submodel that one of a diffusers pipeline was made from.
+
+    One that was left as it is, in whatever encoding, is compared as it is stored.
+    """
+    if not structure.weights and not options.lora:
+        stored = open_stored(origin.place, where)
+        if _headers_of(stored.tensors) == _headers_of(structure.tensors.values()):
+            return stored
+    return open_merged(origin.place, where, options.lora, options.lora_experts)
+
+
+def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
 
 
 def _check_origin(structure: Structure, source: Source) -> None:

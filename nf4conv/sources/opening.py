@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from nf4conv.errors import AdapterError, SourceError
+from nf4conv.errors import AdapterError, SourceError, UndecodableError
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
@@ -68,8 +68,27 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
     except SourceError as error:
         if str(error).startswith(str(opened.folder)):
             raise
-        raise SourceError(f"{opened.folder}: {error}") from error
+        raise type(error)(f"{opened.folder}: {error}") from error
     return replace(opened, tensors=tensors, notes=notes)
+
+
+def open_readable(source: str | Path, where: SourceOptions | None = None) -> Source:
+    """Opens a checkpoint that may stay as it is, such as a submodel of a diffusers pipeline.
+
+    Its encoded tensors are presented as by `open_source` if nf4conv decodes them, otherwise as they
+    are stored.
+
+    Args:
+        source: a folder, a file, or "org/name" on the Hub, as for `open_source`.
+        where: what to take of a folder or repository, and how to reach the Hub.
+
+    Raises:
+        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself.
+    """
+    try:
+        return open_source(source, where)
+    except UndecodableError:
+        return open_stored(source, where)
 
 
 def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:

@@ -27,7 +27,7 @@ def decode_packed(
     """
     components = dict(parts)
     packed = components.pop("values").view(torch.uint8)
-    state = QuantState.from_components(components)
+    state = QuantState.from_components(components, may_say_more=True)
     held = 2 * packed.nbytes
     if held < state.shape.numel():
         state.shape = torch.Size((held,))

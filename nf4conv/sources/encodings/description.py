@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
 
 _ACCEPTED: Final = (
@@ -61,7 +61,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
             none.
 
     Raises:
-        SourceError: nf4conv does not decode the method.
+        UndecodableError: nf4conv does not decode the method.
     """
     found = quantization_of(config)
     of_modelopt = exported.get("quantization")
@@ -72,7 +72,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     method = str(found.get("quant_method") or "compressed-tensors").lower()
     if not method.startswith(_ACCEPTED):
         reason = _REFUSED.get(method, "a format that nf4conv does not decode")
-        raise SourceError(
+        raise UndecodableError(
             f"already quantized: quant_method {method}; give the checkpoint that it was made "
             f"from: {reason}"
         )

@@ -194,7 +194,7 @@ def packed_piece(
         for (role, part), raw in zip(parts.items(), raws, strict=True)
     }
     packed = tensors.pop("values")
-    return packed, QuantState.from_components(tensors)
+    return packed, QuantState.from_components(tensors, may_say_more=True)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:

@@ -1,0 +1,129 @@
+"""What one command accepts, the others accept too; and what one refuses, all refuse."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import nf4conv
+from nf4conv import (
+    CompareOptions,
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+)
+from nf4conv.errors import PlanError
+
+CPU = RunOptions(device="cpu", workers=2)
+EXACT = VerifyOptions(exact=True)
+INDEX = {
+    "_class_name": "FluxPipeline",
+    "transformer": ["diffusers", "FluxTransformer2DModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+WEIGHTS = {
+    "transformer": {"transformer_blocks.0.attn.to_q.weight": (64, 64)},
+    "vae": {"decoder.mid_block.attentions.0.to_q.weight": (64, 64), "decoder.bias": (64,)},
+}
+CONFIGS = {
+    "transformer": {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1"},
+    "vae": {"_class_name": "AutoencoderKL", "_diffusers_version": "0.42.1"},
+}
+
+
+def write_pipeline(folder: Path) -> Path:
+    for name, shapes in WEIGHTS.items():
+        (folder / name).mkdir(parents=True)
+        tensors = {weight: torch.randn(shape).bfloat16() for weight, shape in shapes.items()}
+        save_file(tensors, folder / name / "diffusion_pytorch_model.safetensors")
+        (folder / name / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "model_index.json").write_text(json.dumps(INDEX))
+    return folder
+
+
+def add_to_quant_states(folder: Path, **fields: object) -> None:
+    """Adds fields to the quant state of every weight in 4 bits of a checkpoint."""
+    (folder / "nf4conv.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if "quant_state" in name:
+                state = json.loads(bytes(tensor.tolist())) | fields
+                tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        save_file(tensors, file)
+
+
+@pytest.fixture
+def vae_in_4_bits(tmp_path: Path) -> Path:
+    """A pipeline whose VAE is in 4 bits, with a nested_offset that belongs to nothing."""
+    plain = write_pipeline(tmp_path / "plain")
+    nf4conv.quantize_checkpoint(
+        plain / "vae", tmp_path / "vae", QuantizeOptions(double_quant=False), CPU
+    )
+    nf4conv.quantize_checkpoint(plain, tmp_path / "packed", None, CPU)
+    shutil.copytree(tmp_path / "vae", plain / "vae", dirs_exist_ok=True)
+    add_to_quant_states(plain / "vae", nested_offset=0.0123)
+    return plain
+
+
+def test_a_stale_nested_offset_is_refused_where_it_would_be_kept(vae_in_4_bits, tmp_path):
+    said = "vae/.*: has nested_offset, but there is no nested_absmax"
+    shutil.copytree(vae_in_4_bits / "vae", tmp_path / "packed/vae", dirs_exist_ok=True)
+    found = nf4conv.verify_checkpoint(tmp_path / "packed", vae_in_4_bits, EXACT, CPU)
+    assert not found.passed
+    with pytest.raises(PlanError, match=f"{said}.*decode it first: nf4conv dequantize"):
+        nf4conv.plan_quantization(vae_in_4_bits)
+    with pytest.raises(PlanError, match=said):
+        nf4conv.plan_dequantization(tmp_path / "packed", DequantizeOptions(exclude=("vae/*",)))
+
+
+def test_a_stale_nested_offset_is_repaired_as_the_error_says(vae_in_4_bits, tmp_path):
+    only_vae = DequantizeOptions(include=("vae/*",))
+    nf4conv.dequantize_checkpoint(vae_in_4_bits, tmp_path / "decoded", only_vae, CPU)
+    nf4conv.quantize_checkpoint(tmp_path / "decoded", tmp_path / "out", None, CPU)
+    found = nf4conv.verify_checkpoint(tmp_path / "out", tmp_path / "decoded", EXACT, CPU)
+    assert found.passed, found.verdict
+
+
+@pytest.mark.parametrize("fields", [{"nested_offset": 0.0123}, {"made_by": "somebody"}])
+def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields):
+    source = write_pipeline(tmp_path / "plain") / "transformer"
+    nf4conv.quantize_checkpoint(source, tmp_path / "odd", QuantizeOptions(double_quant=False), CPU)
+    nf4conv.dequantize_checkpoint(tmp_path / "odd", tmp_path / "before", run=CPU)
+    add_to_quant_states(tmp_path / "odd", **fields)
+    nf4conv.quantize_checkpoint(tmp_path / "odd", tmp_path / "mended", None, CPU)
+    assert nf4conv.verify_checkpoint(tmp_path / "mended", tmp_path / "odd", EXACT, CPU).passed
+    nf4conv.quantize_checkpoint(tmp_path / "odd", tmp_path / "other", QuantizeOptions("fp4"), CPU)
+    nf4conv.dequantize_checkpoint(tmp_path / "odd", tmp_path / "after", run=CPU)
+    same = CompareOptions()
+    assert nf4conv.compare_checkpoints(tmp_path / "before", tmp_path / "after", same, CPU).passed
+
+
+def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_path):
+    plain = write_pipeline(tmp_path / "plain")
+    path = plain / "vae/diffusion_pytorch_model.safetensors"
+    codes = torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16)
+    weight = next(iter(WEIGHTS["vae"])).removesuffix("weight")
+    save_file({f"{weight}qweight": codes, "decoder.bias": torch.ones(64)}, path)
+    config = {**CONFIGS["vae"], "quantization_config": {"quant_method": "mystery"}}
+    (plain / "vae/config.json").write_text(json.dumps(config))
+
+    nf4conv.quantize_checkpoint(plain, tmp_path / "out", None, CPU)
+    kept = load_file(tmp_path / "out/vae" / path.name)
+    assert torch.equal(kept[f"{weight}qweight"], codes)
+    for options in (None, EXACT):
+        found = nf4conv.verify_checkpoint(tmp_path / "out", plain, options, CPU)
+        assert found.passed, found.verdict
+    nf4conv.dequantize_checkpoint(tmp_path / "out", tmp_path / "again", run=CPU)
+    vaes = CompareOptions(include=("vae/*",))
+    assert nf4conv.compare_checkpoints(plain, tmp_path / "again", vaes, CPU).passed
+
+    kept[f"{weight}qweight"][3, 5] += 1
+    save_file(kept, tmp_path / "out/vae" / path.name)
+    found = nf4conv.verify_checkpoint(tmp_path / "out", plain, None, CPU)
+    assert not found.passed
+    assert not nf4conv.compare_checkpoints(plain, tmp_path / "out", vaes, CPU).passed
