@@ -68,7 +68,7 @@ bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are t
 `"inf"` and `"-inf"`. The functions of the Python API return the same results as dataclasses.
 
 An error is an object too: `error` is the line that stderr shows, `kind` the name of its class, and
-`exit_code` that of the process.
+`exit_code` that of the process. `path` and `tensor` name what it is about, as far as that is known.
 """
 
 

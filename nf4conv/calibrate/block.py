@@ -170,7 +170,9 @@ def _original(block: BlockAtWork, target: Target) -> torch.Tensor:
     if not bool(weight.isfinite().all()):
         raise SourceError(
             f"{job.source.file}: {job.source.name}: holds NaN or infinity; repair the checkpoint, "
-            f"or leave such tensors unquantized: --non-finite keep"
+            f"or leave such tensors unquantized: --non-finite keep",
+            path=job.source.file,
+            tensor=job.source.name,
         )
     return weight
 

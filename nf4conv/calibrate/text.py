@@ -134,7 +134,7 @@ def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], An
         else:
             ids = _tokenized(path, needed, tokenizer())
         if ids.size == 0:
-            raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model")
+            raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model", path=path)
         with named(path, PlanError):
             digest = digest_of(path)
         found.append(Text(path.name, text.share / whole, digest, ids))
@@ -145,9 +145,11 @@ def _read_ids(path: Path) -> Ids:
     try:
         ids = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise PlanError(f"{path}: is no array of numpy that can be read ({error})") from error
+        raise PlanError(
+            f"{path}: is no array of numpy that can be read ({error})", path=path
+        ) from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise PlanError(f"{path}: expected token ids: integers in one dimension")
+        raise PlanError(f"{path}: expected token ids: integers in one dimension", path=path)
     return ids.astype(np.int64)
 
 
@@ -164,7 +166,9 @@ def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:
             if len(ids) > 4 * needed:
                 break
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise PlanError(f"{path}: the model's tokenizer cannot read it ({error})") from error
+        raise PlanError(
+            f"{path}: the model's tokenizer cannot read it ({error})", path=path
+        ) from error
     return np.array(ids, dtype=np.int64)
 
 
@@ -186,10 +190,10 @@ def _decoded(path: Path) -> str:
             content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise PlanError(
-            f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)"
+            f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)", path=path
         ) from error
     if "\0" in content:
-        raise PlanError(f"{path}: holds zero bytes, as no text does")
+        raise PlanError(f"{path}: holds zero bytes, as no text does", path=path)
     return content
 
 
@@ -201,13 +205,13 @@ def _messages_or_texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: line {number} is not JSON: {error}") from error
+            raise PlanError(f"{path}: line {number} is not JSON: {error}", path=path) from error
         if isinstance(entry, dict) and isinstance(entry.get("text"), str):
             yield entry["text"], False
         elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
             yield _chat(path, number, entry["messages"], tokenizer), True
         else:
-            raise PlanError(f'{path}: line {number} has neither "text" nor "messages"')
+            raise PlanError(f'{path}: line {number} has neither "text" nor "messages"', path=path)
 
 
 def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
@@ -216,11 +220,12 @@ def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
             return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         raise PlanError(
             f"{path}: line {number} is a chat, but the model's tokenizer has no chat template; "
-            f'give texts: {{"text": …}}'
+            f'give texts: {{"text": …}}',
+            path=path,
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template is a program, and may raise anything
         raise PlanError(
-            f"{path}: line {number}: the model's chat template refuses it ({error})"
+            f"{path}: line {number}: the model's chat template refuses it ({error})", path=path
         ) from error

@@ -61,7 +61,7 @@ def require_checksums(out: Path) -> None:
 def _raise_first(out: Path, structure: Structure) -> None:
     for finding in structure.findings:
         if finding.is_fault:
-            raise OutputError(f"{out}: {finding.line()}; {_HOW_TO_MEND}")
+            raise OutputError(f"{out}: {finding.line()}; {_HOW_TO_MEND}", path=out)
 
 
 def _fault_of(path: Path, shard: Shard) -> str | None:

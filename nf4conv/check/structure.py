@@ -51,7 +51,7 @@ def read_structure(path: Path) -> Structure:
         structure = Structure(path)
         found = _find_files(structure)
     else:
-        raise SourceError(f"{path}: no such file or folder")
+        raise SourceError(f"{path}: no such file or folder", path=path)
     structure.scales = recorded_scales(structure.folder)
     readable = _read_headers(structure, found.files)
     if found.weight_map is not None:

@@ -112,7 +112,9 @@ class Experts:
         raise PlanError(
             f"{tensor.file}: {tensor.name}: a stack of experts {list(tensor.shape)} does not fit "
             f"{partner.name} {list(partner.shape)} of the same layer; the checkpoint is damaged, "
-            f"or of another model than its config.json says"
+            f"or of another model than its config.json says",
+            path=tensor.file,
+            tensor=tensor.name,
         )
 
     def _misfit(
@@ -127,7 +129,9 @@ class Experts:
             if partner is None:
                 raise PlanError(
                     f"{tensor.file}: {tensor.name}: the checkpoint lacks {name}, which holds the "
-                    f"other projections of these experts"
+                    f"other projections of these experts",
+                    path=tensor.file,
+                    tensor=tensor.name,
                 )
             other = self.stacks[name]
             if sizes != _sizes(
@@ -177,7 +181,9 @@ def _shape_of(
         if numbers and experts not in numbers:
             raise PlanError(
                 f"{tensor.file}: {tensor.name}: a stack of {experts} experts, but config.json "
-                f"says {' or '.join(map(str, sorted(numbers)))}"
+                f"says {' or '.join(map(str, sorted(numbers)))}",
+                path=tensor.file,
+                tensor=tensor.name,
             )
         return experts, rows, columns
     rows, columns = tensor.shape
@@ -185,7 +191,9 @@ def _shape_of(
     if not experts or rows % experts:
         raise PlanError(
             f"{tensor.file}: {tensor.name}: {rows} rows do not divide into {experts} experts, "
-            f"which is the number in config.json"
+            f"which is the number in config.json",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     return experts, rows // experts, columns
 
@@ -211,7 +219,9 @@ def cut_stack(
     if outputs % parts:
         raise PlanError(
             f"{tensor.file}: {tensor.name}: {outputs} outputs of an expert do not divide into "
-            f"those of {' and '.join(stack.projections)}"
+            f"those of {' and '.join(stack.projections)}",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     size = outputs // parts
     matrices = []
@@ -290,13 +300,16 @@ def _check_projection(
         if weight is None:
             raise PlanError(
                 f"{first.file}: {layer}.{expert}.{projection}.weight is missing: "
-                f"of {count} experts of this layer {len(weights)} have it"
+                f"of {count} experts of this layer {len(weights)} have it",
+                path=first.file,
             )
         if weight.shape != first.shape:
             raise PlanError(
                 f"{weight.file}: {weight.name} is {list(weight.shape)}, but {first.name} of the "
                 f"same layer is {list(first.shape)}: loaders put all experts of a layer into one "
-                f"tensor"
+                f"tensor",
+                path=weight.file,
+                tensor=weight.name,
             )
 
 

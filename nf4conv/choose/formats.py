@@ -65,7 +65,9 @@ def choose_dtype(source: Source, selection: Selection, options: QuantizeOptions)
         if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
             raise PlanError(
                 f"{tensor.file}: {tensor.name}: float64 cannot be packed; say what to cast it to: "
-                f"--dtype {choices}"
+                f"--dtype {choices}",
+                path=tensor.file,
+                tensor=tensor.name,
             )
     return dtype
 

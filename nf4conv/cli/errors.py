@@ -78,7 +78,14 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
     """Prints an error as a JSON object on stdout, if the command was to print JSON."""
     if not ctx.meta.get(PRINTS_JSON):
         return
-    found = {"error": _message_of(error), "kind": type(error).__name__, "exit_code": code}
+    found: dict[str, object] = {
+        "error": _message_of(error),
+        "kind": type(error).__name__,
+        "exit_code": code,
+    }
+    if isinstance(error, Nf4convError):
+        found["path"] = None if error.path is None else str(error.path)
+        found["tensor"] = error.tensor
     click.echo(json.dumps(found, indent=2))
 
 

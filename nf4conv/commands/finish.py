@@ -51,7 +51,7 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
                 raise
             # another process has finished it meanwhile
     if read_record(out) is None:
-        raise OutputError(f"{out}: holds nothing that was made in parts")
+        raise OutputError(f"{out}: holds nothing that was made in parts", path=out)
     require_sound(out)
     SharedFolder(out).remove_work_folder()
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]

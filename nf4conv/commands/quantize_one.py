@@ -265,7 +265,7 @@ def _verify_again(
     for finding in report.findings:
         if finding.is_fault:
             raise VerificationError(
-                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew"
+                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew", path=out
             )
 
 
@@ -300,9 +300,9 @@ def _write_one_file(
     if run.checksum or (push is not None and push.push_to_hub is not None):
         raise PlanError("--single-file: --push-to-hub and --checksum are for folders")
     if out.suffix != ".safetensors":
-        raise PlanError(f"{out}: --single-file writes one file, such as OUT.safetensors")
+        raise PlanError(f"{out}: --single-file writes one file, such as OUT.safetensors", path=out)
     if out.exists() and not run.overwrite:
-        raise OutputError(f"{out}: exists; choose another file, or --overwrite")
+        raise OutputError(f"{out}: exists; choose another file, or --overwrite", path=out)
     folder = out.with_name(f"{out.name}.unfinished")
     report = write_one(plan, folder, run, progress)
     (folder / plan.output.shards[0].name).replace(out)
@@ -321,5 +321,7 @@ def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) 
     tensor = job.source
     return SourceError(
         f"{tensor.file}: {tensor.name}: {count:,} of {tensor.elements:,} values are "
-        f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep"
+        f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep",
+        path=tensor.file,
+        tensor=tensor.name,
     )

@@ -231,7 +231,9 @@ def _plan_pipeline(
         plan = _plan_pairs(folder.folder / name, structure, config, opened, options)
         submodels[name] = plan
     if not any(plan.structure.weights for plan in submodels.values()):
-        raise PlanError(f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits")
+        raise PlanError(
+            f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits", path=path
+        )
     return DiffusersVerificationPlan(Path(path), source, submodels)
 
 

@@ -29,7 +29,8 @@ def require_same_run(
         found = shortened(now.get(key))
         raise OutputError(
             f"{out}: holds an unfinished run that differs in {', '.join(changed)} "
-            f"({key} was {was}, is {found}); {advice}"
+            f"({key} was {was}, is {found}); {advice}",
+            path=out,
         )
 
 

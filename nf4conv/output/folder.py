@@ -98,18 +98,20 @@ class OutputFolder:
         """
         require_no_dead_link(self.out)
         if self.out.exists() and not self.out.is_dir():
-            raise OutputError(f"{self.out}: exists and is not a folder")
+            raise OutputError(f"{self.out}: exists and is not a folder", path=self.out)
         self.check_links()
         is_occupied = self.out.is_dir() and any(self.out.iterdir())
         if not is_occupied:
             return
         if not overwrite and not self._work.is_dir():
             raise OutputError(
-                f"{self.out}: exists and is not empty; choose another folder, or --overwrite"
+                f"{self.out}: exists and is not empty; choose another folder, or --overwrite",
+                path=self.out,
             )
         if overwrite and not _looks_like_checkpoint(self.out):
             raise OutputError(
-                f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it"
+                f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it",
+                path=self.out,
             )
 
     def check_links(self) -> None:
@@ -123,14 +125,15 @@ class OutputFolder:
         with named(self._work, OutputError):
             if is_link(self._work):
                 raise OutputError(
-                    f"{self._work}: is a link, which no run of nf4conv leaves; remove it"
+                    f"{self._work}: is a link, which no run of nf4conv leaves; remove it",
+                    path=self._work,
                 )
             if not self._work.is_dir():
                 return
             for path in self._work.iterdir():
                 if is_link(path) and path.is_dir():
                     raise OutputError(
-                        f"{path}: is a link, which no run of nf4conv leaves; remove it"
+                        f"{path}: is a link, which no run of nf4conv leaves; remove it", path=path
                     )
 
     def intact(self, shards: Mapping[str, FinishedFile]) -> dict[str, FinishedFile]:
@@ -172,7 +175,8 @@ class OutputFolder:
             begun = BegunRun(dict(run["fingerprint"]), run["stamps"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise OutputError(
-                f"{path}: is damaged, so the run cannot be resumed; --overwrite starts anew"
+                f"{path}: is damaged, so the run cannot be resumed; --overwrite starts anew",
+                path=path,
             ) from error
         self._plan = hashlib.sha256(content).hexdigest()
         return begun
@@ -193,7 +197,9 @@ class OutputFolder:
         free = shutil.disk_usage(self.out).free + reusable
         if needed > free:
             raise OutputError(
-                f"{self.out}: the result takes {needed:,} bytes but the disk has only {free:,} free"
+                f"{self.out}: the result takes {needed:,} bytes but the disk has only "
+                f"{free:,} free",
+                path=self.out,
             )
 
     def open_shard(self, name: str, header_size: int, data_size: int) -> ShardWriter:
@@ -305,7 +311,7 @@ class OutputFolder:
         for part in PurePosixPath(name).parts:
             path /= part
             if is_link(path) and path.is_dir():
-                raise OutputError(f"{path}: is a link to another folder; remove it")
+                raise OutputError(f"{path}: is a link to another folder; remove it", path=path)
 
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Makes the folder a checkpoint, makes everything durable and removes the work files.
@@ -371,7 +377,7 @@ def require_no_dead_link(out: Path) -> None:
         OutputError: it is.
     """
     if is_link(out) and not out.exists():
-        raise OutputError(f"{out}: is a link that leads nowhere; remove it")
+        raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
 
 
 def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:

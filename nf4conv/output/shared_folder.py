@@ -102,7 +102,9 @@ class SharedFolder(OutputFolder):
             draft.replace(path)
         if (self.out / MAKING).exists():
             remove(self.out, WORK_FOLDER, RECORD)
-            raise OutputError(f"{self.out}: exists and is not empty; choose another folder")
+            raise OutputError(
+                f"{self.out}: exists and is not empty; choose another folder", path=self.out
+            )
 
     def read_plan(self) -> dict[str, Any]:
         """Reads the plan that all parts are held to, as JSON values.
@@ -114,7 +116,8 @@ class SharedFolder(OutputFolder):
         if PARTS not in plan:
             raise OutputError(
                 f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "
-                f"begun"
+                f"begun",
+                path=self.out,
             )
         check_shared_plan(self.out, plan)
         self._checksum = plan["--checksum"]
@@ -170,5 +173,6 @@ class SharedFolder(OutputFolder):
             what = f"{len(lost):,} of {len(plan[SHARDS]):,} files are {how}, such as {min(lost)}"
             raise OutputError(
                 f"{self.out}: {what}; run these parts of {plan[PARTS]}, and then this again: "
-                f"{parts}"
+                f"{parts}",
+                path=self.out,
             )

@@ -29,10 +29,13 @@ def check_shared_plan(out: Path, plan: Mapping[str, Any]) -> None:
     for key, is_sound in _EXPECTED.items():
         if key not in plan or not is_sound(plan[key]):
             raise OutputError(
-                f"{out}: its {RECORD} is damaged at {key!r}; remove OUT and run the parts again"
+                f"{out}: its {RECORD} is damaged at {key!r}; remove OUT and run the parts again",
+                path=out,
             )
     if _leads_outside([*plan[SHARDS], *plan[AUXILIARY], plan["stem"]]):
-        raise OutputError(f"{out}: its {RECORD} names files outside it; that is none of ours")
+        raise OutputError(
+            f"{out}: its {RECORD} names files outside it; that is none of ours", path=out
+        )
 
 
 def _leads_outside(names: Iterable[str]) -> bool:

@@ -131,7 +131,9 @@ class Workspace(OutputFolder):
             is_current = False
         except OSError as error:
             os.close(lock)
-            raise OutputError(f"{self.out}: another nf4conv is writing here") from error
+            raise OutputError(
+                f"{self.out}: another nf4conv is writing here", path=self.out
+            ) from error
         if is_current:
             return lock
         os.close(lock)
@@ -147,7 +149,9 @@ class Workspace(OutputFolder):
             before = self.read_run()
             if PARTS in before.fingerprint:
                 raise OutputError(
-                    f"{self.out}: is filled in parts; {HOW_TO_FINISH}, or --overwrite to start anew"
+                    f"{self.out}: is filled in parts; {HOW_TO_FINISH}, or --overwrite to start "
+                    f"anew",
+                    path=self.out,
                 )
             advice = "repeat that command to resume it, or --overwrite to start anew"
             require_same_run(self.out, before.fingerprint, self._fingerprint, advice)
@@ -160,7 +164,8 @@ class Workspace(OutputFolder):
             # all that was left to do for an earlier run, which is complete but for this
             self.remove_work_folder()
             raise OutputError(
-                f"{self.out}: exists and is not empty; choose another folder, or --overwrite"
+                f"{self.out}: exists and is not empty; choose another folder, or --overwrite",
+                path=self.out,
             )
 
     def _clear(self) -> None:

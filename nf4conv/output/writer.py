@@ -126,7 +126,8 @@ class ShardWriter:
             found[tensor.name] = (start, stop)
         if self._temporary.stat().st_size != size or found != ranges:
             raise OutputError(
-                f"{self._final}: the header read back is not the one written; is the disk failing?"
+                f"{self._final}: the header read back is not the one written; is the disk failing?",
+                path=self._final,
             )
 
     def close(self) -> None:

@@ -86,7 +86,10 @@ def _jobs(
         return [CopyJob(tensor, TAGS[format.dtype] if is_cast else tensor.dtype, reason)]
     if tensor.dtype not in FLOAT_TAGS:
         raise PlanError(
-            f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float dtype"
+            f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float "
+            f"dtype",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     if isinstance(stored, Stored):
         [matrix] = decision.matrices
@@ -129,7 +132,9 @@ def _check_names(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if seen.setdefault(job.name, job) is not job:
             raise PlanError(
-                f"{job.source.file}: {job.name}: two output tensors would have this name"
+                f"{job.source.file}: {job.name}: two output tensors would have this name",
+                path=job.source.file,
+                tensor=job.name,
             )
     for name, job in seen.items():
         weight, found, suffix = name.rpartition(".weight.")
@@ -139,7 +144,8 @@ def _check_names(jobs: Sequence[Job]) -> None:
         if isinstance(packed, PackJob) and suffix in [part.suffix for part in packed.components]:
             raise PlanError(
                 f"{job.source.file}: {name}: a tensor of the packed {packed.name} would have this "
-                f"name"
+                f"name",
+                path=job.source.file,
             )
 
 

@@ -97,7 +97,7 @@ def require_unchanged(source: Source, what: str, files: Collection[Path] | None 
     if files is not None:
         stamps = {file: stamp for file, stamp in stamps.items() if file in files}
     for file in changed_files(stamps):
-        raise SourceError(f"{file}: changed {what}")
+        raise SourceError(f"{file}: changed {what}", path=file)
 
 
 def plan_fingerprint(output: Plan) -> str:

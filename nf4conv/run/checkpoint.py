@@ -120,9 +120,11 @@ def require_apart(source: Path, out: Path) -> None:
     require_no_dead_link(out)
     source, out = source.resolve(), out.resolve()
     if out == source or source in out.parents:
-        raise OutputError(f"{out}: is inside the source folder; choose another output folder")
+        raise OutputError(
+            f"{out}: is inside the source folder; choose another output folder", path=out
+        )
     if out in source.parents:
-        raise OutputError(f"{out}: holds the source folder; choose another output folder")
+        raise OutputError(f"{out}: holds the source folder; choose another output folder", path=out)
 
 
 def _open_folder(
@@ -291,7 +293,8 @@ class _Writing:
         if not faults:
             return
         more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
-        raise VerificationError(f"{self.folder.out}: verification failed: {faults[0]}{more}")
+        message = f"{self.folder.out}: verification failed: {faults[0]}{more}"
+        raise VerificationError(message, path=self.folder.out)
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:
@@ -306,7 +309,8 @@ def verification_of(folder: OutputFolder) -> VerificationSummary:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OutputError(
             f"{folder.out}: what verification noted of its files is damaged; run again with "
-            f"--overwrite, or all parts again in another folder"
+            f"--overwrite, or all parts again in another folder",
+            path=folder.out,
         ) from error
 
 

@@ -119,7 +119,8 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) 
             what = _difference(key, old.get(key), new.get(key))
             raise OutputError(
                 f"{out}: holds the result of another job ({MAKING}: {what}); "
-                f"choose another folder, or --overwrite"
+                f"choose another folder, or --overwrite",
+                path=out,
             )
 
 
@@ -180,18 +181,20 @@ def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: 
     """Refuses a run that asks for what the earlier one has not done beside the weights."""
     if run.checksum and not (out / CHECKSUMS).is_file():
         raise OutputError(
-            f"{out}: is complete, but has no {CHECKSUMS}; --overwrite makes it anew, with one"
+            f"{out}: is complete, but has no {CHECKSUMS}; --overwrite makes it anew, with one",
+            path=out,
         )
     if run.verify and verified is None:
         raise OutputError(
             f"{out}: is complete, but was not verified when it was made: "
             f"`nf4conv verify {shlex.quote(str(out))} --source SRC` does that, and --overwrite "
-            f"makes it anew"
+            f"makes it anew",
+            path=out,
         )
     if run.tolerance is None or verified is None:
         return
     error = verified.largest_relative_error
     if not error <= run.tolerance:
         raise VerificationError(
-            f"{out}: largest relative error {error:.4f}, more than {run.tolerance:g}"
+            f"{out}: largest relative error {error:.4f}, more than {run.tolerance:g}", path=out
         )

@@ -69,25 +69,30 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
     if head.startswith(_POINTER[: len(head)]) and len(head) >= LENGTH_BYTES:
         raise SourceError(
             f"{path}: a git-lfs pointer, not the file that it stands for; run `git lfs pull` in "
-            f"that folder"
+            f"that folder",
+            path=path,
         )
     if size < LENGTH_BYTES:
         raise SourceError(
-            f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete"
+            f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete",
+            path=path,
         )
     if length > LONGEST_HEADER:
         raise SourceError(
-            f"{path}: claims a header of {length:,} bytes; this is not a safetensors file"
+            f"{path}: claims a header of {length:,} bytes; this is not a safetensors file",
+            path=path,
         )
     if length > size - LENGTH_BYTES:
         raise SourceError(
             f"{path}: claims a header of {length:,} bytes but the file has only {size:,}; the "
-            f"download is incomplete"
+            f"download is incomplete",
+            path=path,
         )
     if length > max(_SHORT_HEADER, size - length):
         raise SourceError(
             f"{path}: a header of {length:,} bytes for {size - length:,} bytes of data, as no "
-            f"model has"
+            f"model has",
+            path=path,
         )
     return LENGTH_BYTES + length
 
@@ -108,13 +113,17 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
         # if a name is given twice, one entry is lost, and its bytes then belong to no tensor
         table = json.loads(raw)
         if not isinstance(table, dict):
-            raise SourceError(f"{path}: the safetensors header is not a JSON object")
+            raise SourceError(f"{path}: the safetensors header is not a JSON object", path=path)
         "".join(table).encode()  # JSON can spell names that no header could be written with
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are both ValueErrors
-        raise SourceError(f"{path}: the safetensors header is malformed: {error}") from error
+        raise SourceError(
+            f"{path}: the safetensors header is malformed: {error}", path=path
+        ) from error
     table.pop(METADATA_KEY, None)
     if len(table) > MOST_TENSORS:
-        raise SourceError(f"{path}: {len(table):,} tensors; expected at most {MOST_TENSORS:,}")
+        raise SourceError(
+            f"{path}: {len(table):,} tensors; expected at most {MOST_TENSORS:,}", path=path
+        )
     data_start = LENGTH_BYTES + len(raw)
     tensors = [_parse_entry(path, name, table.pop(name), data_start) for name in list(table)]
     tensors.sort(key=attrgetter("start", "stop"))
@@ -129,13 +138,15 @@ def check_name(path: Path, name: str) -> None:
     """
     if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
         raise SourceError(
-            f"{path}: {name[:50]}: a name with half a character, which no header can hold"
+            f"{path}: {name[:50]}: a name with half a character, which no header can hold",
+            path=path,
         )
     dots = name.count(".")
     if len(name) > _LONGEST_NAME or dots > _MOST_DOTS:
         raise SourceError(
             f"{path}: {name[:50]}…: a name of {len(name):,} characters and {dots:,} dots; "
-            f"expected at most {_LONGEST_NAME:,} and {_MOST_DOTS}"
+            f"expected at most {_LONGEST_NAME:,} and {_MOST_DOTS}",
+            path=path,
         )
 
 
@@ -155,23 +166,31 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         offsets = entry["data_offsets"]
     except (TypeError, KeyError) as error:
         raise SourceError(
-            f"{path}: {name}: the header entry lacks dtype, shape or data_offsets"
+            f"{path}: {name}: the header entry lacks dtype, shape or data_offsets",
+            path=path,
+            tensor=name,
         ) from error
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise SourceError(
-            f"{path}: {name}: unknown dtype {_brief(dtype)}; a newer nf4conv may know it"
+            f"{path}: {name}: unknown dtype {_brief(dtype)}; a newer nf4conv may know it",
+            path=path,
+            tensor=name,
         )
     if not _are_sizes(shape):
-        raise SourceError(f"{path}: {name}: {_brief(shape)} is not a shape")
+        raise SourceError(f"{path}: {name}: {_brief(shape)} is not a shape", path=path, tensor=name)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise SourceError(f"{path}: {name}: {_brief(offsets)} are not data offsets")
+        raise SourceError(
+            f"{path}: {name}: {_brief(offsets)} are not data offsets", path=path, tensor=name
+        )
     start, stop = offsets
     expected = math.prod(shape) * bits
     if expected != (stop - start) * 8:
         raise SourceError(
             f"{path}: {name}: {stop - start:,} bytes, expected {-(-expected // 8):,} for {shape} "
-            f"{dtype}"
+            f"{dtype}",
+            path=path,
+            tensor=name,
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
 
@@ -199,20 +218,29 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
     previous = "the header"
     for tensor in tensors:
         if tensor.start < position:
-            raise SourceError(f"{path}: {tensor.name}: its bytes overlap those of {previous}")
+            raise SourceError(
+                f"{path}: {tensor.name}: its bytes overlap those of {previous}",
+                path=path,
+                tensor=tensor.name,
+            )
         if tensor.start > position:
             raise SourceError(
-                f"{path}: {tensor.name}: {tensor.start - position:,} unused bytes before it"
+                f"{path}: {tensor.name}: {tensor.start - position:,} unused bytes before it",
+                path=path,
+                tensor=tensor.name,
             )
         position = tensor.stop
         previous = tensor.name
     if position > size:
         raise SourceError(
             f"{path}: {previous}: the file ends {position - size:,} bytes early; the download is "
-            f"incomplete"
+            f"incomplete",
+            path=path,
         )
     if position < size:
-        raise SourceError(f"{path}: {size - position:,} bytes after the last tensor belong to none")
+        raise SourceError(
+            f"{path}: {size - position:,} bytes after the last tensor belong to none", path=path
+        )
 
 
 def build_header(

@@ -113,7 +113,7 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
             return _open_folder(path, where)
         if not is_repo_id(str(source)):
             hint = _HINT if "/" not in str(source) else ""
-            raise SourceError(f"{path}: no such file or folder{hint}")
+            raise SourceError(f"{path}: no such file or folder{hint}", path=path)
         return _open_repository(str(source), where)
     except AdapterError as error:
         raise AdapterError(_how_to_merge(str(source), where)) from error
@@ -193,17 +193,18 @@ def _open_file(path: Path) -> Source:
     if path.suffix == ".gguf":
         raise SourceError(
             f"{path}: a GGUF file of llama.cpp, which is not read; give the checkpoint in 16 bits "
-            f"that it was made from"
+            f"that it was made from",
+            path=path,
         )
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
-        raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle")
+        raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
-        raise AdapterError(f"{path}: an adapter, not a model")
+        raise AdapterError(f"{path}: an adapter, not a model", path=path)
     for index in sorted(folder.glob("*.index.json")):
         if path.name in _read_weight_map(require_own(index, folder), ()).values():
             raise SourceError(
-                f"{path}: one shard of those that {index.name} lists; give the folder"
+                f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
     headers = _read_headers((path,))
     return Source(
@@ -237,20 +238,26 @@ def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]
     """
     weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index}: has no weight_map")
+        raise SourceError(f"{index}: has no weight_map", path=index)
     first_of_file: dict[str, str] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
+            raise SourceError(
+                f"{index}: {name}: {file!r} is outside the folder", path=index, tensor=name
+            )
         first_of_file.setdefault(file, name)
     for file, name in first_of_file.items():
         relative = PurePosixPath(file)
         if relative.is_absolute() or ".." in relative.parts or "\\" in file:
-            raise SourceError(f"{index}: {name}: {file!r} is outside the folder")
+            raise SourceError(
+                f"{index}: {name}: {file!r} is outside the folder", path=index, tensor=name
+            )
         path = index.parent / relative
         if not is_file(path) and path not in absent:
             raise SourceError(
-                f"{index}: {name}: the shard {file} is missing; the download is incomplete"
+                f"{index}: {name}: the shard {file} is missing; the download is incomplete",
+                path=index,
+                tensor=name,
             )
     return weight_map
 
@@ -290,11 +297,17 @@ def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> 
         tensors = _tensors_of(file, head)
         if len(seen) + len(tensors) > MOST_TENSORS:
             raise SourceError(
-                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model has"
+                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
+                f"has",
+                path=file,
             )
         for tensor in tensors:
             if tensor.name in seen:
-                raise SourceError(f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}")
+                raise SourceError(
+                    f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}",
+                    path=file,
+                    tensor=tensor.name,
+                )
             seen[tensor.name] = tensor
     if not seen:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
@@ -316,7 +329,9 @@ def _read_head(fetched: "Fetched | None", path: Path) -> _Head:
         stamp, content = stamp_and_head(path)
         return _Head(content, stamp.size, stamp if fetched is None else None)
     if path.suffix != ".safetensors":
-        raise SourceError(f"{path}: only safetensors can be streamed; run without --stream")
+        raise SourceError(
+            f"{path}: only safetensors can be streamed; run without --stream", path=path
+        )
     file = fetched.absent[path]
     content = fetched.repository.read(file, 0, min(file.size, _HEAD))
     stop = header_stop(path, content, file.size)

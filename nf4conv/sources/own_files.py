@@ -63,7 +63,8 @@ def require_own(path: Path, root: Path) -> Path:
     target = leads_out(path, root)
     if target is not None:
         raise SourceError(
-            f"{path}: a link that leads out of {root}, to {target}; put the file itself there"
+            f"{path}: a link that leads out of {root}, to {target}; put the file itself there",
+            path=path,
         )
     return path
 

@@ -105,7 +105,8 @@ class _OpenFile:
             if count == 0:
                 end = start + position
                 raise SourceError(
-                    f"{self._path}: ends at byte {end:,}; it was cut off while being read"
+                    f"{self._path}: ends at byte {end:,}; it was cut off while being read",
+                    path=self._path,
                 )
             position += count
         return time.perf_counter() - started
@@ -230,7 +231,9 @@ def read_bytes(tensor: TensorInfo) -> bytes:
     """
     if tensor.nbytes > _LARGEST_READ:
         raise SourceError(
-            f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes, too many for what it is"
+            f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes, too many for what it is",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     with named(tensor.file, SourceError), tensor.file.open("rb") as file:
         file.seek(tensor.start)
@@ -252,14 +255,14 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
         with named(path, SourceError):
             size = path.stat().st_size
             if size > most:
-                raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}")
+                raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}", path=path)
             content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not JSON: {error}") from error
+        raise SourceError(f"{path}: not JSON: {error}", path=path) from error
     if not isinstance(content, dict):
-        raise SourceError(f"{path}: not a JSON object")
+        raise SourceError(f"{path}: not a JSON object", path=path)
     if _is_deeper(content, _DEEPEST_JSON):
-        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times")
+        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times", path=path)
     return content
 
 

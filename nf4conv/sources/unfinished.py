@@ -106,5 +106,6 @@ def check_finished(folder: Path) -> None:
         how = "the same command as before goes on with it, and --overwrite starts anew"
     finished = len(finished_shards(folder))
     raise SourceError(
-        f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; {how}"
+        f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; {how}",
+        path=folder,
     )

@@ -95,7 +95,8 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # transformers raises anything
         raise PlanError(
             f"{folder}: transformers finds no tokenizer that it can load "
-            f"({first_line(error)}); {advice}"
+            f"({first_line(error)}); {advice}",
+            path=folder,
         ) from error
 
 

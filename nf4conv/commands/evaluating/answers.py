@@ -43,7 +43,9 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
         config = parse_config(read_json(folder / "config.json"), question.config_class)
         model = question.loader.from_pretrained(folder, config=config, **options)
     except REFUSALS as error:
-        raise SourceError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
+        raise SourceError(
+            f"{folder}: transformers cannot load it: {first_line(error)}", path=folder
+        ) from error
     if is_cpu:
         _decode_layers(model)
         # transformers refuses model.float() for models that were quantized

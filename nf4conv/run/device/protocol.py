@@ -25,7 +25,11 @@ class NonFiniteError(SourceError):
     """
 
     def __init__(self, job: PackJob) -> None:
-        super().__init__(f"{job.source.file}: {job.source.name}: holds NaN or infinity")
+        super().__init__(
+            f"{job.source.file}: {job.source.name}: holds NaN or infinity",
+            path=job.source.file,
+            tensor=job.source.name,
+        )
         self.job = job
 
 
@@ -35,7 +39,9 @@ class CastError(SourceError):
     def __init__(self, tensor: TensorInfo, tag: str) -> None:
         super().__init__(
             f"{tensor.file}: {tensor.name}: has values too large for {DTYPE_NAMES.get(tag, tag)}, "
-            f"to which it would be cast; give another --dtype"
+            f"to which it would be cast; give another --dtype",
+            path=tensor.file,
+            tensor=tensor.name,
         )
 
 
@@ -46,7 +52,9 @@ class MergeError(SourceError):
         super().__init__(
             f"{tensor.file}: {tensor.name}: adapters make finite values NaN or infinite in "
             f"{DTYPE_NAMES.get(tag, tag)}: they hold such values, or values too large for it; "
-            f"repair the adapter, or give another --dtype"
+            f"repair the adapter, or give another --dtype",
+            path=tensor.file,
+            tensor=tensor.name,
         )
 
 

@@ -261,7 +261,9 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
             modules.setdefault((found["module"], depth), {})[found["role"]] = tensor
         elif re.search(r"\.lora_\w+(\.|$)|_adapter\.", name):
             raise SourceError(
-                f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it"
+                f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it",
+                path=adapter.file,
+                tensor=tensor.name,
             )
         else:
             replaced[name.replace(".base_layer.", ".")] = tensor

@@ -143,7 +143,8 @@ def _changes_of_parameter(
     up, down, _ = factors_of(adapter, part)
     if len(part.tensors) != 2:
         raise SourceError(
-            f"{adapter.file}: {path}: LoRA of a parameter has lora_A and lora_B, and nothing else"
+            f"{adapter.file}: {path}: LoRA of a parameter has lora_A and lora_B, and nothing else",
+            path=adapter.file,
         )
     places = _places_of(base, part.module, leaf)
     first = places[0]

@@ -42,7 +42,10 @@ def factors_of(adapter: Adapter, part: Targeted) -> Factors:
         if len(up.shape) < 2 or len(down.shape) < 2:
             raise misfit(adapter, up, down)
         return Factors(up, down, is_embedding)
-    raise SourceError(f"{adapter.file}: {part.module}: has one of lora_A and lora_B, but not both")
+    raise SourceError(
+        f"{adapter.file}: {part.module}: has one of lora_A and lora_B, but not both",
+        path=adapter.file,
+    )
 
 
 def shape_made(adapter: Adapter, part: Targeted) -> tuple[int, int] | None:

@@ -93,7 +93,7 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
     index = folder / MODEL_INDEX
     if not index.is_file():
         raise NoDiffusersFolderError(
-            f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline"
+            f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline", path=folder
         )
     require_own(index, root)
     names, strays = own_files(folder, root)
@@ -141,7 +141,7 @@ def _describe(
         own = below.get(part)
         if own is None:
             raise SourceError(
-                f"{index}: {part}: there is no such folder; the download is incomplete"
+                f"{index}: {part}: there is no such folder; the download is incomplete", path=index
             )
         if _has_weights(own):
             submodels[part] = replace(
@@ -152,7 +152,7 @@ def _describe(
         else:
             files += _copied_from(part, own)
     if not submodels:
-        raise SourceError(f"{index}: no part of this diffusers pipeline has weights")
+        raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
     return DiffusersFolder(folder, place, submodels, tuple(files))
 
 

@@ -126,7 +126,9 @@ def with_original_names(source: Source, among: Collection[str] = ()) -> Source:
             original = _of_unet(module, config.get("layers_per_block"), attending)
         if original is None:
             raise PlanError(
-                f"{tensor.file}: {tensor.name}: has no name in the files that image tools read"
+                f"{tensor.file}: {tensor.name}: has no name in the files that image tools read",
+                path=tensor.file,
+                tensor=tensor.name,
             )
         if original.name.endswith("_norm"):
             leaf = "scale"
@@ -219,7 +221,9 @@ def _joined(name: str, places: int, parts: Sequence[_Part]) -> TensorInfo:
         fits = _can_swap_halves(first)
     if not fits:
         raise PlanError(
-            f"{first.file}: {name} cannot be made of {', '.join(tensor.name for tensor in tensors)}"
+            f"{first.file}: {name} cannot be made of "
+            f"{', '.join(tensor.name for tensor in tensors)}",
+            path=first.file,
         )
     rows = sum(tensor.shape[0] for tensor in tensors)
     if is_swapped:

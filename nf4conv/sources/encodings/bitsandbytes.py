@@ -84,7 +84,9 @@ def _check_complete(
     if lost:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: lacks its {', '.join(lost)}, without which it cannot "
-            f"be decoded"
+            f"be decoded",
+            path=tensor.file,
+            tensor=tensor.name,
         )
 
 
@@ -147,6 +149,8 @@ def bitsandbytes_8bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInf
     order = siblings.find(f"{stem}weight_format")
     if order is not None and any(siblings.read(order)):
         raise SourceError(
-            f"{order.file}: {order.name}: a layout for one kind of GPU; only rows are decoded"
+            f"{order.file}: {order.name}: a layout for one kind of GPU; only rows are decoded",
+            path=order.file,
+            tensor=order.name,
         )
     return tensor._replace(dtype=siblings.dtype, encoding=Bitsandbytes8bit(tensor, scale))

@@ -149,5 +149,7 @@ def _check_unused(tensors: Sequence[TensorInfo]) -> None:
         if is_unread or tensor.name.endswith(_ENDS_OF_WEIGHTS):
             raise SourceError(
                 f"{tensor.file}: {tensor.name}: part of a weight that is already quantized in a "
-                f"way that nf4conv does not decode; give the checkpoint that it was made from"
+                f"way that nf4conv does not decode; give the checkpoint that it was made from",
+                path=tensor.file,
+                tensor=tensor.name,
             )

@@ -78,7 +78,9 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
     if tensor.dtype != "U8":
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.dtype} holds packed integers; give the "
-            f"checkpoint that it was made from: {PACKED_INTEGERS}"
+            f"checkpoint that it was made from: {PACKED_INTEGERS}",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     divisor = siblings.find(f"{stem}_global_scale")
     _check_fp4(tensor, scale, divisor)
@@ -131,12 +133,17 @@ def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         return None
     if siblings.find(f"{tensor.name}_zero_point"):
         raise SourceError(
-            f"{tensor.file}: {tensor.name}: has zero points; only symmetric quantization is decoded"
+            f"{tensor.file}: {tensor.name}: has zero points; only symmetric quantization is "
+            f"decoded",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     if scale is None and siblings.method is not None:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
-            f"incomplete"
+            f"incomplete",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     block = None
     if scale is not None:

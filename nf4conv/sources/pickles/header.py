@@ -73,10 +73,13 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
         LookupError,
     ) as error:
         # all of them from zipfile, about damaged archives
-        raise SourceError(f"{path}: a damaged zip archive: {error}; download it again") from error
+        raise SourceError(
+            f"{path}: a damaged zip archive: {error}; download it again", path=path
+        ) from error
     except PickleError as error:
         raise SourceError(
-            f"{path}: {error}; only pickles of tensors are read, convert it to safetensors"
+            f"{path}: {error}; only pickles of tensors are read, convert it to safetensors",
+            path=path,
         ) from error
     tensors.sort(key=attrgetter("start", "stop", "name"))
     return tuple(tensors)
@@ -221,7 +224,9 @@ def _describe(
     stop = start + length * itemsize
     if stop - storage.start > tensor.storage.nbytes or stop > size:
         raise SourceError(
-            f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete"
+            f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete",
+            path=path,
+            tensor=name,
         )
     info = TensorInfo(name, tensor.dtype, tensor.shape, path, start, stop)
     if _is_contiguous(tensor):

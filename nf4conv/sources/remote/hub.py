@@ -381,7 +381,7 @@ def _shards(index: Path) -> list[str]:
         listed = json.loads(index.read_bytes())["weight_map"].values()
         return sorted({str(PurePosixPath(name)) for name in listed})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SourceError(f"{index}: has no weight_map") from error
+        raise SourceError(f"{index}: has no weight_map", path=index) from error
 
 
 def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY) -> Fetched:
