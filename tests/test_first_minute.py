@@ -12,7 +12,7 @@ from nf4conv import QuantizeOptions, SourceOptions, plan_quantization
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.plan.rows import PlanRow
-from nf4conv.report.loading import advice
+from nf4conv.report.advice import advice, little_saved
 from nf4conv.sources.places import from_address
 
 
@@ -174,6 +174,56 @@ def test_advice_names_the_kind_that_takes_most_with_its_sum():
 def test_advice_names_a_tensor_that_takes_most_alone():
     line = advice([row("embed", "an embedding", 20), row("norm", "a vector", 1)])
     assert line.endswith("most of it embed (an embedding)")
+
+
+def packed(name: str, bits: float, parameters: int = 10**6, action: str = "pack") -> PlanRow:
+    """A weight of so many bits per element in the source, which becomes one of 4.5."""
+    sizes = (int(bits * parameters / 8), int(4.5 * parameters / 8))
+    return PlanRow(name, action, "linear", "BF16", (parameters,), parameters, *sizes, "x")
+
+
+def test_a_run_that_saves_little_says_what_would_save_more():
+    why = "in a vision or audio part (--quantize-towers packs it)"
+    tower = [row(f"tower.{number}", why, 2) for number in range(4)]
+    assert little_saved([packed("q", 16), *tower]) == (
+        "this saves only 14 % of 10.00 MB: 8.00 MB are not packed, most of it 4 tensors of 8.00 MB "
+        "(in a vision or audio part (--quantize-towers packs it)); --quantize-towers would make "
+        "it 2.81 MB"
+    )
+    assert little_saved([packed("q", 16), *tower[:1]]) == ""
+
+
+def test_a_run_that_saves_little_says_so_if_nothing_saves_more():
+    line = little_saved([packed("q", 16), row("embed", "an embedding", 8)])
+    assert line.endswith("most of it embed (an embedding); no option saves much more")
+
+
+def test_a_source_in_4_bits_is_no_alarm():
+    embedding = row("embed", "an embedding", 8)
+    assert little_saved([packed("q", 4.5, action="stay"), embedding]) == ""
+    assert little_saved([packed("q", 4.25), embedding]) == ""
+    why = "an expert (--moe packed packs it)"
+    decoded = PlanRow("e", "copy", why, "U8", (1,), 8 * 10**6, 4 * 10**6, 16 * 10**6, "x")
+    assert little_saved([packed("q", 4.5, action="pack"), decoded]) == (
+        "the result is larger than its source: 4.56 MB → 16.56 MB: 16.00 MB are not packed, most "
+        "of it e (an expert (--moe packed packs it)); --moe packed would make it 5.06 MB"
+    )
+
+
+def test_the_line_stands_first(tmp_path: Path):
+    """On stderr before the work of a run, and with --dry-run among the sums."""
+    source = write_source(tmp_path / "model")
+    arguments = ("quantize", source, tmp_path / "out", "--include", "*.q_proj.*")
+    planned = command(*arguments, "--dry-run").stdout.splitlines()
+    assert planned[2].startswith("this saves only 3 % of 869.12 kB: ")
+    assert planned[2].endswith(
+        "; packing what --include and --exclude leave out would make it 377.89 kB"
+    )
+    assert len([line for line in planned if "saves only" in line]) == 1
+    done = command(*arguments, "--device", "cpu")
+    assert done.stderr.splitlines()[0] == f"Note: {planned[2]}"
+    again = command("quantize", tmp_path / "out", tmp_path / "again", "--dry-run").stdout
+    assert "saves only" not in again
 
 
 def test_notes_have_units_that_fit(tmp_path: Path):

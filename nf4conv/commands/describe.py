@@ -9,7 +9,8 @@ from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanKind, PlanRow, QuantizationTotals
-from nf4conv.report.loading import advice, gpu_bytes
+from nf4conv.report.advice import advice, little_saved
+from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results.runs import PlanReport
 
@@ -35,7 +36,8 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     """
     rows = plan.rows()
     totals = plan.totals()
-    notes = list(plan.notes)
+    warning = little_saved(rows) if isinstance(totals, QuantizationTotals) else ""
+    notes = [note for note in plan.notes if note != warning]
     if isinstance(plan, QuantizationPlan):
         notes.extend(second_opinion(plan))
     notes.extend(_unusual(rows))
@@ -54,7 +56,7 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     if not isinstance(totals, QuantizationTotals):
         return report
     needed = gpu_bytes(totals.bytes_after)
-    return replace(report, command="quantize", gpu_bytes=needed, advice=advice(rows))
+    return replace(report, command="quantize", gpu_bytes=needed, advice=warning or advice(rows))
 
 
 def _unusual(rows: Sequence[PlanRow]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOpti
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import plan_part
 from nf4conv.plan.quantization import QuantizationPlan, require_searched
+from nf4conv.report.advice import little_saved
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
 
@@ -115,12 +116,23 @@ def plan_quantization(
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
         folder = open_diffusers(source, where)
-        return quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
+        whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
+        return replace(whole, complaints=(*whole.complaints, *_little_saved(whole)))
     require_searched(source, [plan])
     without_token = None if push is None else replace(push, token=None)
-    notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
+    notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
     again = partial(plan_quantization, source, options, where, without_token)
     return replace(plan, notes=notes, again=again)
+
+
+def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
+    """Yields a line if the result will be little smaller than the source."""
+    totals = plan.totals()
+    if 3 * totals.bytes_after <= 2 * totals.bytes_before:
+        return  # of most plans no row is made before the run
+    line = little_saved(plan.rows())
+    if line:
+        yield line
 
 
 def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ from nf4conv.options import (
 from nf4conv.plan import quantization
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.report.loading import advice, gpu_bytes, loading_of_plan
+from nf4conv.report.advice import advice
+from nf4conv.report.loading import gpu_bytes, loading_of_plan
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Card, Written, require_apart, write_checkpoint

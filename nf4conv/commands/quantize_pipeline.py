@@ -21,7 +21,8 @@ from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOpti
 from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.report.loading import advice, gpu_bytes, loading_of_pipeline
+from nf4conv.report.advice import advice
+from nf4conv.report.loading import gpu_bytes, loading_of_pipeline
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import require_apart

@@ -11,6 +11,7 @@ compared.py        describes how the tensors of two checkpoints compare
 tolerance.py       says how large the relative error of a weight may be
 places.py          finds where a tensor stands in a model, and what is unlike its kind there
 loading.py         says how a result is loaded, and what that takes
+advice.py          says why a result is large, and what would make it smaller
 text/              shows results, notes and progress on a terminal
 as_json.py         writes results as JSON
 page.py            writes a verification as an HTML page, from page.html and page.js

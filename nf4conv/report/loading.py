@@ -1,15 +1,12 @@
-"""Says how a result is loaded: the code, the GPU memory, and why it may be larger than expected."""
+"""Says how a result is loaded: the code, and the GPU memory that it takes."""
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from nf4conv.format.units import size
 from nf4conv.models.config import architecture_of
 from nf4conv.plan.diffusers import DiffusersPlan
-from nf4conv.plan.rows import PlanRow
 from nf4conv.plan.writing import WritingPlan
 
 _TASKS: Final = (
@@ -24,9 +21,6 @@ _TASKS: Final = (
 
 _CUDA_ITSELF: Final = 5 * 10**8
 """Bytes of GPU memory that CUDA and its libraries take, roughly, before a weight is loaded."""
-
-_MANY_BITS: Final = 6.0
-"""Bits per parameter: half as much again as a checkpoint that has only linear layers."""
 
 
 @dataclass(frozen=True)
@@ -156,70 +150,3 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
 def gpu_bytes(stored: int) -> int:
     """Estimates the GPU memory, in bytes, that loading `stored` bytes of tensors takes."""
     return stored + _CUDA_ITSELF
-
-
-def advice(rows: Iterable[PlanRow]) -> str:
-    """Says why a result has many bits per parameter, and what would change that.
-
-    Args:
-        rows: what becomes of each tensor.
-
-    Returns:
-        A line for the user; empty if the result has few bits per parameter, or if it is not the
-        tensors that are kept that take most of them.
-    """
-    parameters = 0
-    stored = 0
-    kept: list[PlanRow] = []
-    for row in rows:
-        parameters += row.parameters
-        stored += row.bytes_after
-        if row.action not in ("pack", "stay"):
-            kept.append(row)
-    kept_bytes = sum(row.bytes_after for row in kept)
-    if 8 * stored <= _MANY_BITS * parameters or 2 * kept_bytes <= stored:
-        return ""
-    kept_parameters = sum(row.parameters for row in kept)
-    text = (
-        f"{_millions(kept_parameters)} of {_millions(parameters)} parameters are not packed "
-        f"and take {size(kept_bytes)} of {size(stored)}, most of it {_culprit(kept)}"
-    )
-    saved = _saved_by_16_bits(kept)
-    if 5 * saved < stored:
-        return text
-    bits = 8 * (stored - saved) / parameters
-    return (
-        f"{text}; --dtype bfloat16 would store them in 16 bits and give {bits:.2f} bits per "
-        f"parameter"
-    )
-
-
-def _culprit(kept: Sequence[PlanRow]) -> str:
-    """Names what takes most of the bytes that are kept: one tensor, or all that share a reason."""
-    total = 0
-    by_reason: Counter[str] = Counter()
-    tensors: Counter[str] = Counter()
-    for row in kept:
-        total += row.bytes_after
-        by_reason[row.reason] += row.bytes_after
-        tensors[row.reason] += 1
-    largest = max(kept, key=lambda row: row.bytes_after)
-    if 2 * largest.bytes_after >= total:
-        return f"{largest.name} ({largest.reason})"
-    ((reason, taken),) = by_reason.most_common(1)
-    return f"{tensors[reason]:,} tensors of {size(taken)} ({reason})"
-
-
-def _saved_by_16_bits(kept: Iterable[PlanRow]) -> int:
-    """Returns the bytes that 16 bits would save of tensors that are kept in 32 or 64 bits."""
-    wide = 0
-    for row in kept:
-        if row.action == "copy" and row.dtype in ("F32", "F64"):
-            wide += row.bytes_after
-    return wide // 2
-
-
-def _millions(count: int) -> str:
-    if count >= 10**9:
-        return f"{count / 10**9:.2f} B"
-    return f"{count / 10**6:.1f} M"
