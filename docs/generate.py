@@ -18,6 +18,7 @@ import click
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.help import grouped
+from nf4conv.commands.keywords import attributes
 from nf4conv.report.as_json import SCHEMA_VERSION
 
 HERE: Final = Path(__file__).parent
@@ -156,29 +157,6 @@ def _class(kind: type[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
 def _summary(kind: type[Any]) -> str:
     """Returns the docstring of a class without its Attributes."""
     return inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[0]
-
-
-def attributes(kind: type[Any]) -> dict[str, str]:
-    """Returns what the docstrings of a class and of its bases say of each field, in one line each.
-
-    The section is in Google style: "name: text." for each field, with more lines indented below it.
-    """
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
-        name = ""
-        for line in section.splitlines():
-            entry = re.fullmatch(r" {4}(\w+): (.*)", line)
-            if entry is not None:
-                name = entry[1]
-                found[name] = entry[2]
-            elif line.startswith(" " * 8):
-                found[name] += f" {line.strip()}"
-            elif line:
-                break  # the section has ended
-    return found
 
 
 def _parts(hint: Any) -> Iterator[Any]:

@@ -1,7 +1,22 @@
 """Converts Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4 and back.
 
-Streams the weights, writes the same bytes as bitsandbytes, and verifies them. The names below are
-the public API; docs/python.md shows how to use them.
+Streams the weights, writes the same bytes as bitsandbytes, and verifies them:
+
+    report = nf4conv.quantize("./Llama-3.1-8B", "./Llama-3.1-8B-nf4", verify=True)
+    nf4conv.inspect("./Llama-3.1-8B-nf4").totals          what it holds, by its headers
+    nf4conv.verify("./Llama-3.1-8B-nf4").verdict          whether it is sound; with a source, right
+    nf4conv.compare("./ours", "./theirs").verdict         whether two hold the same
+    nf4conv.dequantize("./Llama-3.1-8B-nf4", "./again")   back to 16 bits
+
+A checkpoint is a folder, a weight file, or "org/name" on the Hugging Face Hub. Options are
+keywords, which `help(nf4conv.quantize)` explains. Results are dataclasses; `nf4conv.to_json` spells
+them. Whatever a user can mend is an `nf4conv.Nf4convError`, which knows its `path` and `tensor`.
+
+For programs, the same in pieces: `quantize_checkpoint` and the others take options in classes
+(`QuantizeOptions`, `RunOptions`, `SourceOptions`, `PushOptions`); `plan_quantization`,
+`describe_plan` and `execute_quantization` are its steps. For tensors: `quantize_4bit`,
+`dequantize_4bit`, `linear_4bit`. docs/python.md shows them in use. The functions say on the logger
+"nf4conv" what they do.
 """
 
 import importlib
@@ -16,9 +31,11 @@ if TYPE_CHECKING:
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
+    from nf4conv.commands.compare import ComparisonPlan as ComparisonPlan
     from nf4conv.commands.compare import compare_checkpoints as compare_checkpoints
     from nf4conv.commands.compare import execute_comparison as execute_comparison
     from nf4conv.commands.compare import plan_comparison as plan_comparison
+    from nf4conv.commands.dequantize import AnyDequantizationPlan as AnyDequantizationPlan
     from nf4conv.commands.dequantize import dequantize_checkpoint as dequantize_checkpoint
     from nf4conv.commands.dequantize import execute_dequantization as execute_dequantization
     from nf4conv.commands.dequantize import plan_dequantization as plan_dequantization
@@ -28,15 +45,24 @@ if TYPE_CHECKING:
     from nf4conv.commands.evaluate import evaluate_checkpoints as evaluate_checkpoints
     from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
     from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
+    from nf4conv.commands.quantize import AnyQuantizationPlan as AnyQuantizationPlan
     from nf4conv.commands.quantize import execute_quantization as execute_quantization
     from nf4conv.commands.quantize import plan_quantization as plan_quantization
     from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
     from nf4conv.commands.quantize import second_opinion as second_opinion
+    from nf4conv.commands.shortcuts import compare as compare
+    from nf4conv.commands.shortcuts import dequantize as dequantize
+    from nf4conv.commands.shortcuts import inspect as inspect
+    from nf4conv.commands.shortcuts import quantize as quantize
+    from nf4conv.commands.shortcuts import verify as verify
+    from nf4conv.commands.verify import DiffusersVerificationPlan as DiffusersVerificationPlan
+    from nf4conv.commands.verify import VerificationPlan as VerificationPlan
     from nf4conv.commands.verify import execute_verification as execute_verification
     from nf4conv.commands.verify import plan_verification as plan_verification
     from nf4conv.commands.verify import verify_checkpoint as verify_checkpoint
     from nf4conv.errors import CodecError as CodecError
     from nf4conv.errors import Nf4convError as Nf4convError
+    from nf4conv.errors import OptionError as OptionError
     from nf4conv.errors import OutputError as OutputError
     from nf4conv.errors import PlanError as PlanError
     from nf4conv.errors import SourceError as SourceError
@@ -49,12 +75,21 @@ if TYPE_CHECKING:
     from nf4conv.options import RunOptions as RunOptions
     from nf4conv.options import SourceOptions as SourceOptions
     from nf4conv.options import VerifyOptions as VerifyOptions
+    from nf4conv.plan.dequantization import DequantizationPlan as DequantizationPlan
+    from nf4conv.plan.diffusers import DiffusersPlan as DiffusersPlan
     from nf4conv.plan.parts import plan_part as plan_part
+    from nf4conv.plan.quantization import QuantizationPlan as QuantizationPlan
+    from nf4conv.plan.rows import DequantizationTotals as DequantizationTotals
+    from nf4conv.plan.rows import PlanKind as PlanKind
+    from nf4conv.plan.rows import PlanRow as PlanRow
+    from nf4conv.plan.rows import QuantizationTotals as QuantizationTotals
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.as_json import write_json as write_json
     from nf4conv.report.page import write_page as write_page
     from nf4conv.report.results.checks import ComparisonReport as ComparisonReport
+    from nf4conv.report.results.checks import ComparisonSettings as ComparisonSettings
     from nf4conv.report.results.checks import VerifyReport as VerifyReport
+    from nf4conv.report.results.checks import VerifySettings as VerifySettings
     from nf4conv.report.results.contents import Environment as Environment
     from nf4conv.report.results.contents import Evaluation as Evaluation
     from nf4conv.report.results.contents import Evaluations as Evaluations
@@ -63,36 +98,77 @@ if TYPE_CHECKING:
     from nf4conv.report.results.runs import FinishReport as FinishReport
     from nf4conv.report.results.runs import PlanReport as PlanReport
     from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
+    from nf4conv.report.rows.comparison import ComparedKind as ComparedKind
+    from nf4conv.report.rows.comparison import ComparedRow as ComparedRow
+    from nf4conv.report.rows.comparison import Status as Status
+    from nf4conv.report.rows.inspection import InspectedKind as InspectedKind
+    from nf4conv.report.rows.inspection import InspectedRow as InspectedRow
+    from nf4conv.report.rows.inspection import InspectionTotals as InspectionTotals
+    from nf4conv.report.rows.inspection import StoredQuantization as StoredQuantization
+    from nf4conv.report.rows.weights import CheckResult as CheckResult
+    from nf4conv.report.rows.weights import VerificationSummary as VerificationSummary
+    from nf4conv.report.rows.weights import WeightKind as WeightKind
+    from nf4conv.report.rows.weights import WeightRow as WeightRow
+    from nf4conv.sources.stored_weights import Finding as Finding
 
 # The module of each public name. A name is imported when it is first used, because `nf4conv --help`
 # and plans must not wait for torch, whose import takes seconds.
 _MODULE_OF: Final = {
+    "AnyDequantizationPlan": "nf4conv.commands.dequantize",
+    "AnyQuantizationPlan": "nf4conv.commands.quantize",
+    "CheckResult": "nf4conv.report.rows.weights",
     "CodecError": "nf4conv.errors",
     "CompareOptions": "nf4conv.options",
+    "ComparedKind": "nf4conv.report.rows.comparison",
+    "ComparedRow": "nf4conv.report.rows.comparison",
+    "ComparisonPlan": "nf4conv.commands.compare",
     "ComparisonReport": "nf4conv.report.results.checks",
+    "ComparisonSettings": "nf4conv.report.results.checks",
+    "DequantizationPlan": "nf4conv.plan.dequantization",
+    "DequantizationTotals": "nf4conv.plan.rows",
     "DequantizeOptions": "nf4conv.options",
     "DequantizeReport": "nf4conv.report.results.runs",
+    "DiffusersPlan": "nf4conv.plan.diffusers",
+    "DiffusersVerificationPlan": "nf4conv.commands.verify",
     "Environment": "nf4conv.report.results.contents",
     "EvaluateOptions": "nf4conv.options",
     "Evaluation": "nf4conv.report.results.contents",
     "Evaluations": "nf4conv.report.results.contents",
+    "Finding": "nf4conv.sources.stored_weights",
     "FinishReport": "nf4conv.report.results.runs",
+    "InspectedKind": "nf4conv.report.rows.inspection",
+    "InspectedRow": "nf4conv.report.rows.inspection",
     "Inspection": "nf4conv.report.results.contents",
+    "InspectionTotals": "nf4conv.report.rows.inspection",
     "Nf4convError": "nf4conv.errors",
+    "OptionError": "nf4conv.errors",
     "OutputError": "nf4conv.errors",
     "PlanError": "nf4conv.errors",
+    "PlanKind": "nf4conv.plan.rows",
     "PlanReport": "nf4conv.report.results.runs",
+    "PlanRow": "nf4conv.plan.rows",
     "PushOptions": "nf4conv.options",
     "QuantState": "nf4conv.codec.quant_state",
+    "QuantizationPlan": "nf4conv.plan.quantization",
+    "QuantizationTotals": "nf4conv.plan.rows",
     "QuantizeOptions": "nf4conv.options",
     "QuantizeReport": "nf4conv.report.results.runs",
     "RunOptions": "nf4conv.options",
     "SourceError": "nf4conv.errors",
     "SourceOptions": "nf4conv.options",
+    "Status": "nf4conv.report.rows.comparison",
+    "StoredQuantization": "nf4conv.report.rows.inspection",
     "VerificationError": "nf4conv.errors",
+    "VerificationPlan": "nf4conv.commands.verify",
+    "VerificationSummary": "nf4conv.report.rows.weights",
     "VerifyOptions": "nf4conv.options",
     "VerifyReport": "nf4conv.report.results.checks",
+    "VerifySettings": "nf4conv.report.results.checks",
+    "WeightKind": "nf4conv.report.rows.weights",
+    "WeightRow": "nf4conv.report.rows.weights",
+    "compare": "nf4conv.commands.shortcuts",
     "compare_checkpoints": "nf4conv.commands.compare",
+    "dequantize": "nf4conv.commands.shortcuts",
     "dequantize_4bit": "nf4conv.codec.ops",
     "dequantize_checkpoint": "nf4conv.commands.dequantize",
     "describe_plan": "nf4conv.commands.describe",
@@ -104,6 +180,7 @@ _MODULE_OF: Final = {
     "execute_quantization": "nf4conv.commands.quantize",
     "execute_verification": "nf4conv.commands.verify",
     "finish_checkpoint": "nf4conv.commands.finish",
+    "inspect": "nf4conv.commands.shortcuts",
     "inspect_checkpoint": "nf4conv.commands.inspect",
     "linear_4bit": "nf4conv.codec.linear",
     "patch_linear_4bit": "nf4conv.codec.linear",
@@ -112,10 +189,12 @@ _MODULE_OF: Final = {
     "plan_part": "nf4conv.plan.parts",
     "plan_quantization": "nf4conv.commands.quantize",
     "plan_verification": "nf4conv.commands.verify",
+    "quantize": "nf4conv.commands.shortcuts",
     "quantize_4bit": "nf4conv.codec.ops",
     "quantize_checkpoint": "nf4conv.commands.quantize",
     "second_opinion": "nf4conv.commands.quantize",
     "to_json": "nf4conv.report.as_json",
+    "verify": "nf4conv.commands.shortcuts",
     "verify_checkpoint": "nf4conv.commands.verify",
     "write_json": "nf4conv.report.as_json",
     "write_page": "nf4conv.report.page",

@@ -6,7 +6,8 @@ Type checkers read the `Literal`s. The command line offers the tuples that are m
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeAlias, get_args
+from dataclasses import Field, fields
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from nf4conv.errors import OptionError
 
@@ -135,3 +136,31 @@ def require_part(part: object) -> None:
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(part))
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise OptionError("part", part, "auto, or I/N with I from 1 to N, such as 2/3")
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+OptionsT = TypeVar("OptionsT", bound=_Dataclass)
+
+
+def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
+    """Gathers the options of one kind.
+
+    Args:
+        kind: a dataclass such as RunOptions.
+        values: the value of each option that was given, by its name. A field that is not among them
+            keeps its default.
+
+    Returns:
+        An instance of `kind`.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
+    """
+    given = {}
+    for field in fields(kind):
+        if field.name in values:
+            given[field.name] = values[field.name]
+    return kind(**given)

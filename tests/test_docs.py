@@ -65,8 +65,16 @@ def test_a_docstring_names_every_field(kind):
 
 
 def test_every_class_of_options_and_results_is_in_the_docs():
-    in_docs = {*generate.OPTIONS, *generate.RESULTS}
-    assert in_docs == PUBLIC_DATACLASSES - {nf4conv.QuantState}
+    in_docs = {*generate.OPTIONS, *generate.RESULTS, *generate.row_classes()}
+    plans = {
+        nf4conv.QuantizationPlan,
+        nf4conv.DequantizationPlan,
+        nf4conv.DiffusersPlan,
+        nf4conv.VerificationPlan,
+        nf4conv.DiffusersVerificationPlan,
+        nf4conv.ComparisonPlan,
+    }
+    assert in_docs == PUBLIC_DATACLASSES - {nf4conv.QuantState} - plans
 
 
 @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
@@ -77,6 +85,7 @@ def test_a_docstring_names_every_argument_and_the_result(name):
     for argument in signature.parameters:
         assert re.search(rf"^ {{4}}{argument}: ", arguments, re.MULTILINE), argument
     assert "\nReturns:\n" in text or signature.return_annotation in (None, "None")
+    assert "\nExample:\n" in text
 
 
 def test_the_api_in_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,41 +1,12 @@
-"""Gathers the options that a user chose, and refuses options that would have no effect."""
+"""Gathers the options that a user chose (`chosen`), and refuses those without effect."""
 
-from collections.abc import Mapping
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import NoReturn
 
 import click
 
 import nf4conv
-
-
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
-OptionsT = TypeVar("OptionsT", bound=_Dataclass)
-
-
-def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
-    """Gathers the options of one kind.
-
-    Args:
-        kind: a dataclass such as RunOptions.
-        values: the value of every option of the command, by the name of its parameter. A field
-            without such an option keeps its default.
-
-    Returns:
-        An instance of `kind`.
-
-    Raises:
-        OptionError: an option has a value that it cannot have.
-    """
-    given = {}
-    for field in fields(kind):
-        if field.name in values:
-            given[field.name] = values[field.name]
-    return kind(**given)
+from nf4conv.choices import chosen as chosen
 
 
 def refuse_alone(useless: str, *, needed: str) -> NoReturn:

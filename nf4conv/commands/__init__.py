@@ -10,6 +10,8 @@ inspect.py                   shows what is in a checkpoint
 evaluate.py                  compares what models answer
 describe.py                  describes a plan, for --dry-run
 environment.py               shows versions and what would compute, for bug reports
+shortcuts.py                 takes the options of a command as keywords
+keywords.py                  names those keywords for type checkers, and explains them
 submodels.py                 writes the submodels of a diffusers pipeline and joins their reports
 evaluating/                  lets models answer the same question
 spread/                      spreads a run over several GPUs, or over a Ray cluster

@@ -164,6 +164,11 @@ def execute_dequantization(
         PlanError: the run cannot be carried out as asked.
         OutputError: `out` cannot be written. After this and any other error, `out` does not look
             like a finished checkpoint.
+
+    Example:
+        >>> plan = nf4conv.plan_dequantization("./Llama-3.1-8B-nf4")
+        >>> nf4conv.execute_dequantization(plan, "./Llama-3.1-8B-again").decoded
+        224
     """
     started = time.perf_counter()
     run = run or RunOptions()

@@ -146,6 +146,10 @@ def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
     Returns:
         A line for each kind of difference. Nothing for a diffusers pipeline, for a plan that
         transformers made itself, and where transformers is not installed.
+
+    Example:
+        >>> nf4conv.second_opinion(nf4conv.plan_quantization("./Llama-3.1-8B"))
+        ()
     """
     if not isinstance(plan, QuantizationPlan) or plan.options.plan_with != "rules":
         return ()
@@ -182,6 +186,11 @@ def execute_quantization(
         OutputError: `out` cannot be written. After this and any other error, `out` does not look
             like a finished checkpoint.
         VerificationError: with `run.verify`, what was written is not what it should be.
+
+    Example:
+        >>> plan = nf4conv.plan_quantization("./Llama-3.1-8B")
+        >>> nf4conv.execute_quantization(plan, "./Llama-3.1-8B-nf4").packed
+        224
     """
     started = time.perf_counter()
     run = run or RunOptions()

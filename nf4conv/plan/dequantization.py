@@ -36,7 +36,11 @@ _STACKED: Final = "decoded, and stacked as its family stores experts"
 
 @dataclass(frozen=True)
 class DequantizationPlan(WritingPlan):
-    """Plans what becomes of a 4-bit checkpoint that is decoded."""
+    """Plans what becomes of a checkpoint that is decoded: the result of `plan_dequantization`.
+
+    Attributes:
+        options: the options that the user gave.
+    """
 
     command: ClassVar[str] = "dequantize"
 

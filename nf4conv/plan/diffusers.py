@@ -18,15 +18,18 @@ OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOption
 
 @dataclass(frozen=True)
 class DiffusersPlan(Generic[PlanT]):
-    """Plans what becomes of a diffusers pipeline."""
+    """Plans what becomes of a diffusers pipeline.
 
-    # the pipeline
+    Attributes:
+        folder: the pipeline.
+        submodels: the plan of each submodel, by its name.
+        front: the front matter of the pipeline's model card.
+        complaints: lines that the user should read, about what belongs to no submodel.
+    """
+
     folder: DiffusersFolder
-    # plan of each submodel, by its name
     submodels: Mapping[str, PlanT]
-    # front matter of the pipeline's model card
     front: OriginalCard = field(default_factory=OriginalCard)
-    # lines that the user should read, about what belongs to no submodel
     complaints: tuple[str, ...] = ()
 
     def rows(self) -> list[PlanRow]:

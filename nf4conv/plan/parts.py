@@ -50,6 +50,10 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
 
     Raises:
         PlanError: there is no such part, or the plan cannot be carried out in parts.
+
+    Example:
+        >>> run = nf4conv.RunOptions(part="2/8")
+        >>> part = nf4conv.plan_part(nf4conv.plan_quantization("./Llama-3.1-70B"), run)
     """
     if run.part is None:
         return plan

@@ -27,18 +27,24 @@ from nf4conv.sources.source import Source
 
 @dataclass(frozen=True)
 class QuantizationPlan(WritingPlan):
-    """Plans what becomes of a checkpoint that is quantized."""
+    """Plans what becomes of a checkpoint that is quantized: the result of `plan_quantization`.
+
+    Attributes:
+        options: the options that the user gave.
+        non_finite: names of source tensors that are kept because they hold NaN, infinity, or values
+            too large.
+        is_submodel: True for a submodel of a diffusers pipeline: it gets no card, and may have
+            nothing to pack.
+        calibration: how weights are calibrated. None if they are not.
+        calibrated: what came of calibrating. None before.
+    """
 
     command: ClassVar[str] = "quantize"
 
     options: QuantizeOptions
-    # names of source tensors that are kept because they hold NaN, infinity, or values too large
     non_finite: frozenset[str] = frozenset()
-    # True for a submodel of a diffusers pipeline: it gets no card, and may have nothing to pack
     is_submodel: bool = False
-    # how weights are calibrated; None if they are not
     calibration: Calibration | None = None
-    # what came of it; None before
     calibrated: CalibrationResult | None = None
 
     @property

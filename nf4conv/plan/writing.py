@@ -44,26 +44,29 @@ class Part:
 
 @dataclass(frozen=True)
 class WritingPlan:
-    """Plans one output checkpoint. Each command that writes has a subclass."""
+    """Plans one output checkpoint. Each command that writes has a subclass.
+
+    Attributes:
+        options: the options that the user gave.
+        source: the checkpoint that is read.
+        output: the output files, with what becomes of each tensor.
+        config: the content of the output's config.json. None if the source has none.
+        notes: lines that the user should read.
+        front: the front matter of the source's model card, for a result that gets a card.
+        part: the part whose shards `output` holds. None if `output` holds all of them.
+        again: makes the same plan in another process. None for the submodel of a pipeline.
+    """
 
     # name of the command that makes it
     command: ClassVar[str]
 
-    # options that the user gave
     options: QuantizeOptions | DequantizeOptions
-    # checkpoint that is read
     source: Source
-    # output files
     output: Plan
-    # content of the output's config.json; None when the source has none
     config: Mapping[str, Any] | None
-    # lines that the user should read
     notes: tuple[str, ...]
-    # front matter of the source's model card, for a result that gets a card
     front: OriginalCard = field(default_factory=OriginalCard, kw_only=True)
-    # part whose shards `output` holds; None when `output` holds all of them
     part: Part | None = field(default=None, kw_only=True)
-    # makes the same plan in another process
     again: Callable[[], Any] | None = field(default=None, kw_only=True)
 
     @cached_property
