@@ -23,11 +23,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
+from nf4conv.sources.adapters.patterns import Patterns
 from nf4conv.sources.header import read_header
 from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.own_files import require_own
@@ -66,6 +68,9 @@ _OTHER_ARITHMETIC: Final = {
 
 _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights for which PEFT changes the base when it makes the adapter."""
+
+FLOATS: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Dtypes of tensors that something can be added to, or that can be added."""
 
 _DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
 
@@ -130,16 +135,19 @@ class Adapter(AdapterFiles):
             patterns: the key of values by pattern.
             path: the path of the module.
         """
-        try:
-            for pattern, value in (self.config.get(patterns) or {}).items():
-                if re.match(rf"(.*\.)?({pattern})$", path):
-                    return value
-            return self.config.get(key, _DEFAULT)
-        except (AttributeError, re.error, OverflowError, RecursionError) as error:
-            where = f"{self.place}/{ADAPTER_CONFIG}: {patterns}"
-            raise SourceError(
-                f"{where}: not a JSON object with regular expressions as keys: {error}"
-            ) from error
+        otherwise = self.config.get(key, _DEFAULT)
+        if not self.config.get(patterns):
+            return otherwise
+        return self._patterns[patterns].value_of(path, otherwise)
+
+    @cached_property
+    def _patterns(self) -> dict[str, Patterns]:
+        """The patterns of the config, by the key that they are under."""
+        found = {}
+        for key in ("rank_pattern", "alpha_pattern"):
+            place = f"{self.place}/{ADAPTER_CONFIG}: {key}"
+            found[key] = Patterns(self.config.get(key) or {}, place)
+        return found
 
     def token_indices(self, module: str) -> tuple[int, ...]:
         """Returns the rows of an embedding that trainable tokens take the place of.
@@ -159,7 +167,12 @@ class Adapter(AdapterFiles):
     @property
     def target_parameters(self) -> tuple[str, ...]:
         """Returns ends of the names of parameters that are no module's weight."""
-        return tuple(self.config.get("target_parameters") or ())
+        names = self.config.get("target_parameters") or []
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return tuple(names)
+        raise SourceError(
+            f"{self.place}/{ADAPTER_CONFIG}: target_parameters: not a list of names: {names!r:.80}"
+        )
 
     def targets(self, parameter: str) -> bool:
         """Returns True if a parameter is one of target_parameters."""
@@ -257,6 +270,10 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
         name = tensor.name.removeprefix("base_model.model.")
         found = _ROLE.fullmatch(name)
         if found is not None:
+            if tensor.dtype not in FLOATS:
+                raise SourceError(
+                    f"{adapter.file}: {tensor.name} is {tensor.dtype}, and LoRA adds floats"
+                )
             depth = found["nested"].count(".")
             modules.setdefault((found["module"], depth), {})[found["role"]] = tensor
         elif re.search(r"\.lora_\w+(\.|$)|_adapter\.", name):

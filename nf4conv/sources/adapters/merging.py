@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
+from nf4conv.sources.adapters.adapter import FLOATS, Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Change, changes_of_module
@@ -108,6 +108,11 @@ class _Merging:
         if found.shape != tensor.shape:
             why = "an adapter of a resized vocabulary needs a base that is resized alike"
             raise SourceError(f"{misfit(adapter, tensor, found)}; {why}")
+        if tensor.dtype != found.dtype and not {tensor.dtype, found.dtype} <= set(FLOATS):
+            raise SourceError(
+                f"{adapter.file}: {tensor.name} is {tensor.dtype}, and is to replace {found.name}, "
+                f"which is {found.dtype}"
+            )
         other = self._replaced_by.setdefault(found.name, adapter.place)
         if other != adapter.place:
             raise SourceError(
