@@ -72,7 +72,7 @@ for kind, keys in kinds.items():
         folder / "source", nf4conv.QuantizeOptions(plan_with="transformers"))
     assert plan.packs_anything
     print(kind, "calibrated", flush=True)
-    build_model({**plain, **keys}, torch.float32)
+    build_model({**plain, **keys}, torch.float32, [])
     if kind not in ("attention", "experts", "code"):  # takes long
         continue
     print(kind, "evaluated", flush=True)

@@ -103,7 +103,8 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
     refuse_impossible(source, options)
     release = version()
     assert source.config is not None
-    model = build_model(source.config, torch.float32)
+    names = [tensor.name for tensor in source.tensors]
+    model = build_model(source.config, torch.float32, names)
     found = _Found(plan, model)
     if not found.targets:
         raise PlanError(f"{source}: --calibrate finds no weight to calibrate in its blocks")

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from nf4conv.calibrate.model.building import first_line
 from nf4conv.errors import PlanError, named
 from nf4conv.sources.reader import digest_of
 
@@ -130,7 +131,9 @@ def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], An
         path = Path(text.place)
         needed = math.ceil(tokens * text.share / whole)
         if path.suffix == ".npy":
-            ids = _read_ids(path)
+            ids = read_ids(path).astype(np.int64)
+            if ids.ndim != 1:
+                raise PlanError(f"{path}: expected token ids: integers in one dimension", path=path)
         else:
             ids = _tokenized(path, needed, tokenizer())
         if ids.size == 0:
@@ -141,16 +144,24 @@ def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], An
     return found
 
 
-def _read_ids(path: Path) -> Ids:
+def read_ids(path: Path) -> npt.NDArray[np.integer[Any]]:
+    """Reads token ids; a large file is mapped, not read.
+
+    Returns:
+        Integers of any type, in one dimension or more.
+
+    Raises:
+        PlanError: they are no integers, or cannot be read.
+    """
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises anything for what is no array
         raise PlanError(
-            f"{path}: is no array of numpy that can be read ({error})", path=path
+            f"{path}: is no array of numpy that can be read ({first_line(error)})", path=path
         ) from error
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise PlanError(f"{path}: expected token ids: integers in one dimension", path=path)
-    return ids.astype(np.int64)
+    if not isinstance(ids, np.ndarray) or ids.ndim < 1 or ids.dtype.kind not in "iu":
+        raise PlanError(f"{path}: expected token ids: an array of integers", path=path)
+    return ids
 
 
 def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:

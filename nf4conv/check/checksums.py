@@ -97,12 +97,13 @@ def renew_checksum(folder: Path, name: str) -> None:
     entries_of_file = (f"  {name}", f" *{name}")
     lines = [
         line
-        for line in manifest.read_text("utf-8").splitlines()
+        for line in manifest.read_text("utf-8", "surrogateescape").splitlines()
         if line[_DIGITS:] not in entries_of_file
     ]
     lines.append(f"{_sha256(folder / name)}  {name}")
     lines.sort(key=_name_in)
-    write_file(manifest, ["".join(f"{line}\n" for line in lines).encode()])
+    content = "".join(f"{line}\n" for line in lines)
+    write_file(manifest, [content.encode("utf-8", "surrogateescape")])
 
 
 def _name_in(line: str) -> str:

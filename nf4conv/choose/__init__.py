@@ -12,5 +12,6 @@ name_index.py     looks names up in paths quickly
 formats.py        chooses how weights are packed
 unchanged.py      decides which weights of a 4-bit source stay as they are
 parsing.py        lets transformers parse a config.json that may name code to fetch
+counts.py         refuses configs with many more layers than the tensors show
 skeleton.py       asks the installed transformers (--plan-with transformers)
 """

@@ -9,10 +9,11 @@ called.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from nf4conv.choose.counts import excess_of
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
-from nf4conv.choose.evidence import Why, numbers_of
+from nf4conv.choose.evidence import Why
 from nf4conv.choose.experts import is_of_experts
 from nf4conv.choose.parsing import parse_config
 from nf4conv.choose.selection import select, with_skip_list
@@ -24,9 +25,6 @@ from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-_MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if without weights
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,10 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
             f"--plan-with transformers needs transformers 5: pip install 'nf4conv[transformers]' "
             f"({error})"
         ) from error
+    excess = excess_of(config, names)
     try:
+        if excess is not None:
+            raise ValueError(excess)
         model = _build(config)
         conversions = get_model_conversion_mapping(model)
         renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
@@ -193,14 +194,10 @@ def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
 
     Raises:
         PlanError: transformers has no class for it.
-        ValueError: it has so many layers or experts that building it would take too long.
     """
     import torch
     import transformers
 
-    for key, value in numbers_of(config):
-        if value > _MOST_PARTS and any(word in key for word in ("layer", "depth", "expert")):
-            raise ValueError(f"{key} is {value:,}")
     architecture = architecture_of(config)
     model_class = getattr(transformers, architecture, None)
     if model_class is None:

@@ -20,17 +20,20 @@ import torch
 from nf4conv.check.checksums import renew_checksum
 from nf4conv.choices import require_device
 from nf4conv.commands.evaluating.answers import answers, load
+from nf4conv.commands.evaluating.bounds import require_stored
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
 from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
 from nf4conv.commands.evaluating.storage import storages
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, SourceError, named
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file, write_result
 from nf4conv.report.plot import evaluation_plot
 from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.sources.opening import open_stored
+from nf4conv.sources.source import Source
 
 _PLOT = "evaluation.svg"
+_CARD = "README.md"
 
 
 def evaluate_checkpoint(
@@ -112,18 +115,19 @@ def evaluate_checkpoints(
         raise PlanError(f"{options.plot}: its folder does not exist")
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
-    original = open_stored(source, where).folder
-    refuse_adapter(source, original)
+    original = open_stored(source, where)
+    refuse_adapter(source, original.folder)
     for out, opened in zip(outs, stored, strict=True):
         refuse_adapter(out, opened.folder)
-        if options.card and opened.fetched is not None:
-            raise PlanError(f"{out}: --card needs a local folder, and this model is on the Hub")
+        if options.card:
+            _refuse_card(out, opened)
     question = make_question(stored, options, device)
-    for name, value in (("--max-kl", options.max_kl), ("--plot", options.plot)):
-        if value is not None and question.kind == "encoder":
-            raise PlanError(f"{name}: an encoder gives no probabilities")
+    for model in (original, *stored):
+        require_stored(question, model)
+    if question.kind == "encoder":
+        _refuse_probabilities(options)
     folders = [opened.folder for opened in stored]
-    figures = _ask_all(question, original, where.variant, folders, progress)
+    figures = _ask_all(question, original.folder, where.variant, folders, progress)
     evaluations = []
     for out, found, room in zip(outs, figures, storages(stored), strict=True):
         evaluation = Evaluation(
@@ -149,6 +153,20 @@ def evaluate_checkpoints(
     return compared
 
 
+def _refuse_card(out: str | Path, opened: Source) -> None:
+    """Refuses a model whose card cannot be written into."""
+    if opened.fetched is not None:
+        raise PlanError(f"{out}: --card needs a local folder, and this model is on the Hub")
+    _read_card(opened.folder)
+
+
+def _refuse_probabilities(options: EvaluateOptions) -> None:
+    """Refuses options that an encoder has no figures for."""
+    for name, value in (("--max-kl", options.max_kl), ("--plot", options.plot)):
+        if value is not None:
+            raise PlanError(f"{name}: an encoder gives no probabilities")
+
+
 def _write_into_card(folder: Path, compared: Evaluations, at: int) -> None:
     from nf4conv.report.card.cards import (
         with_evaluation,  # importing a reader of YAML takes a moment
@@ -158,11 +176,24 @@ def _write_into_card(folder: Path, compared: Evaluations, at: int) -> None:
     if plot:
         write_file(folder / _PLOT, [plot.encode()])
         renew_checksum(folder, _PLOT)
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
     name = _PLOT if plot else ""
-    write_file(card, [with_evaluation(text, compared, at, name).encode()])
-    renew_checksum(folder, card.name)
+    card = with_evaluation(_read_card(folder), compared, at, name)
+    write_file(folder / _CARD, [card.encode()])
+    renew_checksum(folder, _CARD)
+
+
+def _read_card(folder: Path) -> str:
+    """Reads the model card of a folder, which may have none."""
+    path = folder / _CARD
+    if not path.exists():
+        return ""
+    try:
+        with named(path, SourceError):
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{path}: is no UTF-8 text, so --card cannot write into it; convert it, or remove it"
+        ) from error
 
 
 def _ask_all(

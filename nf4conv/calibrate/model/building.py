@@ -5,7 +5,7 @@ repeated: neither takes memory. Buffers, such as the frequencies of rotary embed
 nothing on disk holds them. No code comes from the checkpoint.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nf4conv.choose.evidence import numbers_of
+from nf4conv.choose.counts import excess_of
 from nf4conv.choose.parsing import parse_config
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
-
-_MOST_PARTS: Final = 10_000  # layers or experts: their modules are made, if without weights
 
 _RANDOM: Final = {
     "uniform_",
@@ -100,12 +98,13 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> nn.Module:
     """Builds the model of a config.json, all parameters of which are on the meta device.
 
     Args:
         config: the content of config.json.
         dtype: what the model computes in.
+        names: the names of the tensors of the checkpoint.
 
     Raises:
         PlanError: transformers has no class for it, or cannot build it.
@@ -120,7 +119,9 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
             f"--calibrate: {release} has no {architecture or 'architecture'}; "
             f"without --calibrate the model can be quantized all the same"
         )
-    _check_numbers(config, architecture)
+    excess = excess_of(config, names)
+    if excess is not None:
+        raise PlanError(f"--calibrate: {architecture}: {excess}")
     failures = []
     for attention in _ATTENTION:
         try:
@@ -135,13 +136,6 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     raise PlanError(
         f"--calibrate: {release} cannot build {architecture}: {first_line(failures[-1])}"
     ) from failures[-1]
-
-
-def _check_numbers(config: Mapping[str, Any], architecture: str) -> None:
-    """Refuses a config that would take very long to build."""
-    for key, value in numbers_of(config):
-        if value > _MOST_PARTS and any(word in key for word in ("layer", "depth", "expert")):
-            raise PlanError(f"--calibrate: {architecture}: {key} is {value:,}")
 
 
 def _parse(config: Mapping[str, Any], model_class: Any) -> Any:
@@ -226,6 +220,14 @@ def release(model: nn.Module, names: Collection[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, of at most 300 characters."""
+    """Returns the first line of what an error says, of at most 300 characters.
+
+    A line that ends with a colon is followed by the next.
+    """
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1].strip()}"
+    return text[:300]

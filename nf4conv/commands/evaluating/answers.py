@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import torch
 
+from nf4conv.calibrate.model.building import first_line
 from nf4conv.choose.parsing import parse_config
-from nf4conv.commands.evaluating.question import REFUSALS, Question, first_line
+from nf4conv.commands.evaluating.question import Question
 from nf4conv.errors import SourceError
 from nf4conv.sources.reader import read_json
 
@@ -42,10 +43,15 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     try:
         config = parse_config(read_json(folder / "config.json"), question.config_class)
         model = question.loader.from_pretrained(folder, config=config, **options)
+<<<<<<< HEAD
     except REFUSALS as error:
         raise SourceError(
             f"{folder}: transformers cannot load it: {first_line(error)}", path=folder
         ) from error
+=======
+    except Exception as error:  # transformers raises anything
+        raise SourceError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
+>>>>>>> fae53e5 (evaluate and --calibrate refuse odd configs, arrays and cards before the work)
     if is_cpu:
         _decode_layers(model)
         # transformers refuses model.float() for models that were quantized
@@ -84,7 +90,7 @@ def answers(model: Any, question: Question) -> Iterator[tuple[torch.Tensor, torc
     for batch in torch.split(question.ids, step):
         try:
             answer, targets = _answer(model, question, batch.to(question.device))
-        except REFUSALS as error:
+        except Exception as error:  # transformers raises anything
             raise SourceError(
                 f"{model.name_or_path}: transformers cannot run it: {first_line(error)}"
             ) from error

@@ -15,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nf4conv.calibrate.model.building import first_line
+from nf4conv.calibrate.text import read_ids
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions
+from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
@@ -32,17 +35,6 @@ _CHARACTERS: Final = 16  # of text that are read for a token: more than one has 
 _TOKENIZER_FILES: Final = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "bpe")
 _TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
 """How the names of files begin, or end, of which one at least belongs to every tokenizer."""
-
-REFUSALS: Final = (
-    ValueError,
-    RuntimeError,
-    OSError,
-    ImportError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)
-"""Exceptions that transformers raises for models and tokenizers that it cannot use."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +85,7 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
             the models are not of one kind.
     """
     _require_libraries()
+    device = str(find_device(device))
     out = outs[0].folder
     config = outs[0].config or {}
     vocabulary = _vocabulary(outs[0])
@@ -101,13 +94,12 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
     # ids, or a text for the tokenizer
     content = _read_content(out, options)
     kind, loader = _kind_of_model(config)
-    text_config = _text_config(config)
     width = vocabulary
     if kind == "encoder":
-        width = int(text_config.get("hidden_size") or text_config.get("dim") or 1)
+        width = _size(outs[0], "hidden_size") or _size(outs[0], "dim") or 1
     window = _WINDOWS[kind]
     for key in ("max_position_embeddings", "n_positions"):
-        window = min(window, text_config.get(key) or 512)
+        window = min(window, _size(outs[0], key) or window)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     if isinstance(content, str):
         tokens = _tokenize(out, options.text, content, wanted)
@@ -121,9 +113,9 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
         raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     ends = tokens.ends if kind in ("encoder", "masked") else ()
     window = min(window - len(ends), ids.size)
+    if window < 2:
+        raise PlanError(f"{out}: takes {window} tokens at a time, which are too few to compare")
     whole = ids.size // window * window
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return Question(
         kind=kind,
         loader=loader,
@@ -169,12 +161,20 @@ def _require_libraries() -> None:
 
 def _vocabulary(out: Source) -> int:
     """Returns the number of tokens that a model knows."""
-    vocabulary = _text_config(out.config or {}).get("vocab_size")
-    if not isinstance(vocabulary, int):
+    vocabulary = _size(out, "vocab_size")
+    if vocabulary is None:
         raise PlanError(
             f"{out.folder}: its config has no vocab_size, so the tokens cannot be checked"
         )
     return vocabulary
+
+
+def _size(out: Source, key: str) -> int | None:
+    """Returns a size in the config of a language model; None if it is not there."""
+    value = _text_config(out).get(key)
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise PlanError(f"{out.folder}/config.json: {key} is {value!r:.80}, which is no size")
 
 
 def _require_alike(first: Source, other: Source) -> None:
@@ -188,12 +188,15 @@ def _require_alike(first: Source, other: Source) -> None:
         )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(out: Source) -> Mapping[str, Any]:
     """Returns the part of a config that describes the language model."""
+    config = out.config or {}
     for key in ("text_config", "llm_config"):
-        if key in config:
-            found: Mapping[str, Any] = config[key]
-            return found
+        part = config.get(key)
+        if isinstance(part, Mapping):
+            return part
+        if part is not None:
+            raise PlanError(f"{out.folder}/config.json: {key} is {part!r:.80}, and no object")
     return config
 
 
@@ -224,7 +227,7 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
     for kind, table in tables.items():
         if name in table.values() and hasattr(transformers, name):
             return kind, getattr(transformers, name)
-    if model_type in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
+    if str(model_type) in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
         return "encoder", transformers.AutoModel
     described = name or "a model whose config names no architecture"
     raise PlanError(f"evaluate cannot run {described} ({model_type})")
@@ -241,16 +244,14 @@ def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] 
     """Reads token ids, or text: no more than what could be asked for."""
     text = options.text
     most = options.tokens or _TOKENS
+    if text is not None and text.suffix == ".npy":
+        return read_ids(text).reshape(-1)[:most].astype(np.int64)
     try:
-        if text is not None and text.suffix == ".npy":
-            stored = np.load(text, mmap_mode="r", allow_pickle=False)
-            ids: npt.NDArray[np.int64] = stored.reshape(-1)[:most].astype(np.int64)
-            return ids
         _require_tokenizer(out)
         if text is not None:
             with text.open(encoding="utf-8") as file:
                 return file.read(_CHARACTERS * most)
-    except REFUSALS as error:
+    except (OSError, ValueError) as error:
         raise PlanError(_not_tokenized(text or out, first_line(error))) from error
     from pydoc_data.topics import topics  # prose that comes with every Python
 
@@ -275,7 +276,7 @@ def _tokenize(out: Path, text: Path | None, content: str, wanted: int) -> _Token
         encoded = tokenizer(
             content[: _CHARACTERS * wanted], add_special_tokens=False, verbose=False
         )
-    except REFUSALS as error:
+    except Exception as error:  # transformers raises anything
         raise PlanError(_not_tokenized(text or out, first_line(error))) from error
     ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
     first = getattr(tokenizer, "cls_token_id", None)
@@ -286,9 +287,3 @@ def _tokenize(out: Path, text: Path | None, content: str, wanted: int) -> _Token
 
 def _not_tokenized(place: Path, reason: str) -> str:
     return f"{place}: cannot be tokenized ({reason}); give token ids instead: --text ids.npy"
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of a message, or what kind of error it is if there is none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -152,9 +152,11 @@ class _Text:
                 raise self._patterns.unknown(self._pattern, "flags")
             return self.ends(inner, places)
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeat(*argument, places)
+            least, most, inner = argument
+            return self._repeat(least, most, inner, places)
         if operation in ("ASSERT", "ASSERT_NOT"):
-            return self._look(*argument, places, is_wanted=operation == "ASSERT")
+            direction, inner = argument
+            return self._look(direction, inner, places, is_wanted=operation == "ASSERT")
         if operation == "AT":
             return places & self._anchor(str(argument))
         if operation == "FAILURE":
