@@ -43,15 +43,10 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     try:
         config = parse_config(read_json(folder / "config.json"), question.config_class)
         model = question.loader.from_pretrained(folder, config=config, **options)
-<<<<<<< HEAD
-    except REFUSALS as error:
+    except Exception as error:  # transformers raises anything
         raise SourceError(
             f"{folder}: transformers cannot load it: {first_line(error)}", path=folder
         ) from error
-=======
-    except Exception as error:  # transformers raises anything
-        raise SourceError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
->>>>>>> fae53e5 (evaluate and --calibrate refuse odd configs, arrays and cards before the work)
     if is_cpu:
         _decode_layers(model)
         # transformers refuses model.float() for models that were quantized
