@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
+from nf4conv.sources.remote.asking import HUB_ERRORS, is_unreachable, one_line, patiently
 from nf4conv.sources.remote.hub import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
@@ -92,7 +92,9 @@ class Push:
                 self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
         except HUB_ERRORS as error:
-            hint = _LOGIN if "401" in str(error) else ""
+            hint = "; you seem offline" if is_unreachable(error) else ""
+            if "401" in str(error):
+                hint = _LOGIN
             raise OutputError(f"--push-to-hub {self.repo}: {one_line(error)}{hint}") from error
         if not info.private and not public:
             raise OutputError(

@@ -121,12 +121,41 @@ def explained(what: str) -> Iterator[None]:
     """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says.
 
     Args:
-        what: what is asked for; it begins the line.
+        what: what is asked for, "org/name" or a file of it; it begins the line.
     """
     try:
         yield
     except HUB_ERRORS as error:
-        raise SourceError(f"{what}: {one_line(error)}") from error
+        raise SourceError(f"{what}: {one_line(error)}{_next_step(error, what)}") from error
+
+
+def _next_step(error: Exception, what: str) -> str:
+    """Returns what to do about an error, to be put behind it; empty if that is not known."""
+    if is_unreachable(error):
+        return (
+            "; you seem offline; what was downloaded before is read with --local-files-only, or "
+            "HF_HUB_OFFLINE=1"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        repo = "/".join(what.split("/")[:2])
+        page = f"{constants.ENDPOINT}/{repo}"
+        return (
+            f"; accept the conditions at {page}, and log in with `hf auth login`, or set HF_TOKEN"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "; if the name is right, log in with `hf auth login`, or set HF_TOKEN"
+    return ""
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Returns True for an error that says that no server was reached at all."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_without_connection(cause) or isinstance(cause, ConnectionRefusedError):
+            return True
+        cause = cause.__cause__
+    # requests says it in words only
+    return any(word in str(error) for word in ("NewConnectionError", "NameResolutionError"))
 
 
 def one_line(error: Exception) -> str:

@@ -403,7 +403,11 @@ def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY
                 snapshot = snapshot.parent
             return Fetched(folder, Origin(repo, snapshot.name, subfolder), None, {})
     revision = f" at {where.revision}" if where.revision else ""
-    raise SourceError(f"{repo}{revision}: not in the cache, and the hub may not be asked")
+    why = "HF_HUB_OFFLINE is set" if is_offline() else "--local-files-only"
+    raise SourceError(
+        f"{repo}{revision}: not in the cache, and the hub may not be asked ({why}); run once "
+        f"without that, to download it"
+    )
 
 
 def _asking(go_on: Callable[[], None]) -> dict[str, Any]:
