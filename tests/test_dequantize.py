@@ -342,9 +342,9 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     assert {row.name for row in plan.rows()} == written(tmp_path / "out").keys()
 
 
-def test_what_is_not_in_4_bits_is_refused(tmp_path):
+def test_what_is_not_quantized_is_refused(tmp_path):
     source = write_source(tmp_path / "source")
-    with pytest.raises(PlanError, match="no tensor of this checkpoint is in bitsandbytes' 4 bits"):
+    with pytest.raises(PlanError, match="no tensor of this checkpoint is quantized"):
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert not (tmp_path / "out").exists()
 

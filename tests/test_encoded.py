@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import integers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -267,6 +268,77 @@ def bitsandbytes_8bit() -> Encoded:
     return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_8bit": True})
 
 
+def integer_weights(
+    weight_of: Callable[..., integers.Weight], description: dict[str, Any], **options: Any
+) -> Encoded:
+    """Encodes all weights; in the dtype of the config, so that nothing is cast to another."""
+    stored, decoded = {}, {}
+    for module, shape in SHAPES.items():
+        weight = weight_of(*shape, dtype=BF16, **options)
+        stored |= {f"{module}.{name}": part for name, part in weight.parts.items()}
+        decoded[f"{module}.weight"] = weight.decoded
+    return Encoded(stored, decoded, description)
+
+
+def pack_quantized(bits: int, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def int4_compressed_tensors() -> Encoded:
+    return integer_weights(integers.compressed, pack_quantized(4, group_size=32))
+
+
+def int4_compressed_tensors_with_zeros() -> Encoded:
+    encoded = integer_weights(
+        integers.compressed,
+        pack_quantized(4, group_size=32),
+        is_symmetric=False,
+        is_reordered=True,
+    )
+    kv_cache = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    return encoded._replace(stored=encoded.stored | kv_cache)
+
+
+def int8_compressed_tensors_in_words() -> Encoded:
+    description = pack_quantized(8, strategy="channel")
+    return integer_weights(
+        integers.compressed, description, bits=8, group_size=None, is_symmetric=False
+    )
+
+
+def gptq_4bit() -> Encoded:
+    encoded = integer_weights(
+        integers.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+    )
+    bias = random(64).to(BF16)
+    return Encoded(
+        encoded.stored | {f"{Q}.bias": bias}, encoded.decoded | {f"{Q}.bias": bias}, encoded[2]
+    )
+
+
+def gptq_3bit_in_another_order() -> Encoded:
+    description = {"quant_method": "gptq", "bits": 3, "group_size": 64, "desc_act": True}
+    return integer_weights(
+        integers.gptq,
+        description | {"checkpoint_format": "gptq_v2"},
+        bits=3,
+        group_size=64,
+        version=2,
+        is_reordered=True,
+    )
+
+
+def awq_4bit() -> Encoded:
+    description = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    return integer_weights(integers.awq, description)
+
+
 ENCODINGS = [
     fp8_blocks,
     fp8_blocks_of_powers_of_two,
@@ -280,6 +352,12 @@ ENCODINGS = [
     nvfp4_modelopt,
     mxfp4_rows,
     mxfp4_experts,
+    int4_compressed_tensors,
+    int4_compressed_tensors_with_zeros,
+    int8_compressed_tensors_in_words,
+    gptq_4bit,
+    gptq_3bit_in_another_order,
+    awq_4bit,
     bitsandbytes_4bit,
     bitsandbytes_8bit,
 ]
@@ -431,9 +509,8 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("gptq", "4-bit integers, which would lose precision a second time"),
-        ("awq", "4-bit integers, which would lose precision a second time"),
-        ("auto-round", "4-bit integers, which would lose precision a second time"),
+        ("auto-round", "packed integers in a layout of its own"),
+        ("hqq", "packed integers in a layout of its own"),
         ("aqlm", "a codebook of its own"),
         ("bitnet", "ternary weights, which 4 bits would only enlarge"),
         ("gguf", "llama.cpp's block formats"),
@@ -468,7 +545,7 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
         (
             {f"{Q}.weight_packed": INT4, f"{Q}.weight_scale": torch.ones(64, 1)},
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            f"{Q}.weight_packed: I32 holds packed integers",
+            rf"{Q}.weight_packed: I32 \[64, 16\] and its other tensors fit no compressed-tensors",
         ),
         (
             {f"{Q}.weight": random_bytes(64, 64), f"{Q}.weight_scale": torch.ones(64, 1)},

@@ -1,9 +1,11 @@
 """Encoded tensors taken apart: the pieces, decoded one by one, are the whole."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,26 @@ from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
     Fp4,
+    PackedIntegers,
     Scaled,
     TensorInfo,
 )
 
-F8, F32, U8, I8 = "F8_E4M3", "F32", "U8", "I8"
+F8, F32, U8, I8, I32 = "F8_E4M3", "F32", "U8", "I8", "I32"
+
+
+def integers(packing: str, bits: int, **more: Any) -> Callable[..., PackedIntegers]:
+    return partial(
+        PackedIntegers,
+        group_index=None,
+        packing=packing,
+        bits=bits,
+        columns=64,
+        group_size=16,
+        **more,
+    )
+
+
 CASES = {
     "one scale for all": (Scaled, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}),
     "a scale for each row": (
@@ -77,6 +94,36 @@ CASES = {
         (300, 64),
         {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))},
     ),
+    "words of rows": (
+        integers("compressed-tensors", 4, zeros=None),
+        (300, 64),
+        {"values": (I32, (300, 8)), "scale": (F32, (300, 4))},
+    ),
+    "words of rows with zero points": (
+        integers("compressed-tensors", 8),
+        (300, 64),
+        {"values": (I32, (300, 16)), "scale": (F32, (300, 4)), "zeros": (I32, (75, 4))},
+    ),
+    "words of rows with zero points in bytes": (
+        integers("compressed-tensors", 4),
+        (300, 64),
+        {"values": (I32, (300, 8)), "scale": (F32, (300, 4)), "zeros": (I8, (300, 4))},
+    ),
+    "GPTQ": (
+        integers("GPTQ", 4, zeros_less_one=True),
+        (300, 64),
+        {"values": (I32, (8, 300)), "scale": (F32, (4, 300)), "zeros": (I32, (4, 38))},
+    ),
+    "GPTQ in 3 bits": (
+        integers("GPTQ", 3),
+        (320, 64),
+        {"values": (I32, (6, 320)), "scale": (F32, (4, 320)), "zeros": (I32, (4, 30))},
+    ),
+    "AWQ": (
+        integers("AWQ", 4),
+        (296, 64),
+        {"values": (I32, (64, 37)), "scale": (F32, (4, 296)), "zeros": (I32, (4, 37))},
+    ),
     "experts of gpt-oss": (
         partial(Fp4, is_transposed=True),
         (3, 64, 90),
@@ -93,7 +140,9 @@ def write_encoded(folder: Path, case: str) -> TensorInfo:
     generator = torch.Generator().manual_seed(0)
     for role, (dtype, part_shape) in layout.items():
         tensor = torch.rand(part_shape, generator=generator) + 1
-        if dtype != F32:
+        if dtype == I32:
+            tensor = torch.randint(-(2**31), 2**31, part_shape, generator=generator).to(torch.int32)
+        elif dtype != F32:
             tensor = torch.randint(0, 120, part_shape, dtype=torch.uint8, generator=generator)
         raw = tensor.numpy().tobytes()
         assert len(raw) == math.prod(part_shape) * DTYPE_BITS[dtype] // 8

@@ -83,7 +83,7 @@ def plan_dequantization(
 
     Raises:
         SourceError: the source cannot be read.
-        PlanError: nothing in the source is in 4 bits, or the request cannot be met for it.
+        PlanError: nothing in the source is quantized, or the request cannot be met for it.
 
     Example:
         >>> plan = nf4conv.plan_dequantization("./Llama-3.1-8B-nf4")
@@ -125,7 +125,7 @@ def _plan_pipeline(
     plan = DiffusersPlan(folder, submodels, complaints=tuple(unmatched(options, parts)))
     if not plan.totals().decoded:
         raise PlanError(
-            f"{source}: no submodel of this diffusers pipeline has a weight in 4 bits to decode"
+            f"{source}: no submodel of this diffusers pipeline has a quantized weight to decode"
         )
     return plan
 

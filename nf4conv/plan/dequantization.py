@@ -1,8 +1,9 @@
 """Plans the dequantization of one checkpoint, from its headers, quant states and config.
 
-The source presents packed weights as the float tensors that they stand for (sources/encodings/).
+The source presents quantized weights as the float tensors that they stand for: sources/encodings/.
 So all that is left to do is to store them as such, and to take the quantization out of config.json.
-Weights that are to stay in 4 bits are copied as they are, all their tensors into one shard.
+Weights of bitsandbytes that are to stay in 4 bits are copied as they are, all their tensors into
+one shard.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import StackedExperts, TensorInfo, is_in_4_bits
+from nf4conv.sources.tensors import StackedExperts, TensorInfo, is_in_4_bits, is_quantized
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"
@@ -95,10 +96,11 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
-    packed = {tensor.name for tensor in source.tensors if is_in_4_bits(tensor)}
+    packed = {tensor.name for tensor in source.tensors if is_quantized(tensor)}
     if not packed and not options.lora:
-        raise PlanError(f"{place}: no tensor of this checkpoint is in bitsandbytes' 4 bits")
+        raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
     wanted = {name for name in packed if is_wanted(name, options.include, options.exclude)}
+    _check_stays(source, packed - wanted)
     if packed and not wanted:
         raise PlanError(f"{place}: --include and --exclude leave no weight to decode")
     config, still_packed = _partly_packed(source, packed - wanted, options)
@@ -114,9 +116,24 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     if config is not None and not still_packed:
         config = _plain(config, dtype)
     notes = notes_on_links(source)
-    if options.lora:
+    is_of_others = any(is_quantized(tensor) and not is_in_4_bits(tensor) for tensor in tensors)
+    if options.lora or is_of_others:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
+
+
+def _check_stays(source: Source, names: set[str]) -> None:
+    """Raises a PlanError if weights are to stay quantized that are not those of bitsandbytes.
+
+    A config describes one quantization, and loaders of the others want every layer of it.
+    """
+    for tensor in source.tensors:
+        encoding = tensor.unmerged.encoding
+        if tensor.name in names and encoding is not None and not is_in_4_bits(tensor):
+            raise PlanError(
+                f"{tensor.name}: --include or --exclude leaves it as it is ({encoding.name}); "
+                f"only weights in bitsandbytes' 4 bits can stay"
+            )
 
 
 def _plain(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -133,9 +150,9 @@ def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> Dequa
 
 
 def has_wanted_weights(source: Source, options: DequantizeOptions) -> bool:
-    """Returns True if the source has a packed weight that the options ask to decode."""
+    """Returns True if the source has a quantized weight that the options ask to decode."""
     for tensor in source.tensors:
-        if is_in_4_bits(tensor) and is_wanted(tensor.name, options.include, options.exclude):
+        if is_quantized(tensor) and is_wanted(tensor.name, options.include, options.exclude):
             return True
     return False
 

@@ -27,6 +27,7 @@ from nf4conv.sources.tensors import (
     Bitsandbytes8bit,
     Fp4,
     Merged,
+    PackedIntegers,
     TensorInfo,
     is_in_4_bits,
 )
@@ -107,6 +108,8 @@ def _made_from(tensor: TensorInfo) -> str:
         return "bitsandbytes int8"
     if isinstance(encoding, Fp4):
         return "fp4 (e2m1)"
+    if isinstance(encoding, PackedIntegers):
+        return encoding.name
     _, values = encoding.parts[0]
     return _made_from(values)
 

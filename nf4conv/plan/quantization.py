@@ -18,11 +18,12 @@ from nf4conv.models.config import quantized_config
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
-from nf4conv.plan.jobs import Job, PackJob
+from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import is_of_few_bits
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def plan_source(
         *source.notes,
         *choice.selection.lines,
         *_notes_on_unchanged(choice.unchanged, options),
+        *_notes_on_few_bits(output),
         *notes_on_links(source),
     )
     return QuantizationPlan(options, source, output, config, notes, non_finite)
@@ -195,6 +197,20 @@ def _notes_on_unchanged(
         yield (
             f"{len(unsearched):,} weights keep scales that were not searched, such as "
             f"{unsearched[0]}: a search needs the 16-bit model, and they are in 4 bits already"
+        )
+
+
+def _notes_on_few_bits(output: Plan) -> Iterator[str]:
+    """Says what packing costs that begins with integers of few bits."""
+    count = 0
+    for job in output.jobs:
+        if isinstance(job, PackJob) and is_of_few_bits(job.source):
+            count += 1
+    if count:
+        yield (
+            f"{count:,} weights were rounded to integers of few bits before, and are rounded once "
+            f"more: the 16-bit model that they were made from gives a better result, "
+            f"docs/sources.md"
         )
 
 

@@ -48,6 +48,13 @@ class TensorInfo(NamedTuple):
         return self.file, self.start, self.stop
 
     @property
+    def file_ranges(self) -> list[FileRange]:
+        """Returns where the bytes of a tensor are that is stored as it is, or of some columns."""
+        if isinstance(self.encoding, Columns):
+            return self.encoding.file_ranges
+        return [self.file_range]
+
+    @property
     def nbytes(self) -> int:
         """Returns its bytes in the source; of an encoded tensor, those of all parts."""
         return self.stop - self.start if self.encoding is None else self.encoding.nbytes
@@ -158,6 +165,86 @@ class Fp4(_EncodingBase):
 
     def decodes_like(self, other: "Encoding") -> bool:
         return isinstance(other, Fp4) and self.is_transposed == other.is_transposed
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(_EncodingBase):
+    """Integers of 2, 3, 4 or 8 bits, packed into words, times scales that groups of columns share.
+
+    value = (code - zero) * scale. codec/decode/integers.py says how the codes lie in the words.
+    """
+
+    values: TensorInfo  # I32: [rows, words], [words, rows] of GPTQ, [columns, words] of AWQ
+    scale: TensorInfo  # [rows, groups]; [groups, rows] of GPTQ and AWQ
+    zeros: TensorInfo | None  # the zero points of the groups; None if all are 2^(bits - 1)
+    group_index: TensorInfo | None  # [columns]: the group of each column; None if in order
+    packing: str  # "compressed-tensors", "GPTQ" or "AWQ"
+    bits: int
+    columns: int  # of the weight as [rows, columns], that is, [out, in]
+    group_size: int  # columns that share a scale, if they are in order
+    zeros_less_one: bool = False  # True if the zero points are stored one too small: GPTQ's v1
+    # True if the weight is [out, in] here and [in, out] in its family
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        groups = "by row" if self.group_size >= self.columns else f"groups of {self.group_size}"
+        return f"{self.packing} {self.bits}-bit, {groups}"
+
+    @property
+    def parts(self) -> Parts:
+        parts = [("values", self.values), ("scale", self.scale)]
+        if self.zeros is not None:
+            parts.append(("zeros", self.zeros))
+        if self.group_index is not None:
+            parts.append(("group_index", self.group_index))
+        return tuple(parts)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return (
+            isinstance(other, PackedIntegers)
+            and self.packing == other.packing
+            and self.bits == other.bits
+            and self.columns == other.columns
+            and self.group_size == other.group_size
+            and self.zeros_less_one == other.zeros_less_one
+            and self.is_transposed == other.is_transposed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(_EncodingBase):
+    """Some columns of a matrix that is stored as it is; only a part of another encoding."""
+
+    name: ClassVar[str] = "columns"
+
+    values: TensorInfo  # the whole matrix
+    first: int
+    last: int  # the column after the last one
+
+    @property
+    def parts(self) -> Parts:
+        return (("values", self.values),)
+
+    @property
+    def file_ranges(self) -> list[FileRange]:
+        """Returns where the columns are, row by row."""
+        matrix = self.values
+        rows, width = matrix.shape
+        size = DTYPE_BITS[matrix.dtype] // 8
+        ranges = []
+        for row in range(rows):
+            start = matrix.start + row * width * size
+            ranges.append((matrix.file, start + self.first * size, start + self.last * size))
+        return ranges
+
+    @property
+    def nbytes(self) -> int:
+        rows = self.values.shape[0]
+        return rows * (self.last - self.first) * DTYPE_BITS[self.values.dtype] // 8
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +417,8 @@ Encoding: TypeAlias = (
     Scaled
     | Bitsandbytes8bit
     | Fp4
+    | PackedIntegers
+    | Columns
     | Bitsandbytes4bit
     | Strided
     | Joined
@@ -392,6 +481,18 @@ Delta: TypeAlias = LowRankDelta | VectorDelta | RowsDelta
 def is_in_4_bits(tensor: TensorInfo) -> bool:
     """Returns True if bitsandbytes packed the tensor, or what adapters are merged into."""
     return isinstance(tensor.unmerged.encoding, Bitsandbytes4bit)
+
+
+def is_quantized(tensor: TensorInfo) -> bool:
+    """Returns True if a quantization encoded the tensor, or what adapters are merged into."""
+    encoding = tensor.unmerged.encoding
+    return isinstance(encoding, Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | Bitsandbytes4bit)
+
+
+def is_of_few_bits(tensor: TensorInfo) -> bool:
+    """Returns True if the tensor, or what adapters are merged into, is of integers below 8 bits."""
+    encoding = tensor.unmerged.encoding
+    return isinstance(encoding, PackedIntegers) and encoding.bits < 8
 
 
 def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:

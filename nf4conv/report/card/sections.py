@@ -105,6 +105,9 @@ def settings(subject: Subject, compute_dtype: str | None) -> str:
     decoded = _count(subject, is_kept=False)
     if decoded:
         rows["packed from 4 bits"] = f"{decoded:,} weights, which were decoded first"
+    others = _other_quantizations(subject)
+    if others:
+        rows["quantized before"] = f"{others}, which were decoded first"
     return _two_columns(rows) + measured_rows(subject.figures, parameters)
 
 
@@ -134,6 +137,16 @@ def _count(subject: Subject, *, is_kept: bool) -> int:
         if weight.is_from_4_bits and (weight.origin == KEPT) is is_kept:
             total += count
     return total
+
+
+def _other_quantizations(subject: Subject) -> str:
+    """Returns what weights were stored as that another quantization had encoded; may be empty."""
+    plain = (*DTYPE_NAMES.values(), "F64")
+    named: dict[str, int] = {}
+    for weight, count in subject.weights:
+        if not weight.is_from_4_bits and not weight.made_from.startswith(plain):
+            named[weight.made_from] = named.get(weight.made_from, 0) + count
+    return ", ".join(f"{count:,} weights in {escaped(name)}" for name, count in named.items())
 
 
 def _dtypes(jobs: Sequence[CopyJob]) -> list[str]:

@@ -15,16 +15,15 @@ _ACCEPTED: Final = (
     "compressed-tensors",
     "modelopt",
     "bitsandbytes",
+    "gptq",
+    "awq",
 )
 """Values of quant_method whose tensors are decoded. ModelOpt has variants, such as modelopt_fp4."""
 
-PACKED_INTEGERS: Final = "4-bit integers, which would lose precision a second time"
-"""The reason why checkpoints of GPTQ, AWQ and the like are refused."""
-
 _REFUSED: Final = {
     **dict.fromkeys(
-        ("gptq", "awq", "auto-round", "intel/auto-round", "autoround", "hqq", "sinq"),
-        PACKED_INTEGERS,
+        ("auto-round", "intel/auto-round", "autoround", "hqq", "sinq"),
+        "packed integers in a layout of its own",
     ),
     **dict.fromkeys(
         ("aqlm", "vptq", "spqr", "higgs", "quip", "exl2", "exl3", "fp_quant"),
@@ -36,7 +35,20 @@ _REFUSED: Final = {
 }
 """Values of quant_method that are refused, with the reason."""
 
+_LAYOUTS: Final = {
+    "gptq": ("gptq", "gptq_v2"),
+    "awq": ("gemm", "exllama", "ipex"),  # what runs the last two is stored as the first is
+}
+"""How the words of a method may lie, by quant_method; the first is what a config means that does
+not say."""
+
+_LAYOUT_KEYS: Final = ("checkpoint_format", "version", "format")
+"""Where configs of GPTQ and AWQ say how words lie."""
+
 Block = tuple[int, int]  # (rows, columns) that share a scale
+
+Scheme = tuple[int, int | None]
+"""(bits of an integer, columns that share a scale; None for all columns of a row)"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,14 @@ class Description:
     Attributes:
         method: quant_method, in lower case; None if the config describes no quantization.
         blocks: the shapes of blocks that may share a scale, the most likely one first.
+        schemes: how integers may be packed; empty if the config names no bits.
+        layout: how the words of GPTQ or AWQ lie; None for other methods.
     """
 
     method: str | None
     blocks: tuple[Block, ...]
+    schemes: tuple[Scheme, ...] = ()
+    layout: str | None = None
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
@@ -76,7 +92,10 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
             f"already quantized: quant_method {method}; give the checkpoint that it was made "
             f"from: {reason}"
         )
-    return Description(method, tuple(_blocks(found)))
+    if method == "compressed-tensors":
+        _check_formats(found)
+    layout = _layout(method, found)
+    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), layout)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -106,11 +125,82 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
     if str(description.get("quant_method")) == "fp8":
         yield description.get("weight_block_size", (128, 128))  # the default of transformers
     yield 1, description.get("group_size")
-    groups = description.get("config_groups")
-    if not isinstance(groups, Mapping):
-        return
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
+    for group in _config_groups(description):
+        weights = group.get("weights")
         if isinstance(weights, Mapping):
             yield weights.get("block_structure")
             yield 1, weights.get("group_size")
+
+
+def _check_formats(description: Mapping[str, Any]) -> None:
+    """Refuses the one format of compressed-tensors whose tensors have the names of another."""
+    formats = [description.get("format")]
+    formats += [group.get("format") for group in _config_groups(description)]
+    if "marlin-24" in formats:
+        raise SourceError(
+            "already quantized: format marlin-24 of compressed-tensors; give the checkpoint that "
+            "it was made from: its integers lie as one kernel for sparse weights reads them"
+        )
+
+
+def _layout(method: str, description: Mapping[str, Any]) -> str | None:
+    """Returns how the words of GPTQ or AWQ lie.
+
+    Raises:
+        SourceError: in a way that nf4conv does not decode.
+    """
+    known = _LAYOUTS.get(method)
+    if known is None:
+        return None
+    if description.get("is_marlin_format") is True:
+        description = {"checkpoint_format": "marlin"}
+    for key in _LAYOUT_KEYS:
+        named = description.get(key)
+        if not isinstance(named, str):
+            continue
+        layout = named.lower()
+        if layout not in known:
+            raise SourceError(
+                f"already quantized: quant_method {method}, {key} {layout!r:.40}; nf4conv decodes "
+                f"{' and '.join(known[:2])}, so give the checkpoint that it was made from"
+            )
+        return layout
+    return known[0]
+
+
+def _schemes(description: Mapping[str, Any]) -> Iterator[Scheme]:
+    """Yields how integers may be packed, as far as a description says."""
+    weights = [description]
+    weights += [found for found in _dynamic(description) if isinstance(found, Mapping)]
+    for group in _config_groups(description):
+        if isinstance(group.get("weights"), Mapping):
+            weights.append(group["weights"])
+    for each in weights:
+        bits = _first_int(each, "bits", "num_bits", "w_bit")
+        if bits is None and each is not description:
+            bits = _first_int(description, "bits", "w_bit")
+        size = _first_int(each, "group_size", "q_group_size")
+        if bits is not None:
+            yield bits, size if size is not None and size > 0 else None
+
+
+def _dynamic(description: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields what GPTQModel says of layers that differ from the others."""
+    dynamic = description.get("dynamic")
+    if isinstance(dynamic, Mapping):
+        yield from dynamic.values()
+
+
+def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the groups of layers that a config of compressed-tensors describes."""
+    groups = description.get("config_groups")
+    if isinstance(groups, Mapping):
+        yield from (group for group in groups.values() if isinstance(group, Mapping))
+
+
+def _first_int(fields: Mapping[str, Any], *keys: str) -> int | None:
+    """Returns the first whole number that there is under these keys."""
+    for key in keys:
+        if type(fields.get(key)) is int:
+            return int(fields[key])
+    return None

@@ -13,6 +13,8 @@ share a scale.
     W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
     W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
     X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
+    W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
+    P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
     P.weight          I8       P.SCB                               bitsandbytes 8-bit
     W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
 
@@ -30,7 +32,14 @@ from nf4conv.sources.encodings.rules import COMPONENT_ENDS, PLAIN_DTYPES, decode
 from nf4conv.sources.encodings.siblings import SiblingTensors
 from nf4conv.sources.tensors import TensorInfo
 
-_UNREAD_DTYPES: Final = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
+_UNREAD_DTYPES: Final[tuple[str, ...]] = (
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+)
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
 _ENDS_OF_ACTIVATIONS: Final = (
@@ -40,7 +49,7 @@ _ENDS_OF_ACTIVATIONS: Final = (
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
 
-_ENDS_OF_WEIGHTS: Final = (
+_ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
     ".g_idx", ".SCB", ".pre_quant_scale", ".bitmask", *COMPONENT_ENDS,
@@ -85,8 +94,7 @@ def decoded_tensors(
     if any(tensor.dtype not in PLAIN_DTYPES for tensor in tensors):
         siblings = SiblingTensors(
             by_name={tensor.name: tensor for tensor in tensors},
-            method=method,
-            blocks=description.blocks,
+            description=description,
             dtype=dtype,
             families=families_of(config),
             read=read,
@@ -96,36 +104,44 @@ def decoded_tensors(
             if logical is not None:
                 found[tensor.name] = logical
     if not found and method is None:
-        _check_unused(tensors)
+        _check_unused(tensors, method)
         return tuple(tensors), ()
-    return _replaced(tensors, found), _notes(method, found)
+    return _replaced(tensors, found, method), _notes(method, found)
 
 
 def _replaced(
-    tensors: Sequence[TensorInfo], found: Mapping[str, TensorInfo]
+    tensors: Sequence[TensorInfo], found: Mapping[str, TensorInfo], method: str | None
 ) -> tuple[TensorInfo, ...]:
     """Puts decoded tensors in the place of their values, and drops their other parts.
 
     Args:
         tensors: the tensors as they are stored.
         found: the decoded tensor by the name of its values.
+        method: quant_method of the config.
     """
     parts = set()
     for logical in found.values():
         assert logical.encoding is not None
         for _, part in logical.encoding.parts:
             parts.add(part.name)
+    decoded_names = {logical.name for logical in found.values()}
     kept = []
     rest = []
     for tensor in tensors:
         if tensor.name in found:
             kept.append(found[tensor.name])
+        elif tensor.name in decoded_names:
+            raise SourceError(
+                f"{tensor.file}: {tensor.name}: is there twice, as it is and quantized"
+            )
         if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
             continue
+        if tensor.name.removesuffix("_shape") in decoded_names:
+            continue  # compressed-tensors' W_shape
         rest.append(tensor)
         if tensor.name not in found:
             kept.append(tensor)
-    _check_unused(rest)
+    _check_unused(rest, method)
     return tuple(kept)
 
 
@@ -142,11 +158,17 @@ def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ..
     return (f"the source is quantized{by}: {listed}",)
 
 
-def _check_unused(tensors: Sequence[TensorInfo]) -> None:
+def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
     """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
+    ends = _ENDS_OF_WEIGHTS
+    dtypes = _UNREAD_DTYPES
+    if method in ("gptq", "awq"):
+        # of activations that AWQ scales, which no plain model has; words in other layouts
+        ends += (".scales",)
+        dtypes += ("I32",)
     for tensor in tensors:
-        is_unread = tensor.dtype in _UNREAD_DTYPES and tensor.encoding is None
-        if is_unread or tensor.name.endswith(_ENDS_OF_WEIGHTS):
+        is_unread = tensor.dtype in dtypes and tensor.encoding is None
+        if is_unread or tensor.name.endswith(ends):
             raise SourceError(
                 f"{tensor.file}: {tensor.name}: part of a weight that is already quantized in a "
                 f"way that nf4conv does not decode; give the checkpoint that it was made from",

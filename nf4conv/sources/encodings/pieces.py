@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
+from nf4conv.sources.encodings.integer_rows import ROWS_TOGETHER, integer_rows
 from nf4conv.sources.tensors import (
     DTYPE_BITS,
     Bitsandbytes4bit,
     Bitsandbytes8bit,
+    Columns,
     Delta,
     Encoding,
     Excerpt,
@@ -24,6 +26,7 @@ from nf4conv.sources.tensors import (
     Joined,
     LowRankDelta,
     Merged,
+    PackedIntegers,
     Scaled,
     StackedExperts,
     Strided,
@@ -154,12 +157,12 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return True
         case Merged():
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
-        case Fp4() | Bitsandbytes4bit() if encoding.is_transposed:
+        case Fp4() | PackedIntegers() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
-        case Scaled() | Bitsandbytes8bit() | Fp4() | Bitsandbytes4bit() | StackedExperts():
+        case Strided() | Joined() | Excerpt() | Columns():
+            return False
+        case _:
             return start % _rows_together(tensor) == 0
-        case Strided() | Joined() | Excerpt():
-            return False
 
 
 def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
@@ -189,6 +192,8 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         values = _cut_rows(encoding.values, start, stop)
         scale = _scale_rows(encoding, tensor.shape[0], start, stop)
         return Scaled(values, scale, encoding.block)
+    if isinstance(encoding, PackedIntegers):
+        return integer_rows(encoding, start, stop)
     if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
         values = _cut_rows(encoding.values, start, stop)
         return replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
@@ -233,6 +238,8 @@ def _rows_together(tensor: TensorInfo) -> int:
             return elements // math.gcd(elements, max(tensor.shape[1], 1))
         case Scaled(block=(height, _)):
             return height
+        case PackedIntegers():
+            return ROWS_TOGETHER
         case StackedExperts(experts=experts):
             return max(tensor.shape[0] // len(experts), 1)
         case _:

@@ -7,7 +7,12 @@ from nf4conv.errors import SourceError
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.bitsandbytes import bitsandbytes_4bit, bitsandbytes_8bit
-from nf4conv.sources.encodings.description import PACKED_INTEGERS, Block
+from nf4conv.sources.encodings.description import Block
+from nf4conv.sources.encodings.integers import (
+    packed_by_awq,
+    packed_by_compressed_tensors,
+    packed_by_gptq,
+)
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
 from nf4conv.sources.tensors import Fp4, Scaled, TensorInfo
 
@@ -16,7 +21,7 @@ PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 
 _FLOAT8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")
 
-_PART_DTYPES: Final = (*PLAIN_DTYPES, *_FLOAT8_DTYPES, "U8", "I8", "F8_E8M0")
+_PART_DTYPES: Final = (*PLAIN_DTYPES, *_FLOAT8_DTYPES, "U8", "I8", "I32", "F8_E8M0")
 """Dtypes of the parts of an encoded tensor."""
 
 COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
@@ -76,12 +81,7 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
     if stem == tensor.name or scale is None:
         return None
     if tensor.dtype != "U8":
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: {tensor.dtype} holds packed integers; give the "
-            f"checkpoint that it was made from: {PACKED_INTEGERS}",
-            path=tensor.file,
-            tensor=tensor.name,
-        )
+        raise misfit(tensor, scale)
     divisor = siblings.find(f"{stem}_global_scale")
     _check_fp4(tensor, scale, divisor)
     return tensor._replace(
@@ -138,7 +138,7 @@ def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
             path=tensor.file,
             tensor=tensor.name,
         )
-    if scale is None and siblings.method is not None:
+    if scale is None and siblings.description.method is not None:
         raise SourceError(
             f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
             f"incomplete",
@@ -147,7 +147,7 @@ def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         )
     block = None
     if scale is not None:
-        block = _block_of_scale(tensor, scale, siblings.blocks)
+        block = _block_of_scale(tensor, scale, siblings.description.blocks)
     return tensor._replace(dtype=siblings.dtype, encoding=Scaled(tensor, scale, block))
 
 
@@ -191,6 +191,9 @@ def _block_of_scale(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Bloc
 
 _RULES: Final = (
     _stacked_mxfp4,
+    packed_by_compressed_tensors,
+    packed_by_gptq,
+    packed_by_awq,
     _packed_fp4,
     _plain_fp4,
     bitsandbytes_4bit,

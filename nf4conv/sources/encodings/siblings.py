@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nf4conv.errors import SourceError
 from nf4conv.models.family import Family
-from nf4conv.sources.encodings.description import Block
+from nf4conv.sources.encodings.description import Description
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -14,8 +14,7 @@ class SiblingTensors:
     """The tensors of a checkpoint, to find those that belong to one of them."""
 
     by_name: Mapping[str, TensorInfo]  # all tensors as they are stored
-    method: str | None  # quant_method of the config; None if it describes no quantization
-    blocks: tuple[Block, ...]  # blocks that may share a scale, by the config
+    description: Description  # the quantization, as the config describes it
     dtype: str  # the tag to decode to where the source does not say
     families: tuple[Family, ...]  # the model's families, some of which store weights transposed
     read: Callable[[TensorInfo], bytes]  # reads a small tensor

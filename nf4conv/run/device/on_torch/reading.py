@@ -3,14 +3,16 @@ are packed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
 from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.quant_state import QuantState
+from nf4conv.errors import CodecError
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
@@ -19,12 +21,16 @@ from nf4conv.run.worker import Activity
 from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
+    Columns,
     Delta,
     Excerpt,
+    FileRange,
     Fp4,
     Joined,
     LowRankDelta,
     Merged,
+    PackedIntegers,
+    Parts,
     RowsDelta,
     Scaled,
     StackedExperts,
@@ -43,6 +49,11 @@ TORCH_DTYPES: Final = {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
+
+_FromParts: TypeAlias = (
+    Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | Columns | Bitsandbytes4bit | Strided
+)
+"""Encodings that are decoded from parts that are stored as they are."""
 
 
 def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
@@ -75,21 +86,38 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
     if isinstance(encoding, Joined):
         # the parts are copied, since the next one is read into the same buffer
         return torch.cat([_read_whole(device, part).clone() for part in encoding.tensors])
-    parts = encoding.parts
-    raws = device.read([part.file_range for _, part in parts])
+    raws = _read_parts(device, encoding.parts)
     with device.timed(Activity.COMPUTE):
         views = {}
-        for (role, part), raw in zip(parts, raws, strict=True):
+        for (role, part), raw in zip(encoding.parts, raws, strict=True):
             views[role] = _shaped(raw.view(TORCH_DTYPES[part.dtype]), part)
-        decoded = _decode(tensor, encoding, views)
+        try:
+            decoded = _decode(tensor, encoding, views)
+        except CodecError as error:
+            raise CodecError(f"{tensor.file}: {tensor.name}: {error}") from error
         if decoded.numel() != tensor.elements:
             decoded = decoded.view(-1)[: tensor.elements]  # the last code of a weight is padding
         return _shaped(decoded, tensor)
 
 
+def _read_parts(device: TorchBuffers, parts: Parts) -> list[torch.Tensor]:
+    """Reads the bytes of parts; the lines of one that is cut out by columns are put together."""
+    ranges: list[FileRange] = []
+    for _, part in parts:
+        ranges.extend(part.file_ranges)
+    raws = iter(device.read(ranges))
+    found = []
+    for _, part in parts:
+        if isinstance(part.encoding, Columns):
+            found.append(torch.stack([next(raws) for _ in range(part.shape[0])]))
+        else:
+            found.append(next(raws))
+    return found
+
+
 def _decode(
     tensor: TensorInfo,
-    encoding: Scaled | Bitsandbytes8bit | Fp4 | Bitsandbytes4bit | Strided,
+    encoding: _FromParts,
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Decodes a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
@@ -101,18 +129,49 @@ def _decode(
         case Bitsandbytes8bit():
             return decode_int8_rows(values, parts["scale"], dtype)
         case Fp4():
-            return decode_fp4(
-                values,
-                parts["scale"],
-                dtype,
-                divisor=parts.get("divisor"),
-                multiplier=parts.get("multiplier"),
-                is_transposed=encoding.is_transposed,
-            )
+            return _decode_fp4(encoding, parts, dtype)
+        case PackedIntegers():
+            return _decode_integers(encoding, parts, dtype)
+        case Columns():
+            raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
         case Bitsandbytes4bit():
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
             return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
+
+
+def _decode_fp4(
+    encoding: Fp4, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    return decode_fp4(
+        parts["values"],
+        parts["scale"],
+        dtype,
+        divisor=parts.get("divisor"),
+        multiplier=parts.get("multiplier"),
+        is_transposed=encoding.is_transposed,
+    )
+
+
+def _decode_integers(
+    encoding: PackedIntegers, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    layout = IntegerLayout(
+        packing=encoding.packing,
+        bits=encoding.bits,
+        columns=encoding.columns,
+        group_size=encoding.group_size,
+        zeros_less_one=encoding.zeros_less_one,
+    )
+    decoded = decode_integers(
+        parts["values"],
+        parts["scale"],
+        layout,
+        dtype,
+        zeros=parts.get("zeros"),
+        group_index=parts.get("group_index"),
+    )
+    return decoded.t().contiguous() if encoding.is_transposed else decoded
 
 
 def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:

@@ -1,0 +1,226 @@
+"""Integers of 2, 3, 4 or 8 bits, packed into words, times scales that groups of columns share.
+
+    value = (code - zero) * scale, computed in float32 and rounded once
+
+A code has so few bits that float32 holds its product with a 16-bit scale exactly. So the result is
+the one that the methods compute in the dtype of their scales. A stream of codes begins in the
+lowest bits of its first word; a code of 3 bits may run over the border of two words.
+
+compressed-tensors  [rows, words]: a stream for each row. Zero points are packed along the rows,
+                    or one int8 each, less 2^(bits - 1); PackedQuantizationCompressor of
+                    compressed-tensors 0.20
+GPTQ                [words, rows]: a stream down each column. Zero points [groups, words], one too
+                    small in version 1, where loaders add 1 to whole words, carries included;
+                    dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format
+AWQ                 [columns, words]: 8 codes of a word in the order 0 2 4 6 1 3 5 7, of zero
+                    points [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from nf4conv.codec.decode.scaled import chunks
+from nf4conv.errors import CodecError
+
+_PLACES_IN_AWQ: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in its word each of 8 neighbouring codes of AWQ is."""
+
+_WORD: Final = 32
+"""Bits of a word; as many rows share whole words, whatever the bits of a code."""
+
+
+@dataclass(frozen=True)
+class IntegerLayout:
+    """How the codes of a weight lie.
+
+    Attributes:
+        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        bits: of a code: 2, 3, 4 or 8.
+        columns: of the weight.
+        group_size: columns that share a scale, unless a group index says which.
+        zeros_less_one: True if zero points are stored one too small.
+    """
+
+    packing: str
+    bits: int
+    columns: int
+    group_size: int
+    zeros_less_one: bool = False
+
+
+def decode_integers(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    layout: IntegerLayout,
+    dtype: torch.dtype,
+    *,
+    zeros: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decodes a matrix, or some rows of one.
+
+    Args:
+        values: the words, int32, in the shape of the packing.
+        scale: [rows, groups], or [groups, rows] of GPTQ and AWQ.
+        layout: how the codes lie.
+        dtype: of the result.
+        zeros: the zero point of each group, packed, or int8 for each; None for 2^(bits - 1).
+        group_index: [columns]: the group of each column; None if groups are in order.
+
+    Returns:
+        [rows, columns] `dtype`, contiguous.
+
+    Raises:
+        CodecError: the group index names a group that there is not.
+    """
+    if layout.packing != "compressed-tensors":
+        scale = scale.t()
+    elif scale.dim() == 1:
+        scale = scale.view(-1, 1)
+    rows, groups = scale.shape
+    index = _column_groups(group_index, layout, groups, values.device)
+    factors = scale.to(torch.float32).contiguous()
+    zero_points = _zero_points(zeros, layout, rows)
+    out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
+    for part in chunks(factors, layout.columns, _WORD):
+        decoded = _codes(values, part, layout).to(torch.float32)
+        subtracted = zero_points if zero_points.dim() == 0 else zero_points[part]
+        _subtract_and_scale(decoded, subtracted, factors[part], index, layout.group_size)
+        out[part] = decoded
+    return out
+
+
+def _subtract_and_scale(
+    values: torch.Tensor,
+    zero_points: torch.Tensor,
+    factors: torch.Tensor,
+    index: torch.Tensor | None,
+    group_size: int,
+) -> None:
+    """Subtracts zero points and multiplies with scales, in place.
+
+    Args:
+        values: [rows, columns] float32, contiguous.
+        zero_points: [rows, groups] float32, or one for all.
+        factors: [rows, groups] float32.
+        index: [columns]: the group of each column; None if all groups are whole and in order.
+        group_size: columns of a group in order.
+    """
+    has_one = zero_points.dim() == 0
+    if index is None:
+        values = values.view(len(values), -1, min(group_size, values.shape[1]))
+        factors = factors.unsqueeze(-1)
+        zero_points = zero_points if has_one else zero_points.unsqueeze(-1)
+    else:
+        factors = factors.index_select(1, index)
+        zero_points = zero_points if has_one else zero_points.index_select(1, index)
+    values.sub_(zero_points).mul_(factors)
+
+
+def _column_groups(
+    group_index: torch.Tensor | None, layout: IntegerLayout, groups: int, device: torch.device
+) -> torch.Tensor | None:
+    """Returns the group of each column; None if all groups are whole and in order."""
+    columns = layout.columns
+    in_order = torch.arange(columns) // layout.group_size
+    if group_index is not None and columns:
+        index = group_index.to(torch.int64)
+        least = int(index.min())
+        # compressed-tensors has -1 where nothing was reordered
+        is_unset = layout.packing == "compressed-tensors" and least == -1
+        if not is_unset and (least < 0 or int(index.max()) >= groups):
+            raise CodecError(f"its group index names a group that is none of its {groups}")
+        if not is_unset and not torch.equal(index.cpu(), in_order):
+            return index
+    if columns and int(in_order[-1]) >= groups:
+        raise CodecError(f"{groups} groups of {layout.group_size} for {columns} columns")
+    if columns == groups * layout.group_size or groups == 1:
+        return None
+    return in_order.to(device)
+
+
+def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
+    """Returns the codes of some rows: [rows, columns] uint8."""
+    if layout.packing == "compressed-tensors":
+        return unpack(values[part].contiguous(), layout.bits)[:, : layout.columns]
+    if layout.packing == "GPTQ":
+        words = values[:, part].t().contiguous()
+        return unpack(words, layout.bits)[:, : layout.columns]
+    first = part.start * layout.bits // _WORD
+    last = -(-part.stop * layout.bits // _WORD)
+    codes = _in_order(unpack(values[:, first:last].contiguous(), layout.bits))
+    return codes[:, : part.stop - part.start].t().contiguous()
+
+
+def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -> torch.Tensor:
+    """Returns the zero points: [rows, groups] float32, or a single one for all."""
+    bits = layout.bits
+    middle = 2 ** (bits - 1)
+    if zeros is None:
+        return torch.tensor(float(middle))
+    if zeros.dtype == torch.int8:
+        return zeros.view(rows, -1).to(torch.float32).add_(middle)
+    if layout.packing == "compressed-tensors":
+        found = unpack(zeros.t().contiguous(), bits)
+    elif layout.packing == "AWQ":
+        found = _in_order(unpack(zeros.contiguous(), bits))
+    else:
+        found = _gptq_zero_points(zeros, layout)
+    return found[:, :rows].t().to(torch.float32).contiguous()
+
+
+def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
+    """Returns the zero points of GPTQ: [groups, rows] uint8."""
+    bits = layout.bits
+    if not layout.zeros_less_one:
+        return unpack(zeros.contiguous(), bits)
+    if bits == 3:  # codes cross the borders of words, so loaders add to each
+        return (unpack(zeros.contiguous(), bits) + 1) & 7
+    ones = sum(1 << place for place in range(0, _WORD, bits))
+    return unpack(zeros.contiguous() + ones, bits)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the codes in streams of words.
+
+    Args:
+        words: [streams, words] int32, contiguous.
+        bits: of a code, 1 to 8.
+
+    Returns:
+        [streams, words * 32 // bits] uint8.
+
+    Raises:
+        CodecError: the words of a stream hold no whole number of codes.
+    """
+    raw = words.view(torch.uint8)
+    if bits == 8:
+        return raw
+    if 8 % bits == 0:
+        mask = 2**bits - 1
+        codes = [(raw >> shift) & mask for shift in range(0, 8, bits)]
+        return torch.stack(codes, dim=-1).flatten(-2)
+    if raw.shape[-1] % bits != 0:
+        raise CodecError(f"{words.shape[-1]} words hold no whole number of {bits}-bit codes")
+    return _unpack_across_bytes(raw, bits)
+
+
+def _unpack_across_bytes(raw: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the codes of streams of bytes, of which every `bits` bytes hold 8 codes."""
+    together = raw.view(*raw.shape[:-1], -1, bits).to(torch.int32)
+    codes = []
+    for number in range(8):
+        byte, shift = divmod(number * bits, 8)
+        window = together[..., byte]
+        if shift + bits > 8:
+            window = window | together[..., byte + 1] << 8
+        codes.append((window >> shift & (2**bits - 1)).to(torch.uint8))
+    return torch.stack(codes, dim=-1).flatten(-2)
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes of AWQ, [lines, codes] in the order of their words, as they follow."""
+    words = codes.view(len(codes), -1, 8)
+    return words[..., list(_PLACES_IN_AWQ)].flatten(-2)

@@ -1,0 +1,66 @@
+"""Cuts rows out of weights of packed integers.
+
+The words of GPTQ and AWQ do not lie row by row: rows of such a weight are columns of its tensors,
+which are read in one run for each line of the file.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from nf4conv.sources.tensors import Columns, PackedIntegers, TensorInfo
+
+ROWS_TOGETHER: Final = 32
+"""Rows that share whole words, whatever the bits of a code."""
+
+
+def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedIntegers:
+    """Returns the encoding of rows start … stop.
+
+    Args:
+        encoding: of a weight that is not transposed.
+        start: a multiple of ROWS_TOGETHER.
+        stop: another one, or the end of the weight.
+    """
+    first_word = start * encoding.bits // 32
+    last_word = -(-stop * encoding.bits // 32)
+    zeros = encoding.zeros
+    if encoding.packing == "compressed-tensors":
+        if zeros is not None and zeros.dtype == "I8":
+            zeros = _lines(zeros, start, stop)
+        elif zeros is not None:
+            zeros = _lines(zeros, first_word, last_word)
+        values = _lines(encoding.values, start, stop)
+        return replace(
+            encoding, values=values, scale=_lines(encoding.scale, start, stop), zeros=zeros
+        )
+    if zeros is not None:
+        zeros = _columns(zeros, first_word, last_word)
+    if encoding.packing == "GPTQ":
+        values = _columns(encoding.values, start, stop)
+    else:
+        values = _columns(encoding.values, first_word, last_word)
+    return replace(
+        encoding, values=values, scale=_columns(encoding.scale, start, stop), zeros=zeros
+    )
+
+
+def _lines(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Cuts along the first dimension of a tensor that is stored as it is."""
+    size = part.nbytes // part.shape[0]
+    return part._replace(
+        shape=(last - first, *part.shape[1:]),
+        start=part.start + first * size,
+        stop=part.start + last * size,
+    )
+
+
+def _columns(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Cuts columns out of a matrix that is stored as it is."""
+    if (first, last) == (0, part.shape[1]):
+        return part
+    if isinstance(part.encoding, Columns):
+        before = part.encoding.first
+        cut = Columns(part.encoding.values, before + first, before + last)
+    else:
+        cut = Columns(part, first, last)
+    return part._replace(shape=(part.shape[0], last - first), encoding=cut)

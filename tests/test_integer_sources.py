@@ -1,0 +1,303 @@
+"""Checkpoints of compressed-tensors, GPTQ and AWQ as sources: decoded, packed, refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integers import Weight, awq, compressed, gptq
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nf4conv import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    dequantize_checkpoint,
+    plan_dequantization,
+    plan_quantization,
+    quantize_checkpoint,
+)
+from nf4conv.commands.compare import compare_checkpoints
+from nf4conv.commands.verify import verify_checkpoint
+from nf4conv.errors import Nf4convError, PlanError, SourceError
+
+CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CONFIG = LlamaConfig(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=96,
+    dtype="float16",
+)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+}
+MAKERS = {"gptq": (gptq, GPTQ), "awq": (awq, AWQ), "compressed": (compressed, PACKED)}
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def plain_model() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: part.half() for name, part in LlamaForCausalLM(CONFIG).state_dict().items()}
+
+
+def write(
+    folder: Path,
+    make: Any,
+    description: dict[str, Any],
+    special: dict[str, Weight] | None = None,
+    **more: Any,
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Writes a small Llama whose layers are quantized.
+
+    Returns:
+        The folder; the tensors that it stands for.
+    """
+    stored, decoded = {}, {}
+    for name, tensor in plain_model().items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            stored[name] = decoded[name] = tensor
+            continue
+        weight = (special or {}).get(module) or make(*tensor.shape, dtype=torch.float16, **more)
+        stored |= {f"{module}.{suffix}": part for suffix, part in weight.parts.items()}
+        decoded[name] = weight.decoded
+    folder.mkdir()
+    config = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config["quantization_config"] = description
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: part.clone().contiguous() for name, part in stored.items()}, folder / FILE)
+    return folder, decoded
+
+
+FILE = "model.safetensors"
+
+
+def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
+    source, decoded = write(tmp_path / "source", *MAKERS[method])
+    report = dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert report.decoded == 14
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "float16"
+    loaded, info = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(loaded.get_parameter(f"{Q}.weight"), decoded[f"{Q}.weight"])
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_another_dtype_is_rounded_once(tmp_path: Path, method: str):
+    make, description = MAKERS[method]
+    source, _ = write(tmp_path / "source", make, description)
+    options = DequantizeOptions(dtype="float32")
+    dequantize_checkpoint(source, tmp_path / "exact", options, CPU)
+    options = DequantizeOptions(dtype="bfloat16")
+    dequantize_checkpoint(source, tmp_path / "rounded", options, CPU)
+    exact = load_file(tmp_path / "exact" / FILE)
+    rounded = load_file(tmp_path / "rounded" / FILE)
+    for name in (f"{Q}.weight", "model.layers.1.mlp.down_proj.weight"):
+        assert torch.equal(rounded[name], exact[name].to(torch.bfloat16))
+
+
+def test_layers_of_different_bits(tmp_path: Path):
+    """GPTQModel's `dynamic`: some layers in 8 bits, one in 2, one not quantized."""
+    special = {
+        Q: gptq(128, 128, bits=8, group_size=64),
+        "model.layers.1.mlp.down_proj": gptq(128, 256, bits=2, group_size=128),
+    }
+    dynamic = {
+        "+:.*q_proj.*": {"bits": 8, "group_size": 64},
+        "+:.*down_proj": {"bits": 2, "group_size": 128},
+        "-:.*lm_head.*": {},
+    }
+    source, decoded = write(tmp_path / "source", gptq, GPTQ | {"dynamic": dynamic}, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    [note] = [note for note in plan_quantization(source).notes if note.startswith("the source")]
+    assert "12 of GPTQ 4-bit, groups of 32" in note
+    assert "1 of GPTQ 8-bit, groups of 64" in note
+    assert "1 of GPTQ 2-bit, groups of 128" in note
+
+
+def test_several_config_groups(tmp_path: Path):
+    special = {
+        Q: compressed(128, 128, bits=8, group_size=None, is_symmetric=False, dtype=torch.float16),
+        "model.layers.0.mlp.up_proj": compressed(256, 128, group_size=None, dtype=torch.float16),
+    }
+    description = json.loads(json.dumps(PACKED))
+    for bits in (8, 4):
+        weights = {"num_bits": bits, "type": "int", "strategy": "channel", "group_size": None}
+        description["config_groups"][f"group_{bits}"] = {"targets": ["x"], "weights": weights}
+    source, decoded = write(tmp_path / "source", compressed, description, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
+def test_gpt2_stores_its_weights_transposed(tmp_path: Path):
+    """GPTQ quantizes a Conv1D as if it were a Linear; the model wants [in, out] back."""
+    name = "transformer.h.0.attn.c_attn"
+    weight = gptq(96, 32, group_size=32)
+    (tmp_path / "source").mkdir()
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32}
+    config["quantization_config"] = GPTQ
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    stored = {f"{name}.{suffix}": part for suffix, part in weight.parts.items()}
+    save_file(stored, tmp_path / "source" / FILE)
+    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
+    same_tensors(
+        load_file(tmp_path / "out" / FILE), {f"{name}.weight": weight.decoded.t().contiguous()}
+    )
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
+    """A weight of 1024 x 1024 takes several pieces of a buffer of 1 MB."""
+    make, description = MAKERS[method]
+    special = {Q: make(1024, 1024, dtype=torch.float16)}
+    source, decoded = write(tmp_path / "source", make, description, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    plain = tmp_path / "out"
+    options = QuantizeOptions(quant_type="nf4")
+    quantize_checkpoint(source, tmp_path / "nf4", options, CPU)
+    quantize_checkpoint(plain, tmp_path / "expected", options, CPU)
+    same_tensors(load_file(tmp_path / "nf4" / FILE), load_file(tmp_path / "expected" / FILE))
+    assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
+
+
+def test_compare_finds_no_difference(tmp_path: Path):
+    source, _ = write(tmp_path / "source", gptq, GPTQ)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    report = compare_checkpoints(source, tmp_path / "out", run=CPU)
+    assert report.passed
+
+
+def test_what_is_lost_is_said(tmp_path: Path):
+    source, _ = write(tmp_path / "source", gptq, GPTQ)
+    notes = plan_quantization(source).notes
+    assert any("14 weights were rounded to integers of few bits before" in note for note in notes)
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, None, CPU)
+    assert "GPTQ 4-bit, groups of 32" in (out / "nf4conv.json").read_text()
+    assert "GPTQ 4-bit, groups of 32" in (out / "README.md").read_text()
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def cut(part: torch.Tensor) -> torch.Tensor:
+    return part[..., :-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("make", "description", "changes", "message"),
+    [
+        (gptq, GPTQ, {"qzeros": cut}, "qweight: I32 .* fit no GPTQ in 2, 3, 4 and 8 bits"),
+        (gptq, GPTQ, {"scales": cut}, r"qweight: I32 .* does not go with .*scales, F16 \[4, 127\]"),
+        (gptq, GPTQ, {"g_idx": lambda part: part[:100]}, "qweight: I32 .* fit no GPTQ"),
+        (gptq, GPTQ, {"qzeros": None}, "qweight: lacks its qzeros"),
+        (
+            gptq,
+            GPTQ,
+            {"qzeros": lambda part: part[:3].contiguous()},
+            ".* does not go with .*qzeros",
+        ),
+        (awq, AWQ, {"qzeros": cut}, ".* does not go with .*qzeros"),
+        (awq, AWQ, {"scales": cut}, ".* fit no AWQ in 4 bits"),
+        (compressed, PACKED, {"weight_scale": cut}, "weight_packed: I32 .* fit no compressed"),
+        (
+            compressed,
+            PACKED,
+            {"weight_shape": lambda part: part * 0 + 2**60, "weight_scale": lambda p: p[:, :1]},
+            r"weight_shape: says \[1152921504606846976, ",
+        ),
+        (
+            gptq,
+            GPTQ,
+            {"weight": lambda _: torch.ones(2)},
+            "weight: is there twice, as it is and quantized",
+        ),
+        (awq, AWQ, {"act.scales": lambda _: torch.ones(2)}, "act.scales: part of a weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, make: Any, description: dict[str, Any], changes: dict[str, Any], message: str
+):
+    weight = make(128, 128, dtype=torch.float16)
+    for name, change in changes.items():
+        if change is None:
+            del weight.parts[name]
+        else:
+            weight.parts[name] = change(weight.parts.get(name))
+    source, _ = write(tmp_path / "source", make, description, {Q: weight})
+    with pytest.raises(SourceError, match=f"{FILE}: {Q}.{message}") as error:
+        plan_dequantization(source)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin'; nf4conv decodes gptq",
+        ),
+        (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
+        (GPTQ | {"is_marlin_format": True}, "checkpoint_format 'marlin'"),
+        (AWQ | {"version": "GEMV"}, "version 'gemv'; nf4conv decodes gemm"),
+        (PACKED | {"format": "marlin-24"}, "format marlin-24 of compressed-tensors"),
+    ],
+)
+def test_other_layouts_are_refused_by_name(
+    tmp_path: Path, description: dict[str, Any], message: str
+):
+    source, _ = write(tmp_path / "source", gptq, description)
+    with pytest.raises(SourceError, match=f"already quantized: .*{message}"):
+        plan_dequantization(source)
+
+
+@pytest.mark.parametrize("group", [-5, 4])
+def test_a_group_index_out_of_range_is_refused(tmp_path: Path, group: int):
+    weight = gptq(128, 128)
+    weight.parts["g_idx"][3] = group
+    source, _ = write(tmp_path / "source", gptq, GPTQ, {Q: weight})
+    for command in (dequantize_checkpoint, quantize_checkpoint):
+        out = tmp_path / command.__name__
+        with pytest.raises(
+            Nf4convError, match=f"{FILE}: {Q}.weight: its group index names"
+        ) as error:
+            command(source, out, None, CPU)
+        assert "\n" not in str(error.value)
+        assert not (out / "config.json").exists()
+
+
+def test_a_part_cannot_stay_in_gptq(tmp_path: Path):
+    source, _ = write(tmp_path / "source", gptq, GPTQ)
+    with pytest.raises(PlanError, match="only weights in bitsandbytes' 4 bits can stay"):
+        plan_dequantization(source, DequantizeOptions(include=("*q_proj*",)))
