@@ -15,10 +15,10 @@ from nf4conv.plan.joining import join_experts
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import (
     DTYPE_BITS,
-    Bitsandbytes4bit,
     StackedExperts,
     Strided,
     TensorInfo,
+    is_quantized,
 )
 
 
@@ -72,10 +72,10 @@ class ComparablePair:
 def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
     """Returns a tensor with the dtype that it is decoded to.
 
-    A packed weight is decoded to the dtype of the plain tensor that it is compared with. By way of
-    its own dtype it would be rounded twice.
+    A quantized weight is decoded to the dtype of the plain tensor that it is compared with. By way
+    of its own dtype it would be rounded twice.
     """
-    is_packed = isinstance(tensor.encoding, Bitsandbytes4bit | StackedExperts)
+    is_packed = is_quantized(tensor) or isinstance(tensor.encoding, StackedExperts)
     is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
     if is_packed and is_plain_float:
         return tensor._replace(dtype=other.dtype)

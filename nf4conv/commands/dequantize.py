@@ -1,4 +1,4 @@
-"""`nf4conv dequantize`: turns a 4-bit checkpoint or diffusers pipeline into a plain one."""
+"""`nf4conv dequantize`: turns a quantized checkpoint or diffusers pipeline into a plain one."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`nf4conv dequantize`: decodes a 4-bit checkpoint."""
+"""`nf4conv dequantize`: decodes a quantized checkpoint."""
 
 from typing import Any
 
@@ -49,10 +49,11 @@ from nf4conv.report.text.runs import dequantization_lines
 @writing_machine_options
 @writing_display_options
 def dequantize(source: str, out: str, **values: Any) -> None:
-    """Decode the 4-bit checkpoint SRC into the folder OUT.
+    """Decode the quantized checkpoint SRC into the folder OUT.
 
-    SRC is any bitsandbytes 4-bit checkpoint: a folder, a .safetensors file, or a model on the
-    Hugging Face Hub. OUT loads without bitsandbytes, and llama.cpp converts it to GGUF.
+    SRC is quantized by bitsandbytes, GPTQ, AWQ, compressed-tensors, or in FP8 or FP4: a folder, a
+    .safetensors file, or a model on the Hugging Face Hub. OUT loads as any 16-bit model, and
+    llama.cpp converts it to GGUF.
     """
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)

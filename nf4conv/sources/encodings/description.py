@@ -137,7 +137,7 @@ def _check_formats(description: Mapping[str, Any]) -> None:
     formats = [description.get("format")]
     formats += [group.get("format") for group in _config_groups(description)]
     if "marlin-24" in formats:
-        raise SourceError(
+        raise UndecodableError(
             "already quantized: format marlin-24 of compressed-tensors; give the checkpoint that "
             "it was made from: its integers lie as one kernel for sparse weights reads them"
         )
@@ -147,7 +147,7 @@ def _layout(method: str, description: Mapping[str, Any]) -> str | None:
     """Returns how the words of GPTQ or AWQ lie.
 
     Raises:
-        SourceError: in a way that nf4conv does not decode.
+        UndecodableError: in a way that nf4conv does not decode.
     """
     known = _LAYOUTS.get(method)
     if known is None:
@@ -160,7 +160,7 @@ def _layout(method: str, description: Mapping[str, Any]) -> str | None:
             continue
         layout = named.lower()
         if layout not in known:
-            raise SourceError(
+            raise UndecodableError(
                 f"already quantized: quant_method {method}, {key} {layout!r:.40}; nf4conv decodes "
                 f"{' and '.join(known[:2])}, so give the checkpoint that it was made from"
             )

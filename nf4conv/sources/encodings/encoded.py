@@ -132,7 +132,9 @@ def _replaced(
             kept.append(found[tensor.name])
         elif tensor.name in decoded_names:
             raise SourceError(
-                f"{tensor.file}: {tensor.name}: is there twice, as it is and quantized"
+                f"{tensor.file}: {tensor.name}: is there twice, as it is and quantized",
+                path=tensor.file,
+                tensor=tensor.name,
             )
         if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
             continue

@@ -102,7 +102,9 @@ def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTens
     if rows != tensor.shape[0] or columns <= 0:
         raise SourceError(
             f"{shape.file}: {shape.name}: says {[rows, columns]}, which does not go with "
-            f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
+            f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}",
+            path=shape.file,
+            tensor=shape.name,
         )
     return int(columns)
 
@@ -174,7 +176,9 @@ def _scales_and_zeros(
     if scale is None or zeros is None:
         lost = "scales" if scale is None else "qzeros"
         raise SourceError(
-            f"{tensor.file}: {tensor.name}: lacks its {lost}, without which it cannot be decoded"
+            f"{tensor.file}: {tensor.name}: lacks its {lost}, without which it cannot be decoded",
+            path=tensor.file,
+            tensor=tensor.name,
         )
     if tensor.dtype != "I32" or len(tensor.shape) != 2 or 0 in tensor.shape:
         raise misfit(tensor, scale)
@@ -228,7 +232,9 @@ def _unknown(tensor: TensorInfo, packing: str, siblings: SiblingTensors) -> Sour
     decoded = {"compressed-tensors": "2, 4 and 8", "GPTQ": "2, 3, 4 and 8", "AWQ": "4"}[packing]
     return SourceError(
         f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} and its other tensors "
-        f"fit no {packing} in {decoded} bits, which nf4conv decodes (bits in the config: {named})"
+        f"fit no {packing} in {decoded} bits, which nf4conv decodes (bits in the config: {named})",
+        path=tensor.file,
+        tensor=tensor.name,
     )
 
 

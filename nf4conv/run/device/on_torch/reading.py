@@ -94,7 +94,9 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
         try:
             decoded = _decode(tensor, encoding, views)
         except CodecError as error:
-            raise CodecError(f"{tensor.file}: {tensor.name}: {error}") from error
+            raise CodecError(
+                f"{tensor.file}: {tensor.name}: {error}", path=tensor.file, tensor=tensor.name
+            ) from error
         if decoded.numel() != tensor.elements:
             decoded = decoded.view(-1)[: tensor.elements]  # the last code of a weight is padding
         return _shaped(decoded, tensor)
