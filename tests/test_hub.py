@@ -123,7 +123,8 @@ def test_offline_nobody_is_asked(
 
 
 def test_offline_and_not_cached(hub: Hub, where: SourceOptions):
-    with pytest.raises(SourceError, match=r"1\.0: not in the cache, and the hub may not be asked$"):
+    asked = r"1\.0: not in the cache, and the hub may not be asked \(--local-files-only\); "
+    with pytest.raises(SourceError, match=asked):
         open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     assert hub.requests == []
 

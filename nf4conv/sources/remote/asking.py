@@ -37,6 +37,8 @@ HUB_ERRORS: Final[tuple[type[Exception], ...]] = (
 WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds between tries, after those of huggingface_hub itself."""
 
+_LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+
 _LONGEST_WAIT: Final = 60.0  # seconds, whatever a server says
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
@@ -139,11 +141,9 @@ def _next_step(error: Exception, what: str) -> str:
     if isinstance(error, errors.GatedRepoError):
         repo = "/".join(what.split("/")[:2])
         page = f"{constants.ENDPOINT}/{repo}"
-        return (
-            f"; accept the conditions at {page}, and log in with `hf auth login`, or set HF_TOKEN"
-        )
+        return f"; accept the conditions at {page}, and {_LOGIN}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "; if the name is right, log in with `hf auth login`, or set HF_TOKEN"
+        return f"; if the name is right, {_LOGIN}"
     return ""
 
 
