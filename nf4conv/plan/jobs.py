@@ -252,6 +252,11 @@ class Shard:
         """Returns the most bytes that the file can have."""
         return self.header_size + self.fixed_size + self.blobs_size
 
+    @property
+    def source_bytes(self) -> int:
+        """Returns how many bytes of the source are read for it."""
+        return sum(job.source_bytes for job in self.jobs)
+
     def tensor_names(self) -> Iterator[str]:
         """Yields the names of all tensors."""
         for job in self.jobs:

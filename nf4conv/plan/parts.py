@@ -155,7 +155,7 @@ def _shares(shards: Sequence[Shard], count: int) -> dict[str, int]:
     read one source file. Of more parts than shards, those beyond the shards make none.
     """
     count = min(count, len(shards))
-    sizes = [shard.largest_size + _source_bytes(shard) for shard in shards]
+    sizes = [shard.largest_size + shard.source_bytes for shard in shards]
     ends = list(accumulate(sizes))
     total = ends[-1]
     inside, between = _possible_cuts(shards, ends)
@@ -208,7 +208,3 @@ def _nearest(cuts: _Cuts, wanted: int, count: int, cost: int) -> Iterator[tuple[
             end = cuts.ends[place]
             first = bisect_left(cuts.ends, end)  # of several that are equal
             yield abs(count * end - wanted) + cost, cuts.shards[first]
-
-
-def _source_bytes(shard: Shard) -> int:
-    return sum(job.source_bytes for job in shard.jobs)

@@ -32,6 +32,7 @@ from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.run.writing import writing_devices, writing_tasks
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import source_changes
+from nf4conv.sources.unfinished import finished_shards
 from nf4conv.system.files import let_go
 from nf4conv.system.memory import total_memory
 
@@ -86,13 +87,15 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
+    kept = _kept_bytes(plan, out, run)
+    progress(kept)  # at once: importing torch may take longer than all else
     devices = writing_devices(plan.output, run)
     pipeline = make_pipeline(devices.backends, run, progress)
     before = pipeline.memory()
     with _open_folder(plan, out, run, devices.name) as folder:
         _prepare_folder(plan, folder, run, devices.name, card)
         resumed = len(folder.finished)
-        writing = _Writing(plan, folder, devices, pipeline, announce or _tell_nobody, run)
+        writing = _Writing(plan, folder, devices, pipeline, announce or _tell_nobody, run, kept)
         writing.write_shards()
         verification = verification_of(folder) if run.verify else None
         if isinstance(folder, Workspace):
@@ -101,6 +104,14 @@ def write_checkpoint(
         report = _report(plan, out, devices, pipeline, before, started, size, resumed)
         report = replace(report, notes=(*report.notes, *folder.left_out))
     return Written(report, verification)
+
+
+def _kept_bytes(plan: WritingPlan, out: Path, run: RunOptions) -> int:
+    """Counts the source bytes of the shards that an earlier run has finished, by their records."""
+    if run.overwrite or run.verify:  # then none of them counts
+        return 0
+    shards = {shard.name: shard for shard in plan.output.shards}
+    return sum(shards[name].source_bytes for name in finished_shards(out, shards))
 
 
 def ignore(count: int) -> None:
@@ -200,6 +211,8 @@ class _Writing:
     pipeline: Pipeline
     announce: Callable[[str, Path], None]
     run: RunOptions
+    # source bytes of finished shards that have been told as progress
+    told: int
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
@@ -244,10 +257,12 @@ class _Writing:
 
     def _count_finished(self) -> None:
         """Tells of the shards that an earlier run has finished."""
+        kept = 0
         for shard in self.plan.output.shards:
             if shard.name in self.folder.finished:
-                self.pipeline.advance(sum(job.source_bytes for job in shard.jobs))
+                kept += shard.source_bytes
                 self.announce(shard.name, self.folder.out / shard.name)
+        self.pipeline.advance(kept - self.told)
 
     def _shard_tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Sequence[ShardTask]]:
         finished = set(self.folder.finished)
@@ -280,9 +295,8 @@ class _Writing:
         if isinstance(self.folder, SharedFolder):  # a later part cannot tell what has changed
             files = source_files([shard])
             require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
-        read = sum(job.source_bytes for job in shard.jobs)
         verified = None if audit is None else asdict(audit.summary())
-        self.folder.record(shard.name, size, writer.crc32, read, verified)
+        self.folder.record(shard.name, size, writer.crc32, shard.source_bytes, verified)
         path = self.folder.out / shard.name
         self.announce(shard.name, path)
         if self.plan.output.largest_size > total_memory() // 4:

@@ -68,7 +68,8 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
     except SourceError as error:
         if str(error).startswith(str(opened.folder)):
             raise
-        raise type(error)(f"{opened.folder}: {error}") from error
+        path = error.path or opened.folder
+        raise type(error)(f"{opened.folder}: {error}", path=path, tensor=error.tensor) from error
     return replace(opened, tensors=tensors, notes=notes)
 
 

@@ -19,6 +19,7 @@ from nf4conv.cli.options import (
 )
 from nf4conv.cli.parameters import NonNegative, Place, WholeNumber
 from nf4conv.report.text.evaluations import evaluation_lines
+from nf4conv.report.text.progress_bar import Ticking
 
 
 @click.command(
@@ -86,13 +87,14 @@ def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> 
     if display.quiet:
         silence_libraries()
         hide_bar = True
-    with tqdm(
+    bar = tqdm(
         desc="evaluating",
         total=1,
         bar_format="{l_bar}{bar}| {elapsed}<{remaining}",
         leave=False,
         disable=hide_bar,
-    ) as bar:
+    )
+    with bar, Ticking(bar, "evaluating"):
         found = nf4conv.evaluate_checkpoints(outs, source, options, device, where, bar.update)
     result = found.evaluations[0] if len(outs) == 1 else found
     display.show(result, evaluation_lines(found, terminal_width()))

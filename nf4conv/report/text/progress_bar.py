@@ -5,13 +5,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 from nf4conv.format.units import size
 from nf4conv.report.text.terminal import tell
+from nf4conv.system.background import Background, outlast
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
+_SECONDS_BETWEEN_TICKS: Final = 0.5
+
+_SLOW_IMPORTS: Final = ("torch", "transformers")
+"""Libraries that take seconds to import, and longer from a busy disk."""
 
 
 @contextmanager
@@ -38,14 +43,60 @@ def progress(
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar:
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar,
+        Ticking(bar, verb) as ticking,
+    ):
 
         def advance(count: int) -> None:
             bar.update(min(count, total - bar.n))  # a bar that overruns would vanish
             if bar.n >= total:
-                bar.set_description(last)
+                ticking.say(last)
 
         yield advance
+
+
+class Ticking:
+    """Lets the time of a bar go on while nothing is read, and says if a library is imported.
+
+    Args:
+        bar: a bar of tqdm.
+        verb: what is being done.
+    """
+
+    def __init__(self, bar: Any, verb: str) -> None:
+        self._bar = bar
+        self._verb = verb
+        self._stopped = threading.Event()
+        self._thread = Background(self._tick, "nf4conv-ticks")
+
+    def __enter__(self) -> "Ticking":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        outlast([self._thread], self._stopped.set)
+
+    def say(self, verb: str) -> None:
+        """Says what is being done from now on."""
+        self._verb = verb
+        self._show()
+
+    def _tick(self) -> None:
+        with suppress(Exception):  # a terminal that has gone takes nothing away from the run
+            while not self._stopped.wait(_SECONDS_BETWEEN_TICKS):
+                self._show()
+
+    def _show(self) -> None:
+        imported = [name for name in _SLOW_IMPORTS if _is_being_imported(name)]
+        doing = f"{self._verb} (importing {imported[-1]})" if imported else self._verb
+        self._bar.set_description(doing)
+
+
+def _is_being_imported(name: str) -> bool:
+    """Returns True while a module is being imported for the first time."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))  # importlib's own mark
 
 
 def _is_disabled() -> bool:

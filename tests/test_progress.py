@@ -1,0 +1,125 @@
+"""A bar goes on while nothing is read, says what takes so long, and shows at once what is kept."""
+
+import io
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import contents, write_source
+
+from nf4conv import QuantizeOptions, RunOptions, plan_quantization
+from nf4conv.commands.quantize import execute_quantization
+from nf4conv.errors import OutputError
+from nf4conv.report.text import progress_bar
+from nf4conv.report.text.progress_bar import progress
+from nf4conv.run import checkpoint
+from nf4conv.sources.unfinished import finished_shards
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Stands for stderr; to be called in the test, because pytest sets its own before it."""
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    monkeypatch.setattr(progress_bar, "_SECONDS_BETWEEN_TICKS", 0.1)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    return shown
+
+
+def test_a_bar_ticks_while_a_library_is_imported_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    terminal = on_a_terminal(monkeypatch)
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1.5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(progress_bar, "_SLOW_IMPORTS", ("slow_library",))
+    with progress("quantizing", 1000, hidden=False) as advance:
+        import slow_library  # noqa: F401 - which takes 1.5 s
+
+        advance(500)
+        time.sleep(0.3)
+    states = terminal.getvalue().split("\r")
+    waiting = [state for state in states if "quantizing (importing slow_library): " in state]
+    assert len({*re.findall(r"\[(\d\d:\d\d)<", "".join(waiting))}) > 1, states
+    assert " 0%|" in waiting[0]
+    assert any(state.startswith("quantizing:  50%|") for state in states), states
+
+
+def test_the_last_words_stay(monkeypatch: pytest.MonkeyPatch):
+    terminal = on_a_terminal(monkeypatch)
+    with progress("quantizing", 1000, hidden=False, last="uploading to me/x") as advance:
+        advance(1000)
+        time.sleep(0.3)
+    states = [state for state in terminal.getvalue().split("\r") if "%|" in state]
+    assert states[-1].startswith("uploading to me/x: 100%|")
+    assert not [state for state in states if state.startswith("quantizing: 100%|")][1:]
+
+
+def test_a_terminal_that_goes_takes_nothing_away_from_the_run(monkeypatch: pytest.MonkeyPatch):
+    gone = on_a_terminal(monkeypatch)
+
+    def refuse(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with progress("quantizing", 1000, hidden=False):
+        gone.write = refuse  # type: ignore[method-assign]
+        time.sleep(0.3)
+        gone.write = lambda text: len(text)  # type: ignore[method-assign]
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A source, and an output that a run left behind with a finished shard."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    pwrite = os.pwrite
+
+    def failing(descriptor: int, data: memoryview, position: int) -> int:
+        if any(out.glob("*.safetensors")):
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OutputError):
+            execute_quantization(plan_quantization(source, OPTIONS), out, RUN)
+    return source, out
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_what_is_kept_is_shown_before_a_device_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+):
+    """A shard that turns out to be damaged is made again, and taken back."""
+    source, out = interrupted(tmp_path, monkeypatch)
+    kept = finished_shards(out)
+    assert kept
+    if damaged:
+        name = min(kept)
+        (out / name).write_bytes(b"\0" * kept[name].size)
+    plan = plan_quantization(source, OPTIONS)
+    told: list[int] = []
+    before: list[int] = []
+    opened = checkpoint.writing_devices
+
+    def opening(*arguments: object) -> object:
+        before.extend(told)
+        return opened(*arguments)
+
+    monkeypatch.setattr(checkpoint, "writing_devices", opening)
+    execute_quantization(plan, out, RUN, told.append)
+    assert before == [sum(file.source_bytes for file in kept.values())]
+    assert before[0] > 0
+    assert sum(told) == plan.totals().bytes_before
+    execute_quantization(plan_quantization(source, OPTIONS), tmp_path / "once", RUN)
+    assert contents(out) == contents(tmp_path / "once")
