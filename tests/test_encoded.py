@@ -510,7 +510,6 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
     ("method", "reason"),
     [
         ("auto-round", "packed integers in a layout of its own"),
-        ("hqq", "packed integers in a layout of its own"),
         ("aqlm", "a codebook of its own"),
         ("bitnet", "ternary weights, which 4 bits would only enlarge"),
         ("gguf", "llama.cpp's block formats"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq
+from integers import Weight, awq, compressed, gptq, hqq
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +47,17 @@ PACKED = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": {"num_bits": 8, "type": "float"},
 }
-MAKERS = {"gptq": (gptq, GPTQ), "awq": (awq, AWQ), "compressed": (compressed, PACKED)}
+HQQ = {
+    "quant_method": "hqq",
+    "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}},
+    "skip_modules": ["lm_head"],
+}
+MAKERS = {
+    "gptq": (gptq, GPTQ),
+    "awq": (awq, AWQ),
+    "compressed": (compressed, PACKED),
+    "hqq": (hqq, HQQ),
+}
 Q = "model.layers.0.self_attn.q_proj"
 
 
@@ -159,6 +169,19 @@ def test_several_config_groups(tmp_path: Path):
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
+def test_hqq_of_different_bits(tmp_path: Path):
+    """Also words that are stored as floats, as for training on several GPUs."""
+    special = {
+        Q: hqq(128, 128, bits=3, group_size=64),
+        "model.layers.0.self_attn.k_proj": hqq(128, 128, bits=8, axis=0),
+        "model.layers.0.self_attn.v_proj": hqq(128, 128, bits=2, is_viewed=True),
+        "model.layers.0.self_attn.o_proj": hqq(128, 128, bits=3, axis=0, is_viewed=True),
+    }
+    source, decoded = write(tmp_path / "source", hqq, HQQ, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
 def test_gpt2_stores_its_weights_transposed(tmp_path: Path):
     """GPTQ quantizes a Conv1D as if it were a Linear; the model wants [in, out] back."""
     name = "transformer.h.0.attn.c_attn"
@@ -243,6 +266,12 @@ def cut(part: torch.Tensor) -> torch.Tensor:
             {"weight": lambda _: torch.ones(2)},
             "weight: is there twice, as it is and quantized",
         ),
+        (hqq, HQQ, {"W_q": cut}, r"W_q: U8 .* does not go with .*scale"),
+        (hqq, HQQ, {"shape": lambda part: part * 0}, "W_q: .*shape is missing, or nothing"),
+        (hqq, HQQ, {"zero": None}, r"W_q: part of a weight"),
+        (hqq, HQQ, {"axis": lambda part: part + 2}, r"W_q: U8 .* does not go with .*scale"),
+        (hqq, HQQ, {"group_size": lambda part: part * 0}, "W_q: U8 .* does not go with .*scale"),
+        (hqq, HQQ, {"packing": lambda part: part + 1}, "W_q: packed as '5cju`v9'"),
         (awq, AWQ, {"act.scales": lambda _: torch.ones(2)}, "act.scales: part of a weight"),
     ],
 )

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, pack_stream
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from integers import Weight, awq, compressed, gptq, hqq, pack_stream
 
+from nf4conv.codec.decode.halves import decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers, unpack
 from nf4conv.errors import CodecError
 
@@ -60,6 +64,20 @@ def test_awq_is_that_of_autoawq(dtype: torch.dtype, columns: int, group_size: in
     same_bits(decode(weight, "AWQ", 4, group_size), weight.decoded)
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_awq_is_that_of_the_converter_of_compressed_tensors(dtype: torch.dtype):
+    """It unpacks AWQ by code of its own, and packs it anew."""
+    weight = awq(64, 128, group_size=64, dtype=dtype)
+    tensors = {f"m.{name}": part.clone() for name, part in weight.parts.items()}
+    converted = AutoAWQConverter(group_size=64).process(tensors)
+    state = {name.removeprefix("m."): part for name, part in converted.items()}
+    arguments = {"num_bits": 4, "type": "int", "symmetric": False, "group_size": 64}
+    weights = QuantizationArgs(strategy="group", **arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    expected = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+    same_bits(decode(weight, "AWQ", 4, 64), expected)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group_size", [32, None], ids=["groups", "channels"])
 @pytest.mark.parametrize("zeros", ["none", "packed", "bytes"])
@@ -77,6 +95,18 @@ def test_pack_quantized_is_that_of_compressed_tensors(
         dtype=dtype,
     )
     same_bits(decode(weight, "compressed-tensors", bits, group_size or 128), weight.decoded)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_hqq_is_that_of_hqq(bits: int, axis: int, dtype: torch.dtype):
+    weight = hqq(96, 128, bits=bits, axis=axis, group_size=64, dtype=dtype)
+    parts = weight.parts
+    decoded = decode_halves(
+        parts["W_q"], parts["scale"], parts["zero"], bits, axis, (96, 128), dtype
+    )
+    same_bits(decoded, weight.decoded)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])

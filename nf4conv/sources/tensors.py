@@ -213,6 +213,37 @@ class PackedIntegers(_EncodingBase):
 
 
 @dataclass(frozen=True, slots=True)
+class HalfQuadratic(_EncodingBase):
+    """A weight of HQQ: integers whose words hold codes of several parts of the weight.
+
+    It is read as a whole, since its first rows and its last ones share words.
+    """
+
+    values: TensorInfo  # [words] U8, or I32 of 3 bits
+    scale: TensorInfo  # one for each group
+    zero: TensorInfo  # the zero point of each group
+    bits: int  # of a code: 1, 2, 3, 4 or 8
+    axis: int  # 1 if groups are runs of elements, 0 if their elements are at equal distances
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        return f"HQQ {self.bits}-bit, groups of {self.group_size}"
+
+    @property
+    def parts(self) -> Parts:
+        return ("values", self.values), ("scale", self.scale), ("zero", self.zero)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return (
+            isinstance(other, HalfQuadratic)
+            and self.bits == other.bits
+            and self.axis == other.axis
+            and self.group_size == other.group_size
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Columns(_EncodingBase):
     """Some columns of a matrix that is stored as it is; only a part of another encoding."""
 
@@ -418,6 +449,7 @@ Encoding: TypeAlias = (
     | Bitsandbytes8bit
     | Fp4
     | PackedIntegers
+    | HalfQuadratic
     | Columns
     | Bitsandbytes4bit
     | Strided
@@ -486,13 +518,16 @@ def is_in_4_bits(tensor: TensorInfo) -> bool:
 def is_quantized(tensor: TensorInfo) -> bool:
     """Returns True if a quantization encoded the tensor, or what adapters are merged into."""
     encoding = tensor.unmerged.encoding
-    return isinstance(encoding, Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | Bitsandbytes4bit)
+    return isinstance(
+        encoding,
+        Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | HalfQuadratic | Bitsandbytes4bit,
+    )
 
 
 def is_of_few_bits(tensor: TensorInfo) -> bool:
     """Returns True if the tensor, or what adapters are merged into, is of integers below 8 bits."""
     encoding = tensor.unmerged.encoding
-    return isinstance(encoding, PackedIntegers) and encoding.bits < 8
+    return isinstance(encoding, PackedIntegers | HalfQuadratic) and encoding.bits < 8
 
 
 def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:

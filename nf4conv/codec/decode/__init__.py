@@ -5,5 +5,6 @@ sources/tensors.py describes the encodings; run/device/on_torch/reading.py calls
 scaled.py    multiplies 8-bit values with scales: FP8, MXFP8, INT8 and 8-bit bitsandbytes
 fp4.py       multiplies pairs of E2M1 values with scales: MXFP4 and NVFP4
 integers.py  multiplies packed integers with scales: compressed-tensors, GPTQ and AWQ
+halves.py    subtracts and multiplies as HQQ does, whose words hold codes of several parts
 packed.py    decodes 4-bit weights of bitsandbytes, or some blocks of one
 """

@@ -6,6 +6,7 @@ rules.py         recognises each kind of encoding by names, dtypes and shapes
 siblings.py      finds the tensors that belong together by their names
 integers.py      recognises packed integers: compressed-tensors, GPTQ and AWQ
 integer_rows.py  cuts rows out of weights of packed integers
+hqq.py           recognises weights of HQQ
 bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8
 pieces.py        cuts tensors, encoded or not, into pieces that can be decoded alone
 """

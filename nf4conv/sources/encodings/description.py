@@ -17,12 +17,13 @@ _ACCEPTED: Final = (
     "bitsandbytes",
     "gptq",
     "awq",
+    "hqq",
 )
 """Values of quant_method whose tensors are decoded. ModelOpt has variants, such as modelopt_fp4."""
 
 _REFUSED: Final = {
     **dict.fromkeys(
-        ("auto-round", "intel/auto-round", "autoround", "hqq", "sinq"),
+        ("auto-round", "intel/auto-round", "autoround", "sinq"),
         "packed integers in a layout of its own",
     ),
     **dict.fromkeys(

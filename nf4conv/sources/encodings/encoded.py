@@ -14,6 +14,7 @@ share a scale.
     W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
     X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
     W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
+    P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
     P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
     P.weight          I8       P.SCB                               bitsandbytes 8-bit
     W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
@@ -22,11 +23,12 @@ W is P.weight, or any other name. Tensors that are left over and belong to activ
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.models.families import families_of
+from nf4conv.sources.encodings import hqq
 from nf4conv.sources.encodings.description import describe
 from nf4conv.sources.encodings.rules import COMPONENT_ENDS, PLAIN_DTYPES, decoded
 from nf4conv.sources.encodings.siblings import SiblingTensors
@@ -52,7 +54,7 @@ _ENDS_OF_ACTIVATIONS: Final = (
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
-    ".g_idx", ".SCB", ".pre_quant_scale", ".bitmask", *COMPONENT_ENDS,
+    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
 
@@ -138,13 +140,21 @@ def _replaced(
             )
         if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
             continue
-        if tensor.name.removesuffix("_shape") in decoded_names:
-            continue  # compressed-tensors' W_shape
+        if _only_describes(tensor, decoded_names):
+            continue
         rest.append(tensor)
         if tensor.name not in found:
             kept.append(tensor)
     _check_unused(rest, method)
     return tuple(kept)
+
+
+def _only_describes(tensor: TensorInfo, decoded_names: Collection[str]) -> bool:
+    """Returns True if a tensor describes a decoded weight: W_shape, or what HQQ stores beside W."""
+    module, _, field = tensor.name.rpartition(".")
+    if field in hqq.FIELDS:
+        return f"{module}.weight" in decoded_names
+    return tensor.name.removesuffix("_shape") in decoded_names
 
 
 def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ...]:

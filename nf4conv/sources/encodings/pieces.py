@@ -23,6 +23,7 @@ from nf4conv.sources.tensors import (
     Encoding,
     Excerpt,
     Fp4,
+    HalfQuadratic,
     Joined,
     LowRankDelta,
     Merged,
@@ -159,7 +160,7 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | PackedIntegers() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
-        case Strided() | Joined() | Excerpt() | Columns():
+        case Strided() | Joined() | Excerpt() | Columns() | HalfQuadratic():
             return False
         case _:
             return start % _rows_together(tensor) == 0

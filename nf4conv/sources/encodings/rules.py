@@ -8,6 +8,7 @@ from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.bitsandbytes import bitsandbytes_4bit, bitsandbytes_8bit
 from nf4conv.sources.encodings.description import Block
+from nf4conv.sources.encodings.hqq import packed_by_hqq
 from nf4conv.sources.encodings.integers import (
     packed_by_awq,
     packed_by_compressed_tensors,
@@ -194,6 +195,7 @@ _RULES: Final = (
     packed_by_compressed_tensors,
     packed_by_gptq,
     packed_by_awq,
+    packed_by_hqq,
     _packed_fp4,
     _plain_fp4,
     bitsandbytes_4bit,

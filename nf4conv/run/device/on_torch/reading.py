@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 import torch
 
 from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.halves import decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
@@ -26,6 +27,7 @@ from nf4conv.sources.tensors import (
     Excerpt,
     FileRange,
     Fp4,
+    HalfQuadratic,
     Joined,
     LowRankDelta,
     Merged,
@@ -51,7 +53,14 @@ TORCH_DTYPES: Final = {
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
 
 _FromParts: TypeAlias = (
-    Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | Columns | Bitsandbytes4bit | Strided
+    Scaled
+    | Bitsandbytes8bit
+    | Fp4
+    | PackedIntegers
+    | HalfQuadratic
+    | Columns
+    | Bitsandbytes4bit
+    | Strided
 )
 """Encodings that are decoded from parts that are stored as they are."""
 
@@ -134,6 +143,8 @@ def _decode(
             return _decode_fp4(encoding, parts, dtype)
         case PackedIntegers():
             return _decode_integers(encoding, parts, dtype)
+        case HalfQuadratic():
+            return _decode_halves(tensor, encoding, parts)
         case Columns():
             raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
         case Bitsandbytes4bit():
@@ -174,6 +185,20 @@ def _decode_integers(
         group_index=parts.get("group_index"),
     )
     return decoded.t().contiguous() if encoding.is_transposed else decoded
+
+
+def _decode_halves(
+    tensor: TensorInfo, encoding: HalfQuadratic, parts: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    return decode_halves(
+        parts["values"],
+        parts["scale"],
+        parts["zero"],
+        encoding.bits,
+        encoding.axis,
+        tensor.shape,
+        TORCH_DTYPES[tensor.dtype],
+    )
 
 
 def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
