@@ -177,7 +177,7 @@ def float64_config(source: Path) -> None:
 def already_quantized(source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
+        json.dumps(config | {"quantization_config": {"quant_method": "aqlm"}})
     )
 
 
@@ -256,9 +256,8 @@ DAMAGES = [
     ),
     (
         already_quantized,
-        ".*already quantized: quant_method gptq; give the checkpoint that it was made from: 4-bit "
-        "integers, which "
-        "would lose precision a second time",
+        ".*already quantized: quant_method aqlm; give the checkpoint that it was made from: a "
+        "codebook of its own",
     ),
 ]
 

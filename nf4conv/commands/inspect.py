@@ -8,11 +8,11 @@ sources ▸ check (quant states and config) ▸ report
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import look_at
-from nf4conv.errors import DiffusersFolderError
+from nf4conv.errors import DiffusersFolderError, SourceError
 from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
 from nf4conv.options import SourceOptions
 from nf4conv.report.inspected import inspected_kinds, inspected_rows
@@ -23,11 +23,14 @@ from nf4conv.report.results.contents import Inspection
 from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
-from nf4conv.sources.opening import open_stored
+from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import HalfQuadratic, PackedIntegers, TensorInfo
+
+_ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q")
+"""Ends of the names of tensors that hold packed integers."""
 
 
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
@@ -148,7 +151,8 @@ class _Part:
         return _Part(files, tensors, kinds, notes, findings)
 
 
-def _inspect_one(source: Source) -> _Part:
+def _inspect_one(stored: Source) -> _Part:
+    source = _with_packed_integers(stored)
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
     rows = list(inspected_rows(source.tensors, contents))
@@ -160,6 +164,23 @@ def _inspect_one(source: Source) -> _Part:
         notes=notes,
         findings=_findings(source, contents) if contents else (),
     )
+
+
+def _with_packed_integers(stored: Source) -> Source:
+    """Presents packed integers, whose shapes say little, as the weights that they stand for."""
+    if not any(tensor.name.endswith(_ENDS_OF_WORDS) for tensor in stored.tensors):
+        return stored
+    try:
+        presented = present_encoded(stored)
+    except SourceError:  # what is wrong shows in what is stored
+        return stored
+    tensors = []
+    for tensor in presented.tensors:
+        if tensor.encoding is None or isinstance(tensor.encoding, PackedIntegers | HalfQuadratic):
+            tensors.append(tensor)
+        else:
+            tensors.extend(part for _, part in tensor.encoding.parts)
+    return replace(stored, tensors=tuple(tensors))
 
 
 def _describes_a_weight(tensor: TensorInfo) -> bool:

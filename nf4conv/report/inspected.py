@@ -49,7 +49,7 @@ def _row(
     size = tensor.nbytes + sum(part.nbytes for part in components.values())
     shape = tensor.shape
     dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    format = dtype
+    format = dtype if tensor.encoding is None else tensor.encoding.name
     quantization = None
     state = _state_of(components, contents)
     if state is not None:

@@ -16,12 +16,13 @@ from nf4conv.errors import AdapterError, SourceError, UndecodableError
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
+from nf4conv.sources.encodings.hqq import read_by_hqq
 from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.pickles.header import read_pickle_header
 from nf4conv.sources.places import from_address
 from nf4conv.sources.reader import each, read_json
-from nf4conv.sources.source import Source, read_tensor
+from nf4conv.sources.source import Source, read_tensor, read_together
 from nf4conv.sources.stamps import Stamp, stamp_and_head
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
@@ -55,14 +56,29 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
         SourceError: the checkpoint is missing, empty, truncated, or contradicts itself; the message
             names file and tensor.
     """
-    opened = open_stored(source, where)
+    return present_encoded(open_stored(source, where))
+
+
+def present_encoded(opened: Source) -> Source:
+    """Presents the encoded tensors of a checkpoint as the tensors that they decode to.
+
+    Args:
+        opened: a checkpoint with its tensors as they are stored.
+
+    Raises:
+        SourceError: tensors do not fit together; the message names them.
+        UndecodableError: the checkpoint is quantized by a method that nf4conv does not decode.
+    """
     config = opened.config or {}
-    exported: Mapping[str, Any] = {}
-    of_modelopt = opened.folder / "hf_quant_config.json"
-    if of_modelopt.is_file():
-        exported = read_json(require_own(of_modelopt, opened.root))
+    exported = _exported(opened)
     dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
-    read = partial(read_tensor, opened)
+    described = read_together(opened, list(read_by_hqq(opened.tensors)))
+
+    def read(tensor: TensorInfo) -> bytes:
+        if tensor.name in described:
+            return described[tensor.name]
+        return read_tensor(opened, tensor)
+
     try:
         tensors, notes = decoded_tensors(opened.tensors, config, exported, dtype, read)
     except SourceError as error:
@@ -71,6 +87,22 @@ def open_source(source: str | Path, where: SourceOptions | None = None) -> Sourc
         path = error.path or opened.folder
         raise type(error)(f"{opened.folder}: {error}", path=path, tensor=error.tensor) from error
     return replace(opened, tensors=tensors, notes=notes)
+
+
+def _exported(opened: Source) -> Mapping[str, Any]:
+    """Returns what a quantizer says of the checkpoint in a file of its own."""
+    of_modelopt = opened.folder / "hf_quant_config.json"
+    if of_modelopt.is_file():
+        return read_json(require_own(of_modelopt, opened.root))
+    if not any(tensor.name.endswith(".qweight") for tensor in opened.tensors):
+        return {}
+    # releases of AutoGPTQ and AutoAWQ before transformers knew them
+    for method, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):
+        file = opened.folder / name
+        if file.is_file():
+            content = read_json(require_own(file, opened.root))
+            return {"quantization": {"quant_method": method, **content}}
+    return {}
 
 
 def open_readable(source: str | Path, where: SourceOptions | None = None) -> Source:

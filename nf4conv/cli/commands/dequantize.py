@@ -51,9 +51,9 @@ from nf4conv.report.text.runs import dequantization_lines
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
-    SRC is quantized by bitsandbytes, GPTQ, AWQ, compressed-tensors, or in FP8 or FP4: a folder, a
-    .safetensors file, or a model on the Hugging Face Hub. OUT loads as any 16-bit model, and
-    llama.cpp converts it to GGUF.
+    SRC is quantized by bitsandbytes, GPTQ, AWQ, HQQ or compressed-tensors, or in FP8 or FP4: a
+    folder, a .safetensors file, or a model on the Hugging Face Hub. OUT loads as any 16-bit model,
+    and llama.cpp converts it to GGUF.
     """
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)

@@ -6,6 +6,7 @@ Everything about a weight is a tensor beside it: numbers, flags, and text as a b
 """
 
 import struct
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from nf4conv.errors import SourceError
@@ -26,6 +27,14 @@ _PACKINGS: Final = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bi
 _LARGEST: Final = 64  # bytes of a tensor that describes a weight; hqq writes 16 at most
 
 _SCALE_DTYPES: Final = ("F16", "BF16", "F32")
+
+
+def read_by_hqq(tensors: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+    """Yields the tensors that are read to recognise weights of HQQ: they are best read together."""
+    for tensor in tensors:
+        _, _, field = tensor.name.rpartition(".")
+        if field in ("packing", "shape", "axis", "group_size") and tensor.nbytes <= _LARGEST:
+            yield tensor
 
 
 def packed_by_hqq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:

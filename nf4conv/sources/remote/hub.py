@@ -38,7 +38,14 @@ PATIENCE: Final = 5.0
 A transfer that stalls is left alone with its own files.
 """
 
-_DESCRIPTIONS: Final = ("config.json", "hf_quant_config.json", "README.md", "nf4conv.json")
+_DESCRIPTIONS: Final = (
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "README.md",
+    "nf4conv.json",
+)
 """Files that are read beside the weights but not copied."""
 
 _LIKELY: Final = (
