@@ -11,6 +11,7 @@ config_file.py  takes options from a TOML file (--config)
 help.py         shows the options of a command in groups, and examples below them
 chosen.py       gathers the options that a user chose, and refuses options without effect
 display.py      shows results, notes and progress the way the user asked for
+log.py          shows on stderr what the library logs, with --verbose
 errors.py       turns every error into one line on stderr and an exit code
 """
 

@@ -14,7 +14,7 @@ import click
 
 import nf4conv
 from nf4conv.cli.chosen import refuse_alone
-from nf4conv.report.text.terminal import tell_notes
+from nf4conv.report.text.terminal import coloured, show, tell_notes
 
 if TYPE_CHECKING:  # importing all of them would take a moment of every command
     Result: TypeAlias = (
@@ -39,6 +39,7 @@ class Display:
         as_json: True prints the result as JSON.
         json_file: the file that gets the result as JSON, too.
         quiet: True prints no progress, no notes and no lines about the result.
+        verbose: True lists every check, and tells on stderr what is done.
         every: True lists every tensor.
         dry_run: True shows the plan and does not carry it out.
     """
@@ -46,8 +47,13 @@ class Display:
     as_json: bool = False
     json_file: Path | None = None
     quiet: bool = False
+    verbose: bool = False
     every: bool = False
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise click.UsageError("--quiet and --verbose contradict each other")
 
     def show(self, result: "Result", lines: Iterable[str]) -> None:
         """Prints a result as JSON or as `lines`, and writes it to the file that was asked for."""
@@ -56,9 +62,9 @@ class Display:
         if self.as_json:
             click.echo(nf4conv.to_json(result), nl=False)
         elif not self.quiet:
-            text = "\n".join(_wrapped(line) for line in lines)
+            text = "\n".join(coloured(_wrapped(line)) for line in lines)
             if text:
-                click.echo(text)
+                show(text)
 
     def tell_notes(self, notes: tuple[str, ...]) -> None:
         """Prints notes on stderr."""
@@ -75,7 +81,9 @@ def silence_libraries() -> None:
     """Turns off the progress bars of huggingface_hub and the warnings of nf4conv's log."""
     # huggingface_hub reads this when it is imported
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    logging.getLogger("nf4conv").setLevel(logging.ERROR)
+    library = logging.getLogger("nf4conv")
+    if not library.isEnabledFor(logging.INFO):  # as it is with --verbose
+        library.setLevel(logging.ERROR)
 
 
 def terminal_width() -> int | None:

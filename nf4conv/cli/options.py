@@ -12,6 +12,7 @@ import click
 
 from nf4conv.choices import LORA_EXPERTS
 from nf4conv.cli.help import Group, option
+from nf4conv.cli.log import show_log
 from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
 
 Declaration: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
@@ -258,10 +259,25 @@ def quiet_option(help: str) -> Declaration:
     return option("-q", "--quiet", group=Group.DISPLAY, is_flag=True, help=help)
 
 
+def verbose_option(help: str) -> Declaration:
+    return option(
+        "-v",
+        "--verbose",
+        group=Group.DISPLAY,
+        is_flag=True,
+        callback=show_log,
+        help=help,
+    )
+
+
+verbose_log_option = verbose_option("Say what is done and how long it takes, on stderr.")
+
+
 # The options of a command that writes a checkpoint. They fill Display, as do all of this group.
 writing_display_options = several(
     _dry_run_option,
     all_option("With --dry-run, list every tensor."),
     json_options,
     quiet_option("Show no progress and no summary."),
+    verbose_log_option,
 )

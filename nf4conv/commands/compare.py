@@ -9,12 +9,14 @@ bytes     tensors that are stored alike, in host memory
 values    tensors whose bytes differ, and those that are not stored alike
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from nf4conv import __version__
 from nf4conv.check.comparing import ComparablePair, TensorPair, comparable, pair_tensors
@@ -31,6 +33,8 @@ from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source
 from nf4conv.sources.source import Source
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def plan_comparison(
         >>> plan.bytes_to_read
         5963415552
     """
+    started = time.perf_counter()
     options = options or CompareOptions()
     sides = _open(a, b, options, where)
     tensors: dict[str, TensorPair] = {}
@@ -138,6 +143,7 @@ def plan_comparison(
     if not tensors:
         raise PlanError("--include and --exclude leave no tensor to compare")
     notes = tuple(unmatched(options, sides.sources()))
+    _log.info("paired %d tensors in %.1f s", len(tensors), time.perf_counter() - started)
     return ComparisonPlan(sides.a, sides.b, options, tensors, notes)
 
 

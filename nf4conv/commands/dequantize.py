@@ -1,15 +1,17 @@
 """`nf4conv dequantize`: turns a quantized checkpoint or diffusers pipeline into a plain one."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.submodels import open_unchanged, write_submodels
 from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
@@ -23,6 +25,8 @@ from nf4conv.run.earlier import found_or_written
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
+
+_log: Final = logging.getLogger(__name__)
 
 AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
 """Plan of one checkpoint, or of a diffusers pipeline."""
@@ -89,14 +93,31 @@ def plan_dequantization(
         >>> plan = nf4conv.plan_dequantization("./Llama-3.1-8B-nf4")
         >>> print(plan.totals().bytes_after)
     """
+    started = time.perf_counter()
     options = options or DequantizeOptions()
     try:
         plan = _plan_checkpoint(source, options, where)
     except DiffusersFolderError:
-        return _plan_pipeline(source, open_diffusers(source, where), options)
+        pipeline = _plan_pipeline(source, open_diffusers(source, where), options)
+        _log_plan(pipeline, started)
+        return pipeline
     notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
     again = partial(plan_dequantization, source, options, where)
+    _log_plan(plan, started)
     return replace(plan, notes=notes, again=again)
+
+
+def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
+    totals = plan.totals()
+    _log.info(
+        "planned %d tensors in %.1f s: %d decoded, %d kept; %d files, %s",
+        totals.decoded + totals.copied,
+        time.perf_counter() - started,
+        totals.decoded,
+        totals.copied,
+        totals.shards,
+        size(totals.bytes_after),
+    )
 
 
 def _plan_checkpoint(

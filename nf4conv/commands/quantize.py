@@ -1,16 +1,18 @@
 """`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantize_one import execute_one, plan_checkpoint
 from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.format.units import size
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import plan_part
@@ -18,6 +20,8 @@ from nf4conv.plan.quantization import QuantizationPlan, require_searched
 from nf4conv.report.advice import little_saved
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
+
+_log: Final = logging.getLogger(__name__)
 
 AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
 """Plan of one checkpoint, or of a diffusers pipeline."""
@@ -97,6 +101,7 @@ def plan_quantization(
         >>> plan = nf4conv.plan_quantization("./Llama-3.1-8B")
         >>> print(plan.totals().bits_per_parameter)
     """
+    started = time.perf_counter()
     options = options or QuantizeOptions()
     is_public = push is not None and push.push_to_hub is not None
     try:
@@ -117,12 +122,28 @@ def plan_quantization(
 
         folder = open_diffusers(source, where)
         whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
+        _log_plan(whole, started)
         return replace(whole, complaints=(*whole.complaints, *_little_saved(whole)))
     require_searched(source, [plan])
     without_token = None if push is None else replace(push, token=None)
     notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
     again = partial(plan_quantization, source, options, where, without_token)
+    _log_plan(plan, started)
     return replace(plan, notes=notes, again=again)
+
+
+def _log_plan(plan: AnyQuantizationPlan, started: float) -> None:
+    totals = plan.totals()
+    _log.info(
+        "planned %d tensors in %.1f s: %d packed, %d of them as they are, %d kept; %d files, %s",
+        totals.packed + totals.copied,
+        time.perf_counter() - started,
+        totals.packed,
+        totals.stay,
+        totals.copied,
+        totals.shards,
+        size(totals.bytes_after),
+    )
 
 
 def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:

@@ -7,11 +7,12 @@ run        with a source, every byte is compared; without one, every scale is lo
 report     every check with its findings, and figures for every weight
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
@@ -19,6 +20,7 @@ from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.format.units import size
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.verified import join_reports, verification_report
@@ -33,6 +35,8 @@ from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.cores import usable_cores
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,17 @@ def plan_verification(
         >>> plan.bytes_to_read
         3822410752
     """
+    started = time.perf_counter()
     options = options or VerifyOptions()
     _check_options(source, options)
+    plan: VerificationPlan | DiffusersVerificationPlan
     try:
-        return _plan_checkpoint(path, source, options, where)
+        plan = _plan_checkpoint(path, source, options, where)
     except DiffusersFolderError:
-        return _plan_pipeline(open_diffusers(path), path, source, options, where)
+        plan = _plan_pipeline(open_diffusers(path), path, source, options, where)
+    seconds = time.perf_counter() - started
+    _log.info("checked headers and config in %.1f s; %s to read", seconds, size(plan.bytes_to_read))
+    return plan
 
 
 def _check_options(source: str | Path | None, options: VerifyOptions) -> None:

@@ -6,7 +6,9 @@ storage, where they belong to nobody until a commit names them. So an interrupte
 of a model, and the next one uploads what the Hub lacks.
 """
 
+import logging
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +23,8 @@ from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.sources.remote.asking import HUB_ERRORS, is_unreachable, one_line, patiently
 from nf4conv.sources.remote.hub import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
+
+_log: Final = logging.getLogger(__name__)
 
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 """Endings of files that hold weights or list them."""
@@ -145,6 +149,7 @@ class Push:
         Raises:
             Nf4convError: the Hub did not take them.
         """
+        started = time.perf_counter()
         self._queue.put(None)
         self._uploading.wait()
         files = _files_in(folder)
@@ -155,6 +160,8 @@ class Push:
             commit = self._api.create_commit(
                 self.repo, operations, commit_message=message, create_pr=self._create_pr
             )
+            seconds = time.perf_counter() - started
+            _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
             return str(commit.pr_url or commit.commit_url)
         except HUB_ERRORS as error:
             raise Nf4convError(

@@ -5,6 +5,7 @@
 config.json is last: it makes the folder a checkpoint.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from nf4conv.errors import OutputError, VerificationError
+from nf4conv.format import units
 from nf4conv.options import RunOptions
 from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder, require_no_dead_link
@@ -39,6 +41,8 @@ from nf4conv.system.memory import total_memory
 if TYPE_CHECKING:
     from nf4conv.run.audit import AuditOfWritten
     from nf4conv.sources.remote.stream import ShardStream
+
+_log: Final = logging.getLogger(__name__)
 
 Card: TypeAlias = Callable[[int, VerificationSummary | None], str | None]
 """Writes the result's README.md, given the bytes of its weight files and what verification found;
@@ -95,15 +99,32 @@ def write_checkpoint(
     with _open_folder(plan, out, run, devices.name) as folder:
         _prepare_folder(plan, folder, run, devices.name, card)
         resumed = len(folder.finished)
-        writing = _Writing(plan, folder, devices, pipeline, announce or _tell_nobody, run, kept)
+        if resumed:
+            shards = len(plan.output.shards)
+            _log.info("%d of %d shards are kept from an earlier run", resumed, shards)
+        announce = announce or _tell_nobody
+        begun = time.perf_counter()
+        size = sum(shard.size for shard in folder.finished.values())
+        writing = _Writing(plan, folder, devices, pipeline, announce, run, kept, size, begun)
         writing.write_shards()
         verification = verification_of(folder) if run.verify else None
+        _log_times(pipeline, verification)
         if isinstance(folder, Workspace):
+            begun = time.perf_counter()
             writing.write_last_files(card, verification)
+            _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
         size = sum(shard.size for shard in folder.finished.values())
         report = _report(plan, out, devices, pipeline, before, started, size, resumed)
         report = replace(report, notes=(*report.notes, *folder.left_out))
     return Written(report, verification)
+
+
+def _log_times(pipeline: Pipeline, verification: VerificationSummary | None) -> None:
+    times = ", ".join(f"{what.value} {spent:.1f} s" for what, spent in pipeline.seconds.items())
+    _log.info("all shards written after %.1f s (all threads: %s)", pipeline.elapsed, times)
+    if verification is not None:
+        largest = verification.largest_relative_error
+        _log.info("verified as written: largest relative error %.4f", largest)
 
 
 def _kept_bytes(plan: WritingPlan, out: Path, run: RunOptions) -> int:
@@ -213,6 +234,10 @@ class _Writing:
     run: RunOptions
     # source bytes of finished shards that have been told as progress
     told: int
+    # bytes of the shards that were finished before
+    resumed: int
+    # when the first shard was begun, by the performance counter
+    started: float
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
@@ -297,10 +322,23 @@ class _Writing:
             require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
         verified = None if audit is None else asdict(audit.summary())
         self.folder.record(shard.name, size, writer.crc32, shard.source_bytes, verified)
+        self._log_shard(shard.name, size)
         path = self.folder.out / shard.name
         self.announce(shard.name, path)
         if self.plan.output.largest_size > total_memory() // 4:
             let_go(path)  # whoever reads it next would not find all of it in memory anyway
+
+    def _log_shard(self, name: str, nbytes: int) -> None:
+        written = sum(file.size for file in dict(self.folder.finished).values()) - self.resumed
+        rate = written / max(time.perf_counter() - self.started, 1e-9)
+        _log.info(
+            "shard %d of %d written: %s, %s; %s/s since the first",
+            len(self.folder.finished),
+            len(self.plan.output.shards),
+            name,
+            units.size(nbytes),
+            units.size(rate),
+        )
 
     def _require_faultless(self, audit: "AuditOfWritten") -> None:
         faults = list(audit.faults())

@@ -1,7 +1,9 @@
 """Compares tensors: their bytes in host memory, or their values on a device."""
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Final
 
 from nf4conv.options import RunOptions
 from nf4conv.report.measured import TensorDifference
@@ -11,6 +13,8 @@ from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.tasks.compare_bytes import byte_tasks
 from nf4conv.run.tasks.compare_values import value_tasks
+
+_log: Final = logging.getLogger(__name__)
 
 
 def compare_bytes(
@@ -25,6 +29,7 @@ def compare_bytes(
         _ = TorchBackend(run.device).name
     pipeline = make_pipeline([], run, progress)
     pipeline.run(byte_tasks(results, pipeline.piece))
+    _log.info("compared the bytes of %d tensors in %.1f s", len(results), pipeline.elapsed)
 
 
 def compare_values(
@@ -39,4 +44,5 @@ def compare_values(
             value_tasks(others, devices.torch, pipeline.piece),
         )
     )
+    _log.info("compared the values of %d tensors in %.1f s", len(results), pipeline.elapsed)
     return devices.name

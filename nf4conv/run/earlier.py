@@ -1,6 +1,7 @@
 """Recognises a folder that already holds a plan's result, so that nothing is computed again."""
 
 import json
+import logging
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.names import FolderNames
+
+_log: Final = logging.getLogger(__name__)
 
 _OF_WEIGHTS: Final = (
     "quant_type",
@@ -86,6 +89,7 @@ def find_earlier(
     tidy(out)
     progress(plan.bytes_to_read)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
+    _log.info("%s is complete already: nothing to compute", out)
     return Written(_report(plan, out, size), verification if run.verify else None)
 
 

@@ -11,6 +11,7 @@ layout is planned make the order of the workers irrelevant to the result.
 A task asks its worker for a device (worker.py, device/). No torch here.
 """
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -20,12 +21,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
+from nf4conv.format.units import size
 from nf4conv.options import RunOptions
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
 from nf4conv.system.cores import usable_cores
 from nf4conv.system.memory import peak_resident
+
+_log: Final = logging.getLogger(__name__)
 
 LARGEST_PIECE: Final = 32 * 2**20  # bytes. Larger pieces gain nothing
 
@@ -157,7 +161,9 @@ def make_pipeline(
         computes_here = bool(backends) and backends[0].name == "cpu"
         if not computes_here:  # a few keep a GPU busy, or the disk
             workers = min(workers, _CUDA_WORKERS)
-    return Pipeline(backends, workers, run.buffer_size, advance)
+    pipeline = Pipeline(backends, workers, run.buffer_size, advance)
+    _log.info("%d threads, each with a buffer of %s", workers, size(pipeline.piece))
+    return pipeline
 
 
 def piece_size(buffer_size: int, workers: int) -> int:

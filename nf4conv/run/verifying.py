@@ -1,7 +1,10 @@
 """Verifies the values of a checkpoint: proves what is right, and diagnoses the rest."""
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import RunOptions
@@ -13,6 +16,8 @@ from nf4conv.run.loop import make_pipeline
 from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
+
+_log: Final = logging.getLogger(__name__)
 
 
 def verify_values(
@@ -34,6 +39,7 @@ def verify_values(
     """
     plan = plan_proof(pairs)
     devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
+    started = time.perf_counter()
     proved: Mapping[str, WeightResult] = {}
     same: set[str] = set()
     if plan.jobs or plan.kept:
@@ -45,6 +51,14 @@ def verify_values(
         same = proof.same_copies()
         for result in proved.values():  # whose scales need not be looked at on their own
             progress(result.weight.nbytes - result.weight.values.nbytes)
+        _log.info(
+            "made anew in %.1f s: %d of %d weights, and %d of %d other tensors, are the same",
+            time.perf_counter() - started,
+            len(proved),
+            len(weights),
+            len(same),
+            len(pairs.copies),
+        )
     results = {}
     for name, weight in weights.items():
         results[name] = proved.get(name) or WeightResult(weight)
@@ -53,7 +67,10 @@ def verify_values(
     if not unproved and copies.keys() <= same:
         return Measured(devices.name, results, copies)
     unlike = {name: copy for name, copy in copies.items() if name not in same}
+    started = time.perf_counter()
     _diagnose(unproved, unlike, pairs, devices.torch, run, progress)
+    seconds = time.perf_counter() - started
+    _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
     return Measured(devices.torch.name, results, copies)
 
 

@@ -4,8 +4,10 @@ No tensor data is read. Weights are safetensors, or torch pickles where there ar
 another quantization encoded are presented as the float tensors they stand for (encodings/).
 """
 
+import logging
 import re
 import shlex
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +39,8 @@ from nf4conv.sources.weight_files import (
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Fetched
+
+_log: Final = logging.getLogger(__name__)
 
 _HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 _HINT: Final = "; models on the Hub are named org/name, such as openai-community/gpt2"
@@ -135,8 +139,21 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
         SourceError: the checkpoint is missing, empty, truncated, or contradicts itself.
         AdapterError: it is an adapter; the message says how to merge it.
     """
+    started = time.perf_counter()
     where = where or SourceOptions()
     source, where = from_address(str(source), where)
+    opened = _open(source, where)
+    _log.info(
+        "opened %s: %d tensors in %d files, by their headers, in %.1f s",
+        source,
+        len(opened.tensors),
+        len(opened.files),
+        time.perf_counter() - started,
+    )
+    return opened
+
+
+def _open(source: str, where: SourceOptions) -> Source:
     path = Path(source)
     try:
         if is_file(path):
@@ -144,12 +161,12 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
         if path.is_dir():
             check_finished(path)
             return _open_folder(path, where)
-        if not is_repo_id(str(source)):
-            hint = _HINT if "/" not in str(source) else ""
+        if not is_repo_id(source):
+            hint = _HINT if "/" not in source else ""
             raise SourceError(f"{path}: no such file or folder{hint}", path=path)
-        return _open_repository(str(source), where)
+        return _open_repository(source, where)
     except AdapterError as error:
-        raise AdapterError(_how_to_merge(str(source), where)) from error
+        raise AdapterError(_how_to_merge(source, where)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
 

@@ -17,6 +17,7 @@ from nf4conv.cli.options import (
     quiet_option,
     repository_options,
     tolerance_option,
+    verbose_log_option,
 )
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text.checks import comparison_lines
@@ -39,6 +40,7 @@ from nf4conv.report.text.progress_bar import progress
 @machine_options
 @json_options
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
+@verbose_log_option
 def compare(a: str, b: str, **values: Any) -> None:
     """Compare the tensors of the checkpoints A and B.
 

@@ -16,6 +16,7 @@ from nf4conv.cli.options import (
     quiet_option,
     repository_options,
     source_option,
+    verbose_log_option,
 )
 from nf4conv.cli.parameters import NonNegative, Place, WholeNumber
 from nf4conv.report.text.evaluations import evaluation_lines
@@ -69,6 +70,7 @@ from nf4conv.report.text.progress_bar import Ticking
 @device_option("Compute on this device: auto, cpu, cuda or cuda:N.")
 @json_options
 @quiet_option("Show no progress and no table: the exit code tells the result.")
+@verbose_log_option
 def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> None:
     """Compare what the models OUT and SRC predict on the same text.
 

@@ -8,7 +8,7 @@ import nf4conv
 from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import json_options
+from nf4conv.cli.options import json_options, verbose_log_option
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text.runs import finish_lines
 
@@ -19,6 +19,7 @@ from nf4conv.report.text.runs import finish_lines
 )
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @json_options
+@verbose_log_option
 def finish(out: str, **values: Any) -> None:
     """Make a checkpoint of OUT, which runs with --part have filled.
 

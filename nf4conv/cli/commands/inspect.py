@@ -8,7 +8,7 @@ import nf4conv
 from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import all_option, json_options, repository_options
+from nf4conv.cli.options import all_option, json_options, repository_options, verbose_log_option
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text.contents import inspection_lines
 
@@ -24,6 +24,7 @@ from nf4conv.report.text.contents import inspection_lines
 @repository_options
 @all_option("List every tensor.")
 @json_options
+@verbose_log_option
 def inspect(path: str, **values: Any) -> None:
     """Show what a checkpoint holds, from its headers.
 

@@ -20,6 +20,7 @@ from nf4conv.cli.options import (
     repository_options,
     source_option,
     tolerance_option,
+    verbose_option,
 )
 from nf4conv.cli.parameters import Place
 from nf4conv.report.text.checks import verification_lines
@@ -59,6 +60,7 @@ from nf4conv.report.text.progress_bar import progress
     help="Write a page to look at, in HTML, to this file.",
 )
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
+@verbose_option("List every check, and say on stderr what is done and how long it takes.")
 def verify(path: str, source: str | None, report: Path | None, **values: Any) -> None:
     """Verify the 4-bit checkpoint PATH.
 
@@ -80,5 +82,5 @@ def verify(path: str, source: str | None, report: Path | None, **values: Any) ->
         found = nf4conv.execute_verification(plan, run, advance)
     if report is not None:
         nf4conv.write_page(found, report)
-    display.show(found, verification_lines(found, terminal_width()))
+    display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
     sys.exit(0 if found.passed else 1)

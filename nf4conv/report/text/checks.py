@@ -22,28 +22,38 @@ MOST_FINDINGS: Final = 50  # lines
 _MOST_WEIGHTS: Final = 10  # rows of a table
 
 
-def verification_lines(report: VerifyReport, width: int | None) -> Iterator[str]:
-    """Yields the checks, the findings, the worst weights, the kinds of modules and the verdict.
+def verification_lines(
+    report: VerifyReport, width: int | None, *, every: bool = False
+) -> Iterator[str]:
+    """Yields what is wrong, and the verdict.
 
     Args:
         report: what `verify` found.
         width: the longest line of a table, in characters. None for any.
+        every: True yields all checks too, the worst weights, the kinds of modules, and what errors
+            are normal.
     """
+    if every:
+        yield from _checks(report)
+    for finding in report.findings[:MOST_FINDINGS]:
+        outcome = "FAIL" if finding.is_fault else "note"
+        yield f"{outcome}  {finding.check:12} {printable(finding.line())}"
+    yield from count_the_rest(report.findings)
+    if every:
+        yield from _worst_weights(report.weights, width)
+        yield from _weight_kinds(report.kinds, width)
+        yield ""
+        for name, low, high in report.normal:
+            yield f"normal for {name} on trained weights: {low:g} to {high:g}"
+    yield report.verdict
+
+
+def _checks(report: VerifyReport) -> Iterator[str]:
     for name, check in report.checks.items():
         outcome = "ok  " if check.passed else "FAIL"
         yield f"{outcome}  {name:12} {check.meaning}"
     if report.findings:
         yield ""
-    for finding in report.findings[:MOST_FINDINGS]:
-        outcome = "FAIL" if finding.is_fault else "note"
-        yield f"{outcome}  {finding.check:12} {printable(finding.line())}"
-    yield from count_the_rest(report.findings)
-    yield from _worst_weights(report.weights, width)
-    yield from _weight_kinds(report.kinds, width)
-    yield ""
-    for name, low, high in report.normal:
-        yield f"normal for {name} on trained weights: {low:g} to {high:g}"
-    yield report.verdict
 
 
 def _worst_weights(rows: Sequence[WeightRow], width: int | None) -> Iterator[str]:

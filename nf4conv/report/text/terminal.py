@@ -26,7 +26,38 @@ def tell_notes(notes: Iterable[str]) -> None:
         tell(f"{click.style('Note:', fg='yellow')} {printable(note)}")
 
 
+_COLOURS: Final = {
+    "ok ": "green",
+    "passed: ": "green",
+    "identical: ": "green",
+    "within tolerance: ": "green",
+    "note ": "yellow",
+    "FAIL ": "red",
+    "FAILED: ": "red",
+    "DIFFERENT: ": "red",
+}
+"""The colour of each word that a line may begin with to say how something came out."""
+
+
+def coloured(line: str) -> str:
+    """Returns a line with the outcome at its beginning in colour."""
+    for word, colour in _COLOURS.items():
+        if line.startswith(word):
+            outcome = word.rstrip(": ")
+            return click.style(outcome, fg=colour) + line[len(outcome) :]
+    return line
+
+
+def show(text: str) -> None:
+    """Writes a text to stdout. Colours appear only on a terminal, and not with NO_COLOR."""
+    click.echo(text, color=_wants_color())
+
+
 def tell(line: str) -> None:
     """Writes a line to stderr. Colours appear only on a terminal, and not with NO_COLOR."""
-    color = False if os.environ.get("NO_COLOR") else None  # None: click asks the terminal
-    click.echo(line, err=True, color=color)
+    click.echo(line, err=True, color=_wants_color())
+
+
+def _wants_color() -> bool | None:
+    """Returns False if the user wants none, and None to let click ask the terminal."""
+    return False if os.environ.get("NO_COLOR") else None

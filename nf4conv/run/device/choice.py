@@ -2,6 +2,7 @@
 seconds; else torch.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -20,6 +21,10 @@ from nf4conv.run.device.on_driver.capability import (
 from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.worker import Backend
+
+_log: Final = logging.getLogger(__name__)
+
+_NOT_COMPILED: Final = "the kernels cannot be compiled here (`nf4conv env` says why)"
 
 _RETURNED: Final = 3 / 8
 """Bytes of a packed weight for each that it had; of 2-byte weights in blocks of 32: 1/4 in codes,
@@ -97,7 +102,7 @@ def open_devices(
     torch = TorchBackend(run.device)
     number = gpu_named(run.device)
     if number is None:
-        return Devices(torch)
+        return _torch_alone(torch, _no_gpu(run))
     purposes: set[Purpose] = set()
     reasons = {}
     listed = list(jobs())
@@ -108,11 +113,24 @@ def open_devices(
         else:
             purposes |= found
     if reasons and not purposes:  # the driver would only copy bytes
-        return Devices(torch)
+        why = Counter(reasons.values()).most_common(1)[0][0]
+        return _torch_alone(torch, f"there are no kernels for it: {why}")
     driver = open_gpu(number, purposes, format, _returned(listed))
     if driver is None:
-        return Devices(torch)
+        return _torch_alone(torch, _NOT_COMPILED)
+    _log.info("computes on %s with kernels, by the CUDA driver, without torch", driver.name)
     return Devices(torch, driver, reasons, len(listed))
+
+
+def _torch_alone(torch: TorchBackend, why: str) -> Devices:
+    _log.info("computes with torch: %s", why)
+    return Devices(torch)
+
+
+def _no_gpu(run: RunOptions) -> str:
+    if run.device == "cpu":
+        return "the CPU was asked for"
+    return f"no NVIDIA GPU with a driver was found (device {run.device})"
 
 
 def _returned(jobs: Iterable[Job]) -> float:
@@ -141,7 +159,7 @@ def open_devices_for_pairs(results: Sequence[TensorDifference], run: RunOptions)
     torch = TorchBackend(run.device)
     number = gpu_named(run.device)
     if number is None:
-        return DevicesForPairs(Devices(torch), [], results)
+        return DevicesForPairs(_torch_alone(torch, _no_gpu(run)), [], results)
     purposes: set[Purpose] = set()
     with_kernels = []
     others = []
@@ -154,5 +172,7 @@ def open_devices_for_pairs(results: Sequence[TensorDifference], run: RunOptions)
             with_kernels.append(result)
     driver = open_gpu(number, purposes, None, returned=0.0) if purposes else None
     if driver is None:
-        return DevicesForPairs(Devices(torch), [], results)
+        why = _NOT_COMPILED if purposes else "there are no kernels for these pairs of formats"
+        return DevicesForPairs(_torch_alone(torch, why), [], results)
+    _log.info("computes on %s with kernels, by the CUDA driver, without torch", driver.name)
     return DevicesForPairs(Devices(torch, driver), with_kernels, others)

@@ -8,7 +8,9 @@ its commit is what is asked for. Files that are in the cache are used where they
 import glob
 import inspect
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from nf4conv.sources.auxiliary import auxiliary_names
 from nf4conv.sources.remote.asking import asked, explained, get_range, timeout
 from nf4conv.sources.remote.contents import RemoteFile, damaged_files
 from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_INDEX, find_weights
+
+_log: Final = logging.getLogger(__name__)
 
 LIBRARY: Final = "nf4conv"
 
@@ -150,8 +154,11 @@ class Repository:
             allow_patterns=[glob.escape(name) for name in names],
             **self._access,
         )
+        started = time.perf_counter()
         with explained(self.repo):
             folder = Path(asked(attempt))
+        seconds = time.perf_counter() - started
+        _log.info("%d files of %s are in the cache after %.1f s", len(names), self.repo, seconds)
         if folder.name != self.commit:
             raise SourceError(f"{self.repo}: changed while it was being read; run again")
         # a name that the repository lacks has fetched nothing

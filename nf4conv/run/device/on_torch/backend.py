@@ -1,11 +1,12 @@
 """torch on one device, as all threads of a run share it. Imports torch once it is needed."""
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.grouping import aligned
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
     from nf4conv.run.device.on_torch.device import TorchDevice
     from nf4conv.run.device.on_torch.shared import SharedTensors
+
+_log: Final = logging.getLogger(__name__)
 
 
 class ImportCost(NamedTuple):
@@ -63,7 +66,10 @@ class TorchBackend:
         if is_new:
             seconds = time.perf_counter() - started
             self.import_cost = ImportCost(seconds, max(resident() - before, 0))
-        return find_device(self._wanted)
+            _log.info("imported torch in %.1f s", seconds)
+        found = find_device(self._wanted)
+        _log.info("torch computes on %s", found)
+        return found
 
     @property
     def name(self) -> str:
