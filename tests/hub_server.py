@@ -63,6 +63,10 @@ class Repo:
         return self.commits[self.head]
 
 
+Answer = tuple[int, bytes, dict[str, str]]
+"""Status, body and headers."""
+
+
 @dataclass
 class Fault:
     """A fault that happens a number of times.
@@ -76,6 +80,7 @@ class Fault:
         corrupt: True to flip a bit of the body.
         seconds: the time to wait before every 64 KiB of the body.
         call: a function to call before the answer.
+        change: makes another answer of (status, body, headers).
     """
 
     path: str
@@ -86,6 +91,7 @@ class Fault:
     corrupt: bool = False
     seconds: float = 0.0
     call: Callable[[], None] | None = None
+    change: "Callable[[Answer], Answer] | None" = None
 
 
 @dataclass
@@ -157,6 +163,7 @@ class _RefusedError(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing; requests are recorded."""
@@ -351,15 +358,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        fault = self.fault or Fault("")
+        if fault.change is not None:
+            status, body, headers = fault.change((status, body, headers))
         self.request_record.status = status
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "HEAD":
             return
-        fault = self.fault or Fault("")
         if fault.corrupt:
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]

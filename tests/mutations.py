@@ -328,7 +328,10 @@ def _ordinary_files(folder: Path) -> list[Path]:
 def mutate_checkpoint(chosen: random.Random, folder: Path) -> None:
     """Change one or two files of a checkpoint."""
     for _ in range(chosen.choice((1, 1, 1, 2))):
-        path = chosen.choice(_ordinary_files(folder))
+        files = _ordinary_files(folder)
+        if not files:
+            return
+        path = chosen.choice(files)
         if chosen.random() < 0.03:
             mutate_folder(chosen, path)
             continue

@@ -221,3 +221,22 @@ def test_tampered_plans_and_records_are_refused_in_one_line(
         assert known, (name, changed, done.exception)
         assert contents(victim) == before
         assert shards == {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("key", ["size", "crc32", "sha256", "source_bytes", "verified"])
+def test_a_record_that_was_changed_counts_for_nothing(source: Path, tmp_path: Path, key: str):
+    """Its shard is not finished then: `finish` names it, and the part makes it again."""
+    run = replace(RUN, checksum=True)
+    for number in (1, 2):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(run, part=f"{number}/2"))
+    record = next((tmp_path / "out" / WORK_FOLDER / "shards").iterdir())
+    fields = json.loads(record.read_text())
+    fields[key] = {"verified": {"worst": 0}, "sha256": "0" * 64}.get(key, 1)
+    record.write_text(json.dumps(fields))
+    with pytest.raises(OutputError, match=fields["name"]):
+        finish_checkpoint(tmp_path / "out")
+    for number in (1, 2):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(run, part=f"{number}/2"))
+    finish_checkpoint(tmp_path / "out")
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, run)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -28,6 +28,7 @@ from nf4conv.sources.unfinished import (
     SHARDS,
     WORK_FOLDER,
     FinishedFile,
+    describe_finished,
     finished_shards,
     is_model,
     record_name,
@@ -244,9 +245,9 @@ class OutputFolder:
             sha256 = digest_of(path) if self._checksum else None
             sync_folder(path.parent)  # no record may outlive its shard
         file = FinishedFile(size, crc32, sha256, source_bytes, verified)
-        content = {"name": name, **file._replace(plan=self._plan)._asdict()}
+        content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)
-        write_file(record, [json.dumps(content).encode()], folder=self._private)
+        write_file(record, [content], folder=self._private)
         self.finished[name] = file
 
     def write(self, name: str, content: bytes) -> None:

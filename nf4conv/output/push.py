@@ -20,7 +20,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.sources.remote.asking import HUB_ERRORS, is_unreachable, one_line, patiently
+from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
 from nf4conv.sources.remote.hub import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
@@ -95,7 +95,7 @@ class Push:
             if not self._create_pr:
                 self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
-        except HUB_ERRORS as error:
+        except Exception as error:  # an odd answer makes huggingface_hub raise anything
             hint = "; you seem offline" if is_unreachable(error) else ""
             if "401" in str(error):
                 hint = _LOGIN
@@ -163,7 +163,7 @@ class Push:
             seconds = time.perf_counter() - started
             _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
             return str(commit.pr_url or commit.commit_url)
-        except HUB_ERRORS as error:
+        except Exception as error:  # an odd answer makes huggingface_hub raise anything
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
                 f"complete, so this pushes "

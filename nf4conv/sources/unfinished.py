@@ -4,6 +4,7 @@ A run keeps its state in OUT/.nf4conv until the result is complete: run.json say
 shards/ holds a record of each file that is finished.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,6 +24,9 @@ SHARDS: Final = "shards"
 
 CALIBRATED: Final = "calibrated"
 """The folder in it with the finished blocks of a calibration."""
+
+_DIGEST: Final = "sha256 of this record"
+"""The key in the record of a shard of a hash of the rest."""
 
 PARTS: Final = "number of parts"
 """The key in the fingerprint of a folder that is filled in parts."""
@@ -62,11 +66,26 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
         # a shard whose record is missing or damaged is not finished
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             fields = dict(json.loads(path.read_bytes()))
+            digest = fields.pop(_DIGEST)
             name = fields.pop("name")
             file = FinishedFile(**fields)
+            if digest != _digest_of(name, file):
+                continue
             if record_name(name) == path.name and _is_sound(file):
                 found[name] = file
     return found
+
+
+def describe_finished(name: str, file: FinishedFile) -> bytes:
+    """Returns the content of the record of a finished shard."""
+    fields = {"name": name, **file._asdict(), _DIGEST: _digest_of(name, file)}
+    return json.dumps(fields).encode()
+
+
+def _digest_of(name: str, file: FinishedFile) -> str:
+    """Returns a hash by which a record is known to be what was written."""
+    content = json.dumps({"name": name, **file._asdict()}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _is_sound(file: FinishedFile) -> bool:

@@ -43,14 +43,16 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     try:
         config = parse_config(read_json(folder / "config.json"), question.config_class)
         model = question.loader.from_pretrained(folder, config=config, **options)
+        if is_cpu:
+            _decode_layers(model)
+            # transformers refuses model.float() for models that were quantized
+            torch.nn.Module.float(model)
+    except SourceError:
+        raise
     except Exception as error:  # transformers raises anything
         raise SourceError(
             f"{folder}: transformers cannot load it: {first_line(error)}", path=folder
         ) from error
-    if is_cpu:
-        _decode_layers(model)
-        # transformers refuses model.float() for models that were quantized
-        torch.nn.Module.float(model)
     return model.eval()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import huggingface_hub.utils
 from huggingface_hub import constants, errors
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import Nf4convError, SourceError
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 
+_LONGEST_LINE: Final = 1000  # characters of what a server says
 _LONGEST_WAIT: Final = 60.0  # seconds, whatever a server says
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
 
@@ -122,12 +123,16 @@ def _asked_wait(error: Exception) -> float | None:
 def explained(what: str) -> Iterator[None]:
     """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says.
 
+    An answer that is not what huggingface_hub expects makes it raise anything.
+
     Args:
         what: what is asked for, "org/name" or a file of it; it begins the line.
     """
     try:
         yield
-    except HUB_ERRORS as error:
+    except Nf4convError:
+        raise
+    except Exception as error:
         raise SourceError(f"{what}: {one_line(error)}{_next_step(error, what)}") from error
 
 
@@ -159,9 +164,16 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Returns what an error says on one line, without the number of the request."""
+    """Returns what an error says on one line, without the number of the request.
+
+    An error that is none of HUB_ERRORS comes of an answer that nobody expected, or of a system
+    that starts no more threads.
+    """
     text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
-    return " ".join(text.split()) or type(error).__name__
+    line = " ".join(text.split())[:_LONGEST_LINE] or type(error).__name__
+    if isinstance(error, (*HUB_ERRORS, RuntimeError, MemoryError)):
+        return line
+    return f"the hub's answer makes no sense ({type(error).__name__}: {line})"
 
 
 def get_range(url: str, headers: Mapping[str, str], start: int, stop: int) -> bytes | None:

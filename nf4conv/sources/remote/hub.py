@@ -9,6 +9,7 @@ import glob
 import inspect
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -103,12 +104,11 @@ class Repository:
         }
         with explained(repo):
             info = asked(self._describe)
-        self.commit = str(info.sha)
-        self.files: dict[str, RemoteFile] = {}
-        for file in info.siblings or ():
-            sha256 = None if file.lfs is None else file.lfs.sha256
-            name = file.rfilename
-            self.files[name] = RemoteFile(name, file.size or 0, sha256, file.blob_id)
+            self.commit = _digits(info.sha, 40)
+            self.files: dict[str, RemoteFile] = {}
+            for file in info.siblings or ():
+                described = _described(file)
+                self.files[described.name] = described
 
     def _describe(self) -> Any:
         """Asks once what the repository holds."""
@@ -238,6 +238,31 @@ class Repository:
                 f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"
             )
         return content
+
+
+def _described(file: Any) -> RemoteFile:
+    """Returns what the Hub says of a file.
+
+    Raises:
+        ValueError: it cannot be so.
+    """
+    name = file.rfilename
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+        raise ValueError(f"{name!r:.80} is no name of a file")
+    size = file.size or 0
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{name}: {size!r:.80} is no size")
+    sha256 = None if file.lfs is None else _digits(file.lfs.sha256, 64)
+    blob = None if file.blob_id is None else _digits(file.blob_id, 40)
+    return RemoteFile(name, size, sha256, blob)
+
+
+def _digits(value: object, count: int) -> str:
+    """Returns a hash; raises a ValueError for what is none."""
+    if isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{count}}}", value):
+        return value
+    raise ValueError(f"{value!r:.80} is no hash")
 
 
 def is_offline() -> bool:
@@ -394,7 +419,7 @@ def _shards(index: Path) -> list[str]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"].values()
         return sorted({str(PurePosixPath(name)) for name in listed})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SourceError(f"{index}: has no weight_map", path=index) from error
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
 from nf4conv.sources.remote.contents import RemoteFile, check_content
@@ -210,6 +210,10 @@ class ShardStream(RemoteReader):
                 raise OutputError(
                     f"{self._folder}: no room for {where}, {file.size:,} bytes"
                 ) from error
+            raise SourceError(f"{where}: {one_line(error)}") from error
+        except Nf4convError:
+            raise
+        except Exception as error:  # an answer that huggingface_hub did not expect
             raise SourceError(f"{where}: {one_line(error)}") from error
         if local is None:
             raise SourceError(f"{file.name}: no longer wanted")
