@@ -27,9 +27,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     # type checkers and editors read these imports; tests/test_layering.py holds the table to them
     from nf4conv.codec.linear import linear_4bit as linear_4bit
-    from nf4conv.codec.linear import patch_linear_4bit as patch_linear_4bit
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
+    from nf4conv.codec.patching import decoded_linear_4bit as decoded_linear_4bit
+    from nf4conv.codec.patching import patch_linear_4bit as patch_linear_4bit
+    from nf4conv.codec.patching import unpatch_linear_4bit as unpatch_linear_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
     from nf4conv.commands.compare import ComparisonPlan as ComparisonPlan
     from nf4conv.commands.compare import compare_checkpoints as compare_checkpoints
@@ -168,6 +170,7 @@ _MODULE_OF: Final = {
     "WeightRow": "nf4conv.report.rows.weights",
     "compare": "nf4conv.commands.shortcuts",
     "compare_checkpoints": "nf4conv.commands.compare",
+    "decoded_linear_4bit": "nf4conv.codec.patching",
     "dequantize": "nf4conv.commands.shortcuts",
     "dequantize_4bit": "nf4conv.codec.ops",
     "dequantize_checkpoint": "nf4conv.commands.dequantize",
@@ -183,7 +186,7 @@ _MODULE_OF: Final = {
     "inspect": "nf4conv.commands.shortcuts",
     "inspect_checkpoint": "nf4conv.commands.inspect",
     "linear_4bit": "nf4conv.codec.linear",
-    "patch_linear_4bit": "nf4conv.codec.linear",
+    "patch_linear_4bit": "nf4conv.codec.patching",
     "plan_comparison": "nf4conv.commands.compare",
     "plan_dequantization": "nf4conv.commands.dequantize",
     "plan_part": "nf4conv.plan.parts",
@@ -194,6 +197,7 @@ _MODULE_OF: Final = {
     "quantize_checkpoint": "nf4conv.commands.quantize",
     "second_opinion": "nf4conv.commands.quantize",
     "to_json": "nf4conv.report.as_json",
+    "unpatch_linear_4bit": "nf4conv.codec.patching",
     "verify": "nf4conv.commands.shortcuts",
     "verify_checkpoint": "nf4conv.commands.verify",
     "write_json": "nf4conv.report.as_json",

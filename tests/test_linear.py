@@ -13,7 +13,7 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import linear, quant_state
+from nf4conv.codec import linear, linear_op, quant_state
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import CodecError
 
@@ -94,9 +94,11 @@ def test_custom_op_is_registered_correctly() -> None:
     packed, state = quantize_4bit(torch.randn(24, 128, device=DEVICE))
     x = torch.randn(2, 128, device=DEVICE, requires_grad=True)
     nested = state.state2.absmax, state.state2.code, state.offset
-    torch.library.opcheck(
-        linear._linear_op, (x, None, packed, state.absmax, *nested, 24, "nf4", 64)
-    )
+    arguments = (None, packed, state.absmax, *nested, 24, "nf4", 64)
+    torch.library.opcheck(linear_op.train_op, (x, *arguments))
+    torch.library.opcheck(linear_op.linear_op, (x.detach(), *arguments))
+    decoded = (packed, state.absmax, *nested, 24, 128, torch.float32, "nf4", 64)
+    torch.library.opcheck(linear_op.decode_op, decoded)
 
 
 def test_compiles_as_one_graph() -> None:

@@ -3,7 +3,9 @@
 The library:
 
     ops.py          quantizes and dequantizes tensors: validates, allocates, calls a backend
-    linear.py       multiplies with packed weights, and patches bitsandbytes' layers to do so
+    linear.py       multiplies with packed weights
+    linear_op.py    the same as operators of torch, for torch.compile and autograd
+    patching.py     makes the layers of bitsandbytes multiply so
     quant_state.py  turns a QuantState into the tensors that bitsandbytes stores, and back
 
 The backends offer the same functions. All write into tensors that ops.py allocated; none validates.

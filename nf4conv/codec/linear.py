@@ -1,5 +1,4 @@
-"""x · Wᵀ with a packed weight: which way is taken for how many rows, and what torch must know to
-compile and train.
+"""x · Wᵀ with a packed weight, from Python: checks once, then launches.
 
 16-bit x of up to 64 rows  one fused kernel (kernels/product/): decodes in registers
 anything else on a GPU     decode, then the library's product, as bitsandbytes does
@@ -8,15 +7,14 @@ no kernels here            the weight as float32, a float32 product, one roundin
 
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch.nn import functional
 
 from nf4conv.codec.backends import has_kernels
-from nf4conv.codec.ops import check_decodable, dequantize_op
-from nf4conv.codec.quant_state import DTYPE_NAMES, NestedState, QuantState, code_table, decoding_of
+from nf4conv.codec.linear_op import linear_op, multiply_packed, train_op
+from nf4conv.codec.ops import check_decodable
+from nf4conv.codec.quant_state import DTYPE_NAMES, QuantState, decoding_of
 from nf4conv.errors import CodecError
 
 
@@ -47,71 +45,84 @@ def linear_4bit(
         packed, state = nf4conv.quantize_4bit(layer.weight)  # [N, K]
         y = nf4conv.linear_4bit(x, packed, state, layer.bias)  # [..., K] → [..., N]
     """
-    trains = torch.is_grad_enabled() and (
+    if torch.compiler.is_compiling():
+        return _traced(x, packed, quant_state, bias)
+    if type(x) is not torch.Tensor or _trains(x, bias):
+        weight = _weight_of(packed, quant_state)
+        weight.check(x, bias)
+        operator = train_op if _trains(x, bias) else linear_op
+        result: torch.Tensor = operator(x, bias, *weight.operands())
+        return result
+    # torch's dispatcher, which the operators go through, takes longer than the launch
+    return _weight_of(packed, quant_state).multiply(x, bias)
+
+
+def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return True if gradients of x or bias may be asked for."""
+    return torch.is_grad_enabled() and (
         x.requires_grad or (bias is not None and bias.requires_grad)
     )
-    if trains or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
-        result: torch.Tensor = _linear_op(
-            x,
-            bias,
-            packed,
-            *decoding_of(quant_state).tensors(),
-            quant_state.shape[0],
-            quant_state.quant_type,
-            quant_state.blocksize,
-        )
-        return result
-    # torch's dispatcher, which the operator above goes through, takes longer than the launch
-    weight = _weights.get(id(quant_state))
-    if weight is None or not weight.is_of(packed, quant_state):
-        weight = _Weight(packed, quant_state)
-        _weights[id(quant_state)] = weight
-    return weight.multiply(x, bias)
 
 
-def patch_linear_4bit(model: torch.nn.Module) -> int:
-    """Make the 4-bit layers of a model multiply with `linear_4bit`.
-
-    Every `bitsandbytes.nn.Linear4bit` of the model, and every layer of a class derived from it,
-    gets a new `forward`. Nothing else of the model changes; layers whose weights are not packed yet
-    keep bitsandbytes' product until they are.
-
-    Args:
-        model: changed in place, such as a transformers model that was loaded with a
-            BitsAndBytesConfig or from what `nf4conv quantize` wrote.
-
-    Returns:
-        The number of layers that were patched; 0 if the model has none.
-
-    Example:
-        model = AutoModelForCausalLM.from_pretrained("model-nf4", device_map="cuda")
-        nf4conv.patch_linear_4bit(model)
+def _traced(
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `linear_4bit` in a graph that torch.compile makes: what is checked here is checked
+    once for the graph, and the tables are made before any run of it.
     """
-    patched = 0
-    for module in model.modules():
-        if _is_linear_4bit(module):
-            module.forward = partial(_forward, module)
-            patched += 1
-    return patched
+    n, _ = _checked_shape(packed, state)
+    _check_operands(x, bias, state.shape, packed.device)
+    decoding = decoding_of(state)
+    _make_tables(decoding.quant_type, x.dtype, x.device)
+    operator = train_op if _trains(x, bias) else linear_op
+    result: torch.Tensor = operator(
+        x, bias, packed, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
+    )
+    return result
 
 
-def _is_linear_4bit(module: torch.nn.Module) -> bool:
-    """Return True for a Linear4bit, known by its name: bitsandbytes need not be installed."""
-    return any(kind.__name__ == "Linear4bit" for kind in type(module).__mro__)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Make the tables that kernels read while a graph is traced, so that its memory has none."""
+    make_tables(quant_type, dtype, device)
+    return True
 
 
-def _forward(module: Any, x: torch.Tensor) -> Any:
-    """Compute what a patched Linear4bit returns for x."""
-    state = getattr(module.weight, "quant_state", None)
-    if state is None:  # not packed yet
-        return type(module).forward(module, x)
-    compute_dtype = module.compute_dtype or x.dtype
-    result = linear_4bit(x.to(compute_dtype), module.weight, state, module.bias)
-    return result.to(x.dtype)
+def make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Make the tables that products on a device read; they are kept."""
+    if not has_kernels(device):
+        return
+    from nf4conv.codec.kernels import tables  # importing Triton takes a second
+
+    tables.value_table(quant_type, device)
+    if dtype != torch.float32:
+        tables.pair_table(quant_type, dtype, device)
 
 
-_Product = Callable[[torch.Tensor], torch.Tensor]
-"""Multiplies x, of one shape, dtype and device, with a weight."""
+def _checked_shape(packed: torch.Tensor, state: QuantState) -> torch.Size:
+    """Return the shape [N, K] of a weight; raise CodecError unless its parts belong together."""
+    if len(state.shape) != 2:
+        raise CodecError(f"the weight has the shape {list(state.shape)}, expected [N, K]")
+    check_decodable(packed, state, state.shape[0] * state.shape[1])
+    return state.shape
+
+
+def _check_operands(
+    x: torch.Tensor, bias: torch.Tensor | None, shape: torch.Size, device: torch.device
+) -> None:
+    """Raise CodecError unless x and bias fit a weight."""
+    n, k = shape
+    if x.shape[-1:] != (k,) or x.dtype not in DTYPE_NAMES or x.device != device:
+        raise CodecError(
+            f"x is {x.dtype} of the shape {list(x.shape)} on {x.device}; expected float32, "
+            f"float16 or bfloat16 of the shape [..., {k}] on {device}"
+        )
+    if bias is not None and (bias.shape != (n,) or bias.device != device):
+        raise CodecError(f"bias: {list(bias.shape)} on {bias.device}; expected [{n}] on {device}")
+
+
+_MOST_ROWS: Final = 64
+"""Rows of x whose product is looked up by shape; the shapes of longer ones vary too much."""
 
 
 class _Weight:
@@ -120,17 +131,15 @@ class _Weight:
     """
 
     def __init__(self, packed: torch.Tensor, state: QuantState) -> None:
-        if len(state.shape) != 2:
-            raise CodecError(f"the weight has the shape {list(state.shape)}, expected [N, K]")
-        check_decodable(packed, state, state.shape[0] * state.shape[1])
-        self.n, self.k = state.shape
+        self.shape = _checked_shape(packed, state)
         self.device = packed.device
         # without .data, bitsandbytes' own parameter would keep its state alive
         self.packed = packed.data.view(torch.uint8)
         self.decoding = decoding_of(state)
         self.addresses = (packed.data_ptr(), state.absmax.data_ptr())
-        # None where no fused kernel multiplies
-        self.products: dict[tuple[torch.Size, torch.dtype, torch.device], _Product | None] = {}
+        self.bias_shape = (self.shape[0],)
+        self.kernel_addresses = self.decoding.addresses(packed)
+        self.products: dict[tuple[torch.Size, torch.dtype, torch.device], Any] = {}
         key = id(state)
 
         def forget(_: object) -> None:
@@ -147,151 +156,54 @@ class _Weight:
             and (packed.data_ptr(), state.absmax.data_ptr()) == self.addresses
         )
 
+    def operands(self) -> tuple[Any, ...]:
+        """Return the arguments of the operators that are of the weight."""
+        quant_type, blocksize = self.decoding.quant_type, self.decoding.blocksize
+        return self.packed, *self.decoding.tensors(), self.shape[0], quant_type, blocksize
+
+    def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raise CodecError unless x and bias fit."""
+        _check_operands(x, bias, self.shape, self.device)
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x · Wᵀ + bias, [..., N] of the dtype of x [..., K]."""
-        key = (x.shape, x.dtype, x.device)
-        try:
-            product = self.products[key]
-        except KeyError:
-            product = self._prepare(x)
-            self.products[key] = product
-        if bias is not None and (bias.shape != (self.n,) or bias.device != self.device):
-            raise CodecError(
-                f"bias: {list(bias.shape)} on {bias.device}; expected [{self.n}] on {self.device}"
-            )
+        product = self.products.get((x.shape, x.dtype, x.device))
         if product is None:
-            return self._multiply_decoded(x, bias)
-        out = product(x)
-        if bias is not None:
-            out.add_(bias)
-        return out
+            self.check(x, bias)
+            product = self._prepare(x)
+        elif bias is not None and (bias.shape != self.bias_shape or bias.device != self.device):
+            self.check(x, bias)
+        result: torch.Tensor = product(x, self.kernel_addresses, bias)
+        return result
 
-    def _prepare(self, x: torch.Tensor) -> _Product | None:
-        """Return what multiplies all that have the shape, dtype and device of x; None if no fused
-        kernel does.
-        """
-        if x.shape[-1:] != (self.k,) or x.dtype not in DTYPE_NAMES or x.device != self.device:
-            raise CodecError(
-                f"x is {x.dtype} of the shape {list(x.shape)} on {x.device}; expected float32, "
-                f"float16 or bfloat16 of the shape [..., {self.k}] on {self.device}"
-            )
-        if not self._suits_kernel(x):
-            return None
-        from nf4conv.codec.kernels.product import launches  # importing Triton takes a second
+    def _prepare(self, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Return what multiplies all that have the shape, dtype and device of x."""
+        if not has_kernels(self.device):
+            return self._multiply_by_definition
+        from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
-        n, k = self.n, self.k
-        if torch.cuda.get_device_capability(self.device)[0] != launches.CAPABILITY:
-            return None
-        if not 0 < x.numel() <= launches.SHAPES[-1].rows * k or n * k >= launches.MOST_ELEMENTS:
-            return None
-        return launches.prepare_product(x, n, self.packed, self.decoding)
+        n, k = self.shape
+        alignment = choosing.alignment_of(self.kernel_addresses[0])
+        matrix = choosing.Matrix(n, k, self.decoding.form(), alignment)
+        product = choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)
+        if x.numel() <= _MOST_ROWS * k:
+            self.products[x.shape, x.dtype, x.device] = product
+        return product
 
-    def _suits_kernel(self, x: torch.Tensor) -> bool:
-        """Return True if the fused kernel can read such an x and such a weight."""
-        return (
-            has_kernels(x.device)
-            and x.dtype != torch.float32
-            and self.decoding.blocksize >= 64
-            and self.k % 64 == 0
-            and self.n > 0
-            and self.packed.data_ptr() % 16 == 0
-        )
+    def _multiply_by_definition(
+        self, x: torch.Tensor, _: object, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply where there are no kernels."""
+        return multiply_packed(x, bias, *self.operands())
 
-    def _multiply_decoded(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Decode, then call torch's product: in float32 where there are no kernels, which is the
-        definition.
-        """
-        dtype = x.dtype if has_kernels(self.device) else torch.float32
-        weight = torch.empty((self.n, self.k), dtype=dtype, device=self.device)
-        dequantize_op(
-            self.packed,
-            *self.decoding.tensors(),
-            weight,
-            self.decoding.quant_type,
-            self.decoding.blocksize,
-        )
-        if bias is not None:
-            bias = bias.to(dtype)
-        return functional.linear(x.to(dtype), weight, bias).to(x.dtype)
+
+def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:
+    """Return what is known of a weight; check it if it is new."""
+    weight = _weights.get(id(state))
+    if weight is None or not weight.is_of(packed, state):
+        weight = _Weight(packed, state)
+        _weights[id(state)] = weight
+    return weight
 
 
 _weights: dict[int, _Weight] = {}  # by id of the state
-
-
-@torch.library.custom_op("nf4conv::linear_4bit", mutates_args=())
-def _linear_op(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    nested_code: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    n: int,
-    quant_type: str,
-    blocksize: int,
-) -> torch.Tensor:
-    """Compute `linear_4bit` as torch.compile and autograd see it: opaque, of an [n, K] weight."""
-    state2 = None
-    if nested_absmax is not None and nested_code is not None:
-        state2 = NestedState(nested_absmax, nested_code)
-    state = QuantState(
-        absmax=absmax,
-        shape=torch.Size((n, x.shape[-1])),
-        dtype=x.dtype,
-        blocksize=blocksize,
-        quant_type=quant_type,
-        code=code_table(quant_type, x.device),
-        offset=offset,
-        state2=state2,
-    )
-    return _Weight(packed, state).multiply(x, bias)
-
-
-@_linear_op.register_fake
-def _(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,  # noqa: ARG001 (only x and n decide the result's shape)
-    packed: torch.Tensor,  # noqa: ARG001
-    absmax: torch.Tensor,  # noqa: ARG001
-    nested_absmax: torch.Tensor | None,  # noqa: ARG001
-    nested_code: torch.Tensor | None,  # noqa: ARG001
-    offset: torch.Tensor | None,  # noqa: ARG001
-    n: int,
-    quant_type: str,  # noqa: ARG001
-    blocksize: int,  # noqa: ARG001
-) -> torch.Tensor:
-    """Return a tensor of the result's shape and dtype, for tracing."""
-    return x.new_empty((*x.shape[:-1], n))
-
-
-def _setup_context(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: torch.Tensor,  # noqa: ARG001 (torch passes it by name)
-) -> None:
-    """Keep what `_backward` needs of the arguments of `_linear_op`."""
-    x, bias, packed, absmax, nested_absmax, nested_code, offset, n, quant_type, blocksize = inputs
-    ctx.save_for_backward(packed, absmax, nested_absmax, nested_code, offset)
-    ctx.weight_shape = (n, x.shape[-1])
-    ctx.x_dtype = x.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.quant_type = quant_type
-    ctx.blocksize = blocksize
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the arguments of `_linear_op`: those of x and bias, then Nones."""
-    grad_x = None
-    grad_bias = None
-    if ctx.needs_input_grad[0]:
-        weight = grad.new_empty(ctx.weight_shape, dtype=ctx.x_dtype)
-        dequantize_op(*ctx.saved_tensors, weight, ctx.quant_type, ctx.blocksize)
-        grad_x = grad @ weight
-    if ctx.needs_input_grad[1]:
-        rows = grad.reshape(-1, ctx.weight_shape[0])
-        grad_bias = rows.sum(0, dtype=ctx.bias_dtype)
-    return grad_x, grad_bias, None, None, None, None, None, None, None, None
-
-
-_linear_op.register_autograd(_backward, setup_context=_setup_context)

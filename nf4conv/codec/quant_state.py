@@ -54,6 +54,24 @@ class NestedState:
     dtype: torch.dtype = torch.float32
 
 
+class Form(NamedTuple):
+    """How weights are packed: what a kernel is compiled and prepared for.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        blocksize: elements that share one absmax, a power of two from 32 to 4096.
+        nested: True if absmax is uint8 codes.
+    """
+
+    quant_type: str
+    blocksize: int
+    nested: bool
+
+
+Addresses = tuple[int, int, int, int, int]
+"""Of the tensors that kernels read of a weight: packed codes, then `Decoding.pointers`."""
+
+
 class Decoding(NamedTuple):
     """Decodes the codes of a packed weight of n elements: what backends need of a QuantState.
 
@@ -73,6 +91,15 @@ class Decoding(NamedTuple):
     quant_type: str
     blocksize: int
     scales: str = "absmax"
+
+    def form(self) -> Form:
+        """Return what kernels are prepared for."""
+        return Form(self.quant_type, self.blocksize, self.state2 is not None)
+
+    def addresses(self, packed: torch.Tensor) -> Addresses:
+        """Return where kernels find a weight with these packed codes."""
+        first, second, third, fourth = [tensor.data_ptr() for tensor in self.pointers()]
+        return packed.data_ptr(), first, second, third, fourth
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """Return what kernels read: absmax, and the code, nested absmax and offset that decode it.

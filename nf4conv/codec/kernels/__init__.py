@@ -12,6 +12,7 @@ tensors.
     arithmetic.py   rounds and flushes float32 operations as bitsandbytes' CUDA library does
     assembly.py     holds the hot loops as PTX
     tables.py       makes the small tables that kernels read, once for each device
+    capturing.py    does what a CUDA graph may not record
     launch.py       compiles once, then launches for the price of the driver call
     ahead.py        says what kernels programs without torch take
     compiling.py    compiles kernels to machine code, for these programs

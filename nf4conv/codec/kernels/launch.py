@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from nf4conv.codec.kernels.capturing import outside_of_graphs
+
 _first_call = threading.Lock()  # Triton compiles in one thread at a time
 
 
@@ -106,37 +108,26 @@ class Launcher:
                 )
         key = (device, variant, num_warps, constants)
         compiled = self._compiled.get(key)
-        if compiled is not None:
-            _run(compiled, programs, device, arguments, constants)
-            return compiled
-        with _first_call:
-            compiled = self.kernel[(programs,)](
-                *arguments,
-                *constants,
-                num_warps=num_warps,
-                maxnreg=registers,
-                launch_pdl=begins_early,
-                enable_fp_fusion=False,  # a product and a sum are rounded apart
-            )
-            self._compiled[key] = compiled
-            return compiled
+        if compiled is None:
+            compiled = self._compile(key, arguments, registers, begins_early)
+        _run(compiled, programs, device, arguments, constants)
+        return compiled
 
-    def fixed(
+    def prepare(
         self,
-        programs: int,
-        arguments: tuple[torch.Tensor | float, ...],
+        device: torch.device,
+        arguments: tuple[torch.dtype | float, ...],
         constants: tuple[Hashable, ...],
         variant: Hashable,
         num_warps: int,
         registers: int | None = None,
         begins_early: bool = False,
     ) -> Callable[..., None]:
-        """Prepare a launch that takes less time: all arguments but the first tensors never change.
+        """Compile without a launch, and return the fastest way to launch.
 
         Args:
-            programs: the number of programs: the grid.
-            arguments: those behind the first tensors, in the kernel's order. The tensors among
-                them live as long as the result.
+            device: a GPU.
+            arguments: the dtypes of the tensors, and any numbers, in the kernel's order.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
             num_warps: warps of 32 threads of each program.
@@ -145,27 +136,47 @@ class Launcher:
                 where it must.
 
         Returns:
-            A function of the first tensors, which launches.
+            A function that launches on the current device, which must be this one. It takes the
+            number of programs, the stream, and the run-time arguments: addresses and numbers.
         """
-        unchanging = (*_addresses(arguments), *constants)
-        compiled: dict[int, Any] = {}  # by device
+        key = (device.index, variant, num_warps, constants)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            with torch.cuda.device(device):
+                compiled = self._compile(key, arguments, registers, begins_early)
+        run = compiled.run
+        function = compiled.function
+        metadata = compiled.packed_metadata
 
-        def launch(*tensors: torch.Tensor) -> None:
-            device = torch.cuda.current_device()
-            if device in compiled:
-                _run(compiled[device], programs, device, tensors, unchanging)
-                return
-            compiled[tensors[0].device.index] = self(
-                programs,
-                (*tensors, *arguments),
-                constants,
-                variant,
-                num_warps,
-                registers,
-                begins_early,
-            )
+        def launch(programs: int, stream: int, *arguments: float) -> None:
+            run(
+                programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants
+            )  # fmt: skip
 
         return launch
+
+    def _compile(
+        self,
+        key: tuple[int, Hashable, int, tuple[Hashable, ...]],
+        arguments: tuple[Any, ...],
+        registers: int | None,
+        begins_early: bool,
+    ) -> Any:
+        """Compile a variant for the current device, and load it; keep it under its key."""
+        _, _, num_warps, constants = key
+        with _first_call, outside_of_graphs():
+            compiled = self.kernel.warmup(
+                *arguments,
+                *constants,
+                grid=(1,),
+                num_warps=num_warps,
+                maxnreg=registers,
+                launch_pdl=begins_early,
+                enable_fp_fusion=False,  # a product and a sum are rounded apart
+            )
+            _ = compiled.run  # loads the machine code
+            self._compiled[key] = compiled
+        return compiled
 
 
 def _addresses(arguments: tuple[torch.Tensor | float, ...]) -> list[float]:

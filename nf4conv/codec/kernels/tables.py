@@ -1,12 +1,11 @@
 """Makes the small tables that the kernels read; each is kept once for each device."""
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nf4conv.codec.error_sums import half_gaps
+from nf4conv.codec.kernels.capturing import kept
 from nf4conv.codec.reciprocal import coefficients
 from nf4conv.codec.reference.dequantize import decoded_values
 from nf4conv.codec.search import FACTORS, candidates, levels, nearest_levels
@@ -35,7 +34,7 @@ SEARCH_CANDIDATES = SEARCH_LEVELS + 8 * len(FACTORS)
 SEARCH_NEAREST = SEARCH_CANDIDATES + 32
 
 
-@functools.cache
+@kept
 def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return for each byte of codes the two values in 16 bits, times MULTIPLES: [256] int32, the
     even element's value in the low half.
@@ -47,7 +46,7 @@ def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> tor
     return pairs.view(-1).to(device)
 
 
-@functools.cache
+@kept
 def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
     """Return the bits of the 16 decoded values, twice over, so that bit 4 of an index does not
     matter: [32] int32.
@@ -55,7 +54,7 @@ def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
     return decoded_values(quant_type, device).view(torch.int32).repeat(2)
 
 
-@functools.cache
+@kept
 def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
     """Return the table that finds codes: 32 buckets of the quotients' range.
 
@@ -84,7 +83,7 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
     return _words(device, cuts.view(np.int32), below, coefficients())
 
 
-@functools.cache
+@kept
 def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
     """Return what packing/search.py reads, one part behind the other: int32 words.
 
@@ -103,7 +102,7 @@ def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
     return torch.cat([bucket_table(quant_type, device), value_table(quant_type, device), ours])
 
 
-@functools.cache
+@kept
 def middle_table(device: torch.device) -> torch.Tensor:
     """Return the middles between neighbours of the dynamic map, which bound the 8-bit codes.
 
@@ -121,7 +120,7 @@ def middle_table(device: torch.device) -> torch.Tensor:
     return words.view(torch.float32).view(20, 32)
 
 
-@functools.cache
+@kept
 def bound_table(quant_type: str, scales: str, device: torch.device) -> torch.Tensor:
     """Return the bits of `half_gaps`, for the error bound, twice over: [32] int32."""
     twice = half_gaps(quant_type, scales) * 2

@@ -122,7 +122,7 @@ def patch_narrow_layers(model: Any) -> int:
     Returns:
         The number of layers.
     """
-    from nf4conv.codec.linear import patch_linear_4bit
+    from nf4conv.codec.patching import patch_linear_4bit
 
     patched = 0
     for module in model.modules():

@@ -10,6 +10,9 @@ value    the 16 values sit in the lanes of a warp and are looked up by shuffles 
 product  value · absmax in float32, flushed, then one rounding to the output dtype
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +29,7 @@ from nf4conv.codec.kernels.slots import (
     load_packed,
 )
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import Decoding
+from nf4conv.codec.quant_state import Addresses, Decoding, Form
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
 """By bytes of an element of the output, slots and warps of a program: the fastest of the sweep in
@@ -66,6 +69,49 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         (out.dtype, decoding.state2 is None),
         num_warps,
     )
+
+
+def prepare_dequantize(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, form: Form, alignment: int
+) -> Callable[[int, int, Addresses], None]:
+    """Prepare to decode all weights of one shape and form into new tensors, for less than a call of
+    `dequantize_blocks` takes.
+
+    Args:
+        shape: of the weight.
+        dtype: of what is written.
+        device: a GPU.
+        form: how the weight is packed.
+        alignment: of the packed codes in bytes.
+
+    Returns:
+        A function of a stream, the address of the output, which is a multiple of 16, and a weight.
+    """
+    n = math.prod(shape)
+    tile, num_warps = configuration(dtype, form.blocksize, CONFIGURATIONS)
+    table = value_table(form.quant_type, device).data_ptr()
+    slot = 16 // dtype.itemsize
+    touched = FULL
+    if n % slot or alignment < 4:
+        touched = ELEMENTWISE
+    elif n % tile:
+        touched = SLOTWISE
+    stream_out = n * dtype.itemsize > STREAM_BYTES
+    absmax = torch.uint8 if form.nested else torch.float32
+    others = torch.float32
+    launch = _launch.prepare(
+        device,
+        (torch.uint8, absmax, others, others, others, torch.int32, dtype, n),
+        (form.blocksize, tile, touched, stream_out, True),
+        (dtype, not form.nested),
+        num_warps,
+    )
+    programs = -(-n // tile)
+
+    def decode(stream: int, out: int, weight: Addresses) -> None:
+        launch(programs, stream, *weight, table, out, n)
+
+    return decode
 
 
 @kernel

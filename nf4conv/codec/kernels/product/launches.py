@@ -5,16 +5,18 @@ What comes before and after the kernel is here too.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
-from nf4conv.codec.quant_state import Decoding
+from nf4conv.codec.quant_state import Addresses, Form
 
 CAPABILITY: Final = 9
 """Major compute capability of GPUs that have `wgmma` and begin kernels early, and the only one
@@ -123,84 +125,124 @@ SHAPES = (
 """By rows of x, the fastest of the sweep in docs/kernels.md."""
 
 
-def prepare_product(
-    x: torch.Tensor, n: int, packed: torch.Tensor, decoding: Decoding
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Prepare to multiply a weight with all x of one shape and dtype.
+Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
+"""Multiplies x, of one shape and dtype, with a weight: x, addresses → x · Wᵀ."""
 
-    This takes as long as a launch: keep the result.
+
+def prepare_product(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form
+) -> Product:
+    """Prepare to multiply all x of one shape with all weights of one shape.
+
+    This compiles: keep the result.
 
     Args:
-        x: [..., k] float16 or bfloat16, of up to 64 rows. k is a multiple of 64.
-        n: rows of the weight; n · k is below MOST_ELEMENTS.
-        packed: [n · k / 2] uint8, at a multiple of 16 bytes.
-        decoding: of the codes; the blocksize is a multiple of 64.
+        x_shape: [..., k], up to 64 rows. k is a multiple of 64.
+        dtype: of x, float16 or bfloat16.
+        device: a GPU with `wgmma`.
+        n: rows of the weights; n · k is below MOST_ELEMENTS.
+        form: of the weights; the blocksize is a multiple of 64, the packed codes begin at a
+            multiple of 16 bytes.
 
     Returns:
-        A function of x that returns x · Wᵀ, [..., n] of the dtype of x.
+        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
     """
-    k = x.shape[-1]
-    m = x.numel() // k
-    out_shape = (*x.shape[:-1], n)
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
     shape = next(one for one in SHAPES if m <= one.rows)
-    if decoding.state2 is None:
+    if not form.nested:
         shape = shape.plain
-    processors = torch.cuda.get_device_properties(packed.device).multi_processor_count
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     division = divide(shape, n, k, programs=2 * processors)
+    programs = division.programs
     shift = division.split_shift
-    launch = launch_product.fixed(
-        division.programs,
-        (
-            packed,
-            *decoding.pointers(),
-            pair_table(decoding.quant_type, x.dtype, packed.device),
-            m,
-            n,
-            k,
-            division.steps,
-            division.share,
-            shift,
-            (decoding.blocksize // 64).bit_length() - 1,
-            1 / MULTIPLES[decoding.quant_type, x.dtype],
-        ),
-        constants=(shape,),
-        variant=(x.dtype, shift > 0),
-        num_warps=shape.warps,
-        registers=shape.registers,
+    target_dtype = torch.float32 if shift > 0 else dtype
+    behind = (
+        pair_table(form.quant_type, dtype, device).data_ptr(),
+        m,
+        n,
+        k,
+        division.steps,
+        division.share,
+        shift,
+        (form.blocksize // 64).bit_length() - 1,
+        1 / MULTIPLES[form.quant_type, dtype],
+    )
+    absmax = torch.uint8 if form.nested else torch.float32
+    weight_dtypes = (torch.uint8, absmax, torch.float32, torch.float32, torch.float32)
+    if not form.nested:
+        weight_dtypes = (torch.uint8, absmax, absmax, absmax, absmax)
+    launch = launch_product.prepare(
+        device,
+        (dtype, target_dtype, *weight_dtypes, torch.int32, *behind[1:]),
+        (shape,),
+        (dtype, shift > 0),
+        shape.warps,
+        shape.registers,
         begins_early=True,
     )
+    current_stream = stream_of(device)
+    if shape.wide:
 
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        if x.data_ptr() % 16:
-            x = x.clone()
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+            x = readable(x)
+            out = x.new_empty(out_shape)
+            launch(programs, current_stream(), x.data_ptr(), out.data_ptr(), *weight, *behind)
+            return out
+
+        return multiply
+
+    order = _prepare_order(device, dtype)
+    add = _prepare_sum(device, dtype, 1 << shift)
+    pairs = m * k // 2
+    order_programs = -(-pairs // _TILE)
+    sum_programs = -(-m * n // _TILE)
+    space = m * k  # 16-bit elements: x in order, and the parts in float32 behind it
+    if shift > 0:
+        space += (2 * m * n) << shift
+
+    def multiply_ordered(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
         out = x.new_empty(out_shape)
-        target = out
+        ordered = x.new_empty(space)
+        address = ordered.data_ptr()
+        target = out.data_ptr() if shift == 0 else address + 2 * m * k
+        stream = current_stream()
+        order(order_programs, stream, x.data_ptr(), address, pairs)
+        launch(programs, stream, address, target, *weight, *behind)
         if shift > 0:
-            target = out.new_empty((1 << shift, m, n), dtype=torch.float32)
-        launch(x if shape.wide else _ordered(x), target)
-        if shift > 0:
-            _add_parts(target, out, 1 << shift)
+            add(sum_programs, stream, target, out.data_ptr(), m * n)
         return out
 
-    return multiply
+    return multiply_ordered
 
 
-def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Return x, contiguous, in the order in which the tile kernel copies it."""
-    ordered = torch.empty_like(x)
-    pairs = x.numel() // 2
-    programs = -(-pairs // _TILE)
-    _launch_order(programs, (x, ordered, pairs), (_TILE,), None, num_warps=4, begins_early=True)
-    return ordered
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy that is contiguous and begins at a multiple of 16 bytes."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    return x
 
 
-def _add_parts(parts: torch.Tensor, out: torch.Tensor, splits: int) -> None:
-    """Write the sums of parts, [splits, m, n] float32, to out, [..., n]."""
-    count = out.numel()
-    programs = -(-count // _TILE)
-    _launch_sum(
-        programs, (parts, out, count), (splits, _TILE), out.dtype, num_warps=4, begins_early=True
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the device's current stream."""
+    return partial(driver.active.get_current_stream, device.index)
+
+
+def _prepare_order(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    """Prepare order_kernel, which brings x into the order in which the tile kernel copies it."""
+    return _launch_order.prepare(
+        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
+    )
+
+
+def _prepare_sum(device: torch.device, dtype: torch.dtype, splits: int) -> Callable[..., None]:
+    """Prepare sum_kernel, which adds up the parts."""
+    return _launch_sum.prepare(
+        device, (torch.float32, dtype, 1), (splits, _TILE), dtype, num_warps=4, begins_early=True
     )
 
 

@@ -1,0 +1,169 @@
+"""Products with packed weights as operators of torch: what torch.compile and autograd see.
+
+They take tensors and numbers, keep nothing between calls and check nothing: `linear_4bit` has
+checked, once for each graph. All that they allocate is the caller's: results, and memory that is
+free again when they return.
+
+    nf4conv::linear_4bit         for graphs without gradients
+    nf4conv::linear_4bit_train   the same, with gradients of x and bias
+    nf4conv::decode_4bit         the decoded weight
+"""
+
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from nf4conv.codec.backends import backend, has_kernels
+from nf4conv.codec.quant_state import Decoding, Form, NestedState
+
+_ARGUMENTS: Final = (
+    "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "
+    "int n, str quant_type, int blocksize"
+)
+
+
+def multiply_packed(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_code: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    n: int,
+    quant_type: str,
+    blocksize: int,
+) -> torch.Tensor:
+    """Compute x · Wᵀ + bias with an [n, K] weight.
+
+    Args:
+        x: [..., K].
+        bias: [n], or None.
+        packed: [n · K / 2] bytes, of any dtype.
+        absmax: the first of `Decoding.tensors`.
+        nested_absmax: the second.
+        nested_code: the third.
+        offset: the fourth.
+        n: rows of the weight.
+        quant_type: of the weight.
+        blocksize: of the weight.
+    """
+    k = x.shape[-1]
+    if not has_kernels(x.device):
+        tensors = (packed, absmax, nested_absmax, nested_code, offset)
+        weight = _decode(*tensors, n, k, torch.float32, quant_type, blocksize)
+        if bias is not None:
+            bias = bias.float()
+        return functional.linear(x.float(), weight, bias).to(x.dtype)
+    from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
+
+    address = packed.data_ptr()
+    first = absmax.data_ptr()
+    addresses = (address, first, first, first, first)
+    if nested_absmax is not None and nested_code is not None and offset is not None:
+        code, nested = nested_code.data_ptr(), nested_absmax.data_ptr()
+        addresses = (address, first, code, nested, offset.data_ptr())
+    form = Form(quant_type, blocksize, nested_absmax is not None)
+    matrix = choosing.Matrix(n, k, form, choosing.alignment_of(address))
+    return choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)(x, addresses, bias)
+
+
+def _decode(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_code: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    quant_type: str,
+    blocksize: int,
+) -> torch.Tensor:
+    """Return the decoded weight, [n, k]."""
+    state2 = None
+    if nested_absmax is not None and nested_code is not None:
+        state2 = NestedState(nested_absmax, nested_code)
+    decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
+    out = torch.empty((n, k), dtype=dtype, device=packed.device)
+    codes = packed.contiguous().view(-1).view(torch.uint8)
+    backend(out.device).dequantize_blocks(codes, decoding, out.view(-1))
+    return out
+
+
+def _like_result(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return a tensor of the result's shape and dtype, for tracing."""
+    n: int = arguments[6]
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _like_weight(packed: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return a tensor of the decoded weight's shape and dtype, for tracing."""
+    n, k, dtype = arguments[4:7]
+    return packed.new_empty((n, k), dtype=dtype)
+
+
+def _define(name: str, schema: str, compute: Any, trace: Any) -> Any:
+    """Make an operator, and return it."""
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    torch.library.define(f"nf4conv::{name}", schema, tags=tags)
+    torch.library.impl(f"nf4conv::{name}", "default", compute)
+    torch.library.register_fake(f"nf4conv::{name}", trace)
+    return getattr(torch.ops.nf4conv, name).default
+
+
+linear_op = _define(
+    "linear_4bit",
+    f"(Tensor x, Tensor? bias, {_ARGUMENTS}) -> Tensor",
+    multiply_packed,
+    _like_result,
+)
+train_op = _define(
+    "linear_4bit_train",
+    f"(Tensor x, Tensor? bias, {_ARGUMENTS}) -> Tensor",
+    multiply_packed,
+    _like_result,
+)
+decode_op = _define(
+    "decode_4bit",
+    "(Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "
+    "int n, int k, ScalarType dtype, str quant_type, int blocksize) -> Tensor",
+    _decode,
+    _like_weight,
+)
+
+
+def _setup_context(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: torch.Tensor,  # noqa: ARG001 (torch passes it by name)
+) -> None:
+    """Keep what `_backward` needs of the arguments of `train_op`."""
+    x, bias, packed, absmax, nested_absmax, nested_code, offset, n, quant_type, blocksize = inputs
+    ctx.save_for_backward(packed, absmax, nested_absmax, nested_code, offset)
+    ctx.weight_shape = (n, x.shape[-1])
+    ctx.x_dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.quant_type = quant_type
+    ctx.blocksize = blocksize
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the arguments of `train_op`: those of x and bias, then Nones."""
+    grad_x = None
+    grad_bias = None
+    if ctx.needs_input_grad[0]:
+        weight = decode_op(
+            *ctx.saved_tensors, *ctx.weight_shape, ctx.x_dtype, ctx.quant_type, ctx.blocksize
+        )
+        grad_x = grad @ weight
+    if ctx.needs_input_grad[1]:
+        rows = grad.reshape(-1, ctx.weight_shape[0])
+        grad_bias = rows.sum(0, dtype=ctx.bias_dtype)
+    return grad_x, grad_bias, None, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "nf4conv::linear_4bit_train", _backward, setup_context=_setup_context
+)
