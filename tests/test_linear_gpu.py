@@ -7,8 +7,8 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import linear
-from nf4conv.codec.kernels.product import launches
+from nf4conv.codec.kernels.product import choosing
+from nf4conv.codec.quant_state import decoding_of
 
 pytestmark = pytest.mark.gpu
 
@@ -140,8 +140,7 @@ def test_error_is_at_most_that_of_bitsandbytes(dtype: torch.dtype) -> None:
 
 def test_fused_kernels_are_what_runs() -> None:
     packed, state = packed_weight(256, 512, device="cuda")
-    for m in (1, launches.SHAPES[-1].rows):
-        nf4conv.linear_4bit(torch.randn(m, 512, device="cuda").half(), packed, state)
-    nf4conv.linear_4bit(torch.randn(1, 512, device="cuda"), packed, state)
-    products = linear._weights[id(state)].products
-    assert [product is not None for product in products.values()] == [True, True, False]
+    alignment = choosing.alignment_of(packed.data_ptr())
+    matrix = choosing.Matrix(256, 512, decoding_of(state).form(), alignment)
+    reasons = [choosing.why_decoded(matrix, dtype, packed.device) for dtype in DTYPES]
+    assert [bool(reason) for reason in reasons] == [False, False, True]

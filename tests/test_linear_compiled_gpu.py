@@ -1,0 +1,201 @@
+"""Models with patched layers on a GPU: under each mode of torch.compile, in CUDA graphs captured by
+hand, in training; and what the first call of a process may be.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import nf4conv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # of torch about compiling
+]
+
+MODES = ("default", "reduce-overhead", "max-autotune")
+ROWS = (1, 12, 40, 100)
+
+
+def packed_model(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+    """Three layers of bitsandbytes, patched."""
+    modules = pytest.importorskip("bitsandbytes.nn")
+    torch.manual_seed(7)
+    layers = [
+        modules.Linear4bit(512, 512, bias=bias, compute_dtype=dtype, quant_type="nf4")
+        for _ in range(3)
+    ]
+    model = torch.nn.Sequential(
+        layers[0], torch.nn.SiLU(), layers[1], torch.nn.SiLU(), layers[2]
+    ).cuda()
+    nf4conv.patch_linear_4bit(model)
+    return model
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    return torch.randn(rows, 512, device="cuda", generator=generator).to(dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the roundings between layers, which a compiler may leave out."""
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error.item() < 1e-2
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_before_any_eager_call(mode: str, rows: int) -> None:
+    torch._dynamo.reset()
+    model = packed_model(bias=rows == 12)
+    x = inputs(rows)
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):  # warms up, records, replays
+            found = compiled(x).clone()
+        assert_near(found, model(x))
+
+
+def test_two_models_and_changing_rows() -> None:
+    torch._dynamo.reset()
+    models = [packed_model(), packed_model(bias=True)]
+    compiled = [torch.compile(model, mode="reduce-overhead", fullgraph=True) for model in models]
+    with torch.no_grad():
+        for rows in (1, 16, 1, 70, 16):
+            for one, other in zip(compiled, models, strict=True):
+                x = inputs(rows)
+                for _ in range(3):
+                    found = one(x).clone()
+                assert_near(found, other(x))
+
+
+def test_dynamic_rows_make_one_graph() -> None:
+    torch._dynamo.reset()
+    model = packed_model()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (3, 20, 50, 130):
+            assert_near(compiled(inputs(rows)), model(inputs(rows)))
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("rows", [12, 100])
+def test_training(rows: int, mode: str) -> None:
+    torch._dynamo.reset()
+    model = packed_model(bias=True)
+    model[0].bias.requires_grad_()
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    expected_x = inputs(rows).requires_grad_()
+    model(expected_x).float().square().mean().backward()
+    expected_bias = model[0].bias.grad.clone()
+    for _ in range(3):
+        model[0].bias.grad = None
+        x = inputs(rows).requires_grad_()
+        compiled(x).float().square().mean().backward()
+    assert_near(x.grad, expected_x.grad)
+    assert_near(model[0].bias.grad, expected_bias)
+
+
+def test_the_function_compiles_without_a_patch() -> None:
+    torch._dynamo.reset()
+    weight = torch.randn(256, 512, device="cuda").half()
+    packed, state = nf4conv.quantize_4bit(weight)
+    x = inputs(9, torch.float16)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nf4conv.linear_4bit(x * 2, packed, state))
+
+    compiled = torch.compile(block, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            found = compiled(x).clone()
+    assert torch.equal(found, block(x))
+
+
+FIRST_CALLS = {
+    "graph of a patched layer": """
+        layer = bitsandbytes.nn.Linear4bit(512, 256, bias=False, compute_dtype=torch.bfloat16)
+        layer = layer.cuda()
+        nf4conv.patch_linear_4bit(layer)
+        multiply, x = layer, torch.randn(ROWS, 512, device="cuda").bfloat16()
+        """,
+    "graph of the function": """
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            torch.randn(256, 512, device="cuda").half(), quant_type="nf4"
+        )
+        multiply = lambda x: nf4conv.linear_4bit(x, packed, state)
+        x = torch.randn(ROWS, 512, device="cuda").half()
+        """,
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_a_graph_is_captured_before_anything_has_run(first: str, rows: int) -> None:
+    """In a process of its own, in which no table exists and no kernel is loaded."""
+    source = f"""
+import textwrap, torch, bitsandbytes, nf4conv
+ROWS = {rows}
+{_dedented(FIRST_CALLS[first])}
+torch.randn(4, 512, device="cuda", dtype=x.dtype) @ torch.randn(512, 8, device="cuda").to(x.dtype)
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.no_grad(), torch.cuda.graph(graph):
+    out = multiply(x)
+for _ in range(3):
+    out.zero_()
+    graph.replay()
+torch.cuda.synchronize()
+with torch.no_grad():
+    expected = multiply(x)
+assert torch.equal(out, expected), (out - expected).abs().max()
+assert out.abs().sum() > 0
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _dedented(text: str) -> str:
+    return "\n".join(line.removeprefix("        ") for line in text.strip("\n").splitlines())
+
+
+def test_generate_with_a_static_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+    modules = pytest.importorskip("bitsandbytes.nn")
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    for block in model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(part, name, _packed(modules, linear))
+    model.cuda()
+    assert nf4conv.patch_linear_4bit(model) == 14
+    prompt = torch.arange(5, device="cuda")[None]
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **options)
+    model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    found = model.generate(prompt, cache_implementation="static", **options)
+    same = (found == expected).float().mean().item()
+    assert same > 0.5  # a compiled model rounds elsewhere, and one token changes all that follow
+    assert torch.equal(found[:, :8], expected[:, :8])
+
+
+def _packed(modules: object, linear: torch.nn.Linear) -> torch.nn.Module:
+    make: Callable[..., torch.nn.Module] = modules.Linear4bit
+    layer = make(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
+        quant_type="nf4",
+    )  # fmt: skip
+    layer.weight = modules.Params4bit(
+        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+    )
+    return layer
