@@ -428,7 +428,7 @@ class Machine:
         self.put_sums(self.left(names[1], parts[-1]) @ right.reshape(16, -1), targets, before, mask)
 
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.hopper
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
@@ -446,14 +446,14 @@ def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str
     options = {
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
-        "launch_pdl": True,
+        "launch_pdl": shape.hopper,
         "enable_fp_fusion": False,
     }
-    return triton.compile(source, target=TARGET, options=options).asm["ptx"]
+    return triton.compile(source, target=TARGETS[shape.hopper], options=options).asm["ptx"]
 
 
 def multiply(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs: int
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs: int, hopper: bool
 ) -> torch.Tensor:
     """Multiplies with the kernel, as `programs` programs, one after the other.
 
@@ -463,12 +463,12 @@ def multiply(
     m, k = x.shape
     n = state.shape[0]
     first = next(one for one in launches.SHAPES if m <= one.rows)
-    shape = replace(first, nested=state.nested)
+    shape = replace(first, nested=state.nested, hopper=hopper)
     division = launches.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = x
-    if not shape.wide:
+    if hopper and not shape.wide:
         ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
     buffers = {}
@@ -509,5 +509,6 @@ if __name__ == "__main__":
     ):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        assert_close_to_exact(multiply(x, packed, state, 6), x, packed, state)
-        print(m, n, k, quant_type, blocksize, nested, dtype)
+        for hopper in (True, False):
+            assert_close_to_exact(multiply(x, packed, state, 6, hopper), x, packed, state)
+            print(m, n, k, quant_type, blocksize, nested, dtype, hopper)

@@ -1,6 +1,6 @@
 """x · Wᵀ with a packed weight, from Python: checks once, then launches.
 
-16-bit x of up to 64 rows  one fused kernel (kernels/product/): decodes in registers
+16-bit x of up to 64 rows  a fused kernel (kernels/product/): decodes in registers
 anything else on a GPU     decode, then the library's product, as bitsandbytes does
 no kernels here            the weight as float32, a float32 product, one rounding: the definition
 """
@@ -23,9 +23,10 @@ def linear_4bit(
 ) -> torch.Tensor:
     """Multiply x with a packed weight: x · Wᵀ + bias, with float32 sums.
 
-    On GPUs of compute capability 9 (Hopper) one fused kernel decodes the weight while it
+    On NVIDIA GPUs of compute capability 8 and newer a fused kernel decodes the weight while it
     multiplies, for float16 and bfloat16 x of up to 64 rows. Otherwise the weight is decoded first.
-    Works under `torch.compile`, and is differentiable with respect to x and bias.
+    Works under `torch.compile` in all its modes and in CUDA graphs, and is differentiable with
+    respect to x and bias.
 
     Args:
         x: [..., K] float16, bfloat16 or float32.
@@ -121,8 +122,8 @@ def _check_operands(
         raise CodecError(f"bias: {list(bias.shape)} on {bias.device}; expected [{n}] on {device}")
 
 
-_MOST_ROWS: Final = 64
-"""Rows of x whose product is looked up by shape; the shapes of longer ones vary too much."""
+_MOST_PRODUCTS: Final = 64
+"""Shapes of x that a weight remembers; a server sees prompts of thousands of lengths."""
 
 
 class _Weight:
@@ -186,8 +187,9 @@ class _Weight:
         alignment = choosing.alignment_of(self.kernel_addresses[0])
         matrix = choosing.Matrix(n, k, self.decoding.form(), alignment)
         product = choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)
-        if x.numel() <= _MOST_ROWS * k:
-            self.products[x.shape, x.dtype, x.device] = product
+        if len(self.products) == _MOST_PRODUCTS:
+            self.products.clear()
+        self.products[x.shape, x.dtype, x.device] = product
         return product
 
     def _multiply_by_definition(

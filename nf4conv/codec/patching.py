@@ -140,4 +140,4 @@ def _why_decoded(module: Any, dtype: torch.dtype) -> str:
     n, k = state.shape
     alignment = choosing.alignment_of(weight.data_ptr())
     matrix = choosing.Matrix(n, k, decoding_of(state).form(), alignment)
-    return choosing.why_decoded(matrix, _compute_dtype(module, dtype), weight.device)
+    return choosing.why_decoded(matrix, _compute_dtype(module, dtype))

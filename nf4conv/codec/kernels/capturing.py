@@ -12,6 +12,8 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
+from nf4conv.system.libraries import cuda_driver
+
 _RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate while a stream is captured."""
 
@@ -28,7 +30,7 @@ def outside_of_graphs() -> Iterator[None]:
     if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
         yield
         return
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    exchange = cuda_driver().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))  # `mode` now holds the one before
     try:

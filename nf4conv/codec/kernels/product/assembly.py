@@ -33,8 +33,8 @@ def result_types(outputs: str) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
-def fill_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
-    """Lay out shared memory, fill `pairs`, and wait for the kernel before.
+def fill_assembly(warps: int, shared_bytes: int, has_codes: bool, early: bool) -> str:
+    """Lay out shared memory, fill `pairs`, and if `early` wait for the kernel before.
 
     `tiles` is for x, or for sums. `pairs` is the table of decoded pairs: the word of byte b, once
     for each of 32 banks, at 256 * (b % 128) + 128 * (b // 128). `codes`, which `meet_assembly`
@@ -74,9 +74,9 @@ def fill_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
     for store in range(stores):
         word = f"v{store}"
         lines += [f"st.shared.v4.b32 [a+{512 * store}], {{{word}, {word}, {word}, {word}}};"]
+    if early:
+        lines += ["griddepcontrol.wait;", "griddepcontrol.launch_dependents;"]
     lines += [
-        "griddepcontrol.wait;",
-        "griddepcontrol.launch_dependents;",
         "mov.u32 $0, $3;",
         "mov.u32 $1, tiles;",
         "}",
@@ -208,8 +208,21 @@ def wide_assembly(dtype: tl.dtype) -> str:
 
 
 @triton.constexpr_function
+def arrive_assembly(fence: bool) -> str:
+    """Wait until all of a tile of x has been copied, and with `fence` until `wgmma` can see it.
+
+    Operands: $0 and $1 the thread.
+    """
+    lines = ["cp.async.wait_all;"]
+    if fence:
+        lines += ["fence.proxy.async.shared::cta;"]
+    return "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, $1;"])
+
+
+@triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `wgmma`.
+    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: by
+    `wgmma`, or by `mma` if the shape is not for Hopper.
 
     A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the
     order that the tensor cores expect. The products of one *group*, a row tile and a block, are
@@ -219,6 +232,9 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
     of the tiles. `shape` is a launches.Shape.
     """
+    if not shape.hopper:
+        text: str = _mma_assembly(dtype, shape, part)
+        return text
     sums = 4 * shape.column_tiles  # of a group
     groups = shape.copied * (shape.slots // 2)
     tiles = _operand_of_lane(shape) + 1
@@ -243,6 +259,76 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     lines += _add_group(shape, part, groups - 1)
     lines += ["}"]
     return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _mma_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
+    """Do what `tile_assembly` does by `mma`, for GPUs without `wgmma`.
+
+    x is in its own order: lane (g, t) loads 16 k of column g, those that it holds of the weight, in
+    two pieces of 16 bytes. They serve all row tiles.
+    """
+    tiles = _operand_of_lane(shape) + 1
+    lines = [
+        "{",
+        ".reg .b32 b, a, l, h, y, z, v<32>, x<8>;",
+        ".reg .f32 c<8>, s, s<4>;",
+        "mov.u32 b, pairs;",
+        # y, z: addresses of the lane's pieces 2 t and 2 t + 1 of row g, as they are swizzled
+        f"and.b32 a, ${_operand_of_lane(shape)}, 0xff;",
+        "shr.u32 l, a, 4;",
+        "shr.u32 a, a, 1;",
+        "and.b32 a, a, 6;",
+        "xor.b32 a, a, l;",
+        "shl.b32 a, a, 4;",
+        "shl.b32 l, l, 7;",
+        "add.u32 a, a, l;",
+        f"add.u32 y, a, ${tiles};",
+        "xor.b32 z, y, 16;",
+    ]
+    for block in range(shape.copied):
+        lines += _mma_block(dtype, shape, part, block)
+    lines += ["}"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _mma_block(dtype: tl.dtype, shape: Any, part: int, block_of_part: int) -> list[str]:
+    """Decode a block of all row tiles, multiply it with all column tiles, and add the sums, times
+    their scales, to the totals.
+    """
+    kind = dtype.name.replace("fp", "f")
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    block = part * shape.copied + block_of_part
+    row_tiles = shape.slots // 2
+    lines = []
+    for slot in range(shape.slots):
+        for word in range(2):
+            operand = 2 * shape.totals + (slot * shape.blocks + block) * 2 + word
+            lines += [_decode(operand, _operand_of_lane(shape), 8 * slot + 4 * word)]
+        lines += [
+            _scale(_operand_of_scales(shape), slot * shape.blocks + block),
+            f"mov.f32 s{slot}, s;",
+        ]
+    for column_tile in range(shape.column_tiles):
+        place = 1024 * (block_of_part * shape.column_tiles + column_tile)
+        lines += [f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [y+{place}];"]
+        lines += [f"ld.shared.v4.b32 {{x4, x5, x6, x7}}, [z+{place}];"]
+        for row_tile in range(row_tiles):
+            c = 4 * row_tile
+            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
+            for i in range(c, c + 4):
+                lines += [f"mov.b32 c{i}, 0f00000000;"]
+            for i in range(0, 8, 2):
+                v = 16 * row_tile + i
+                left = f"{{v{v}, v{v + 8}, v{v + 1}, v{v + 9}}}"
+                lines += [f"{mma} {sums}, {left}, {{x{i}, x{i + 1}}}, {sums};"]
+            for i in range(4):
+                target = 4 * (row_tile * shape.column_tiles + column_tile) + i
+                before = target if block_of_part > 0 else shape.totals + target
+                slot = 2 * row_tile + i // 2
+                lines += [f"fma.rn.f32 ${target}, c{c + i}, s{slot}, ${before};"]
+    return lines
 
 
 @triton.constexpr_function

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
-from nf4conv.codec.kernels.product import launches
+from nf4conv.codec.kernels.product import dense, launches
 from nf4conv.codec.kernels.product.launches import Product, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
 
@@ -50,12 +50,16 @@ def prepare_multiply(
         device: a GPU that runs the kernels.
         matrix: the kind of weight.
     """
+    n, _, form, alignment = matrix
     rows = x_shape[:-1].numel()
-    if 0 < rows <= launches.SHAPES[-1].rows and not why_decoded(matrix, dtype, device):
-        product = launches.prepare_product(x_shape, dtype, device, matrix.n, matrix.form)
-        multiply = _with_bias(product)
-    else:
+    is_short = 0 < rows <= launches.SHAPES[-1].rows
+    if not is_short or why_decoded(matrix, dtype):
         multiply = _prepare_decoded(dtype, device, matrix)
+    elif _is_odd(matrix):
+        aligned = alignment == 16
+        multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
+    else:
+        multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
     if torch.cuda.device_count() == 1:
         return multiply
 
@@ -68,24 +72,25 @@ def prepare_multiply(
     return multiply_there
 
 
-def why_decoded(matrix: Matrix, dtype: torch.dtype, device: torch.device) -> str:
+def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
     """Return why a weight is decoded before it is multiplied with few rows; empty if a kernel
     multiplies without.
     """
-    n, k, form, alignment = matrix
     if dtype == torch.float32:
         return "products in float32 have no kernel"
-    if torch.cuda.get_device_capability(device)[0] != launches.CAPABILITY:
-        return "the kernels need compute capability 9"
-    if k % 64:
-        return f"{k} columns are no multiple of 64"
-    if form.blocksize < 64:
-        return f"blocks of {form.blocksize} are shorter than 64"
-    if alignment < 16:
-        return "the packed codes do not begin at a multiple of 16 bytes"
-    if n * k >= launches.MOST_ELEMENTS or n == 0:
-        return f"{n * k} elements are too many or none"
+    if matrix.k % 32:
+        return f"{matrix.k} columns are no multiple of 32"
+    if matrix.alignment < 4:
+        return "the packed codes do not begin at a multiple of 4 bytes"
+    elements = matrix.n * matrix.k
+    if elements >= launches.MOST_ELEMENTS or elements == 0:
+        return f"{elements} elements are too many or none"
     return ""
+
+
+def _is_odd(matrix: Matrix) -> bool:
+    """Return True if only dense.py reads a weight."""
+    return matrix.k % 64 > 0 or matrix.form.blocksize < 64 or matrix.alignment < 16
 
 
 def _with_bias(product: Product) -> Multiply:

@@ -1,17 +1,111 @@
-"""x · Wᵀ for any number of rows and any GPU: weights are decoded and rounded as dequantize does,
-then multiplied by whatever tensor cores there are (`tl.dot`).
+"""x · Wᵀ for weights that kernel.py cannot read: short blocks, other columns, other places.
 
-Nothing decoded is written to memory. A program computes ROWS rows of W for COLUMNS rows of x, over
-all k or one of several parts of it. Codes and scales of the next step are loaded while a step is
-multiplied.
+Weights are decoded and rounded as dequantize does, then multiplied by whatever tensor cores there
+are (`tl.dot`). Nothing decoded is written to memory. A program computes ROWS rows of W for COLUMNS
+rows of x, over all k or one of several parts of it. Codes and scales of the next step are loaded
+while a step is multiplied.
 """
 
+from typing import Final, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.experts.stacks import value_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.product.launches import (
+    MOST_SPLITS,
+    Product,
+    is_hopper,
+    prepare_sum,
+    readable,
+    stream_of,
+)
+from nf4conv.codec.kernels.tables import value_table
+from nf4conv.codec.quant_state import Addresses, Form
+
+
+class Tile(NamedTuple):
+    """What a program computes at once.
+
+    Attributes:
+        rows: of W.
+        columns: rows of x.
+        chunks: of 32 k, in a step.
+        stages: steps that are loaded ahead.
+        warps: of a program.
+    """
+
+    rows: int
+    columns: int
+    chunks: int
+    stages: int
+    warps: int
+
+
+TILES: Final = (Tile(64, 16, 4, 3, 4), Tile(64, 32, 4, 3, 4), Tile(64, 64, 2, 3, 4))
+"""By rows of x: among the fastest of docs/kernels.md."""
+
+
+def prepare_dense(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form, aligned: bool
+) -> Product:
+    """Prepare to multiply all x of one shape with all weights of one shape.
+
+    Args:
+        x_shape: [..., k], up to 64 rows. k is a multiple of 32.
+        dtype: of x, float16 or bfloat16.
+        device: a GPU.
+        n: rows of the weights.
+        form: of the weights.
+        aligned: True if the packed codes begin at a multiple of 16 bytes; otherwise of 4.
+
+    Returns:
+        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+    """
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    tile = next(one for one in TILES if m <= one.columns)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    row_tiles = -(-n // tile.rows)
+    parts = 1
+    while parts < MOST_SPLITS and 2 * parts * row_tiles <= 4 * processors:
+        parts *= 2
+    steps = -(-k // (32 * tile.chunks * parts))
+    table = value_table(form.quant_type, device).data_ptr()
+    behind = (table, m, n, k, steps, (form.blocksize // 32).bit_length() - 1)
+    absmax = torch.uint8 if form.nested else torch.float32
+    others = torch.float32
+    target_dtype = torch.float32 if parts > 1 else dtype
+    pointers = (dtype, target_dtype, torch.uint8, absmax, others, others, others, torch.int32)
+    launch = launch_dense.prepare(
+        device,
+        (*pointers, *behind[1:]),
+        (*tile[:4], form.nested, aligned, True),
+        (dtype, parts > 1),
+        tile.warps,
+    )
+    add = prepare_sum(device, dtype, parts, is_hopper(device))
+    current_stream = stream_of(device)
+
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        target = out
+        if parts > 1:
+            target = x.new_empty(2 * parts * m * n)  # float32, in 16-bit elements
+        stream = current_stream()
+        launch(
+            row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), *weight, *behind
+        )  # fmt: skip
+        if parts > 1:
+            add(stream, target.data_ptr(), out.data_ptr(), m * n)
+        return out
+
+    return multiply
 
 
 @kernel

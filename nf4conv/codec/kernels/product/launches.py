@@ -19,8 +19,8 @@ from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 
 CAPABILITY: Final = 9
-"""Major compute capability of GPUs that have `wgmma` and begin kernels early, and the only one
-where this was measured.
+"""Major compute capability of GPUs that have `wgmma` and begin kernels early; everything was
+measured on one of them.
 """
 
 MOST_ELEMENTS: Final = 1 << 34
@@ -49,6 +49,8 @@ class Shape:
         blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
         copied: blocks whose x is copied to shared memory at once; 0 if wide.
         nested: True if absmax is uint8 codes.
+        hopper: True to use `wgmma`, for which x is brought into another order, and to begin before
+            the kernel before has ended; False for GPUs that cannot.
         wide: True for the wide kernel, False for the tile kernel.
         apart: rows of W from slot to slot.
         unit_rows: rows of W of a unit.
@@ -61,6 +63,7 @@ class Shape:
         shared_bytes: of the sums of a wide kernel; otherwise of two tiles of x, of which one is
             multiplied while the other is copied.
         parts: parts of a stage, each with a tile of x.
+        reads_in_order: True if x is read in its own order.
         registers: of a thread at most: a multiprocessor holds two programs.
         plain: the shape for absmax in float32.
     """
@@ -73,6 +76,7 @@ class Shape:
     blocks: int
     copied: int
     nested: bool = True
+    hopper: bool = True
     wide: bool = field(init=False)
     apart: int = field(init=False)
     unit_rows: int = field(init=False)
@@ -84,6 +88,7 @@ class Shape:
     held: int = field(init=False)
     shared_bytes: int = field(init=False)
     parts: int = field(init=False)
+    reads_in_order: bool = field(init=False)
     registers: int = field(init=False)
     plain: "Shape" = field(init=False, repr=False)
 
@@ -105,6 +110,7 @@ class Shape:
         self.sums = 128 // self.ranges**2
         self.held = 2 * self.ranges
         self.parts = self.blocks // max(self.copied, 1)
+        self.reads_in_order = self.wide or not self.hopper
         self.registers = min(65536 // (64 * self.warps), 255)
         self.plain = replace(self, nested=False) if self.nested else self
 
@@ -122,7 +128,10 @@ SHAPES = (
     Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
     Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
 )
-"""By rows of x, the fastest of the sweep in docs/kernels.md."""
+"""By rows of x on Hopper, the fastest of the sweep in docs/kernels.md."""
+
+OTHER_SHAPES = tuple(replace(one, hopper=False) for one in SHAPES)
+"""The same for other GPUs."""
 
 
 Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
@@ -139,7 +148,7 @@ def prepare_product(
     Args:
         x_shape: [..., k], up to 64 rows. k is a multiple of 64.
         dtype: of x, float16 or bfloat16.
-        device: a GPU with `wgmma`.
+        device: a GPU.
         n: rows of the weights; n · k is below MOST_ELEMENTS.
         form: of the weights; the blocksize is a multiple of 64, the packed codes begin at a
             multiple of 16 bytes.
@@ -150,7 +159,7 @@ def prepare_product(
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
-    shape = next(one for one in SHAPES if m <= one.rows)
+    shape = shape_of(m, device)
     if not form.nested:
         shape = shape.plain
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -180,10 +189,10 @@ def prepare_product(
         (dtype, shift > 0),
         shape.warps,
         shape.registers,
-        begins_early=True,
+        begins_early=shape.hopper,
     )
     current_stream = stream_of(device)
-    if shape.wide:
+    if shape.reads_in_order and shift == 0:
 
         def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
             x = readable(x)
@@ -193,14 +202,30 @@ def prepare_product(
 
         return multiply
 
-    order = _prepare_order(device, dtype)
-    add = _prepare_sum(device, dtype, 1 << shift)
+    add = prepare_sum(device, dtype, 1 << shift, shape.hopper)
+    parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
+    if shape.reads_in_order:
+
+        def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+            x = readable(x)
+            out = x.new_empty(out_shape)
+            parts = x.new_empty(parts_size)
+            target = parts.data_ptr()
+            stream = current_stream()
+            launch(programs, stream, x.data_ptr(), target, *weight, *behind)
+            add(stream, target, out.data_ptr(), m * n)
+            return out
+
+        return multiply_parts
+
+    order = _launch_order.prepare(
+        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
+    )
     pairs = m * k // 2
     order_programs = -(-pairs // _TILE)
-    sum_programs = -(-m * n // _TILE)
-    space = m * k  # 16-bit elements: x in order, and the parts in float32 behind it
+    space = m * k  # x in order, and the parts behind it
     if shift > 0:
-        space += (2 * m * n) << shift
+        space += parts_size
 
     def multiply_ordered(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
@@ -212,10 +237,21 @@ def prepare_product(
         order(order_programs, stream, x.data_ptr(), address, pairs)
         launch(programs, stream, address, target, *weight, *behind)
         if shift > 0:
-            add(sum_programs, stream, target, out.data_ptr(), m * n)
+            add(stream, target, out.data_ptr(), m * n)
         return out
 
     return multiply_ordered
+
+
+def shape_of(rows: int, device: torch.device) -> Shape:
+    """Return the shape for so many rows of x."""
+    shapes = SHAPES if is_hopper(device) else OTHER_SHAPES
+    return next(one for one in shapes if rows <= one.rows)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return True for a GPU that has `wgmma` and begins kernels early."""
+    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -232,18 +268,27 @@ def stream_of(device: torch.device) -> Callable[[], int]:
     return partial(driver.active.get_current_stream, device.index)
 
 
-def _prepare_order(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
-    """Prepare order_kernel, which brings x into the order in which the tile kernel copies it."""
-    return _launch_order.prepare(
-        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
+def prepare_sum(
+    device: torch.device, dtype: torch.dtype, splits: int, early: bool
+) -> Callable[[int, int, int, int], None]:
+    """Prepare to add up the parts of products.
+
+    Returns:
+        A function of a stream, the address of the parts, that of the result, and its elements.
+    """
+    launch = _launch_sum.prepare(
+        device,
+        (torch.float32, dtype, 1),
+        (splits, _TILE, early),
+        dtype,
+        num_warps=4,
+        begins_early=early,
     )
 
+    def add(stream: int, parts: int, out: int, count: int) -> None:
+        launch(-(-count // _TILE), stream, parts, out, count)
 
-def _prepare_sum(device: torch.device, dtype: torch.dtype, splits: int) -> Callable[..., None]:
-    """Prepare sum_kernel, which adds up the parts."""
-    return _launch_sum.prepare(
-        device, (torch.float32, dtype, 1), (splits, _TILE), dtype, num_warps=4, begins_early=True
-    )
+    return add
 
 
 class Division(NamedTuple):
@@ -307,15 +352,23 @@ def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
 
 
 @kernel
-def sum_kernel(parts_ptr, out_ptr, count: tl.int64, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Add up the parts of a product.
+def sum_kernel(
+    parts_ptr,
+    out_ptr,
+    count: tl.int64,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add up the parts of a product. With EARLY it may begin before these are complete.
 
     Pointers to tensors:
         parts_ptr: [SPLITS, count] float32.
         out_ptr: [count] float16 or bfloat16, written.
     """
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    index += _wait(index)
+    if EARLY:
+        index += _wait(index)
     total = tl.load(parts_ptr + index, mask=index < count)
     for part in tl.static_range(1, SPLITS):
         total += tl.load(parts_ptr + part * count + index, mask=index < count)
