@@ -428,7 +428,7 @@ class Machine:
         self.put_sums(self.left(names[1], parts[-1]) @ right.reshape(16, -1), targets, before, mask)
 
 
-TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.hopper
+TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
@@ -446,10 +446,10 @@ def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str
     options = {
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
-        "launch_pdl": shape.hopper,
+        "launch_pdl": shape.early,
         "enable_fp_fusion": False,
     }
-    return triton.compile(source, target=TARGETS[shape.hopper], options=options).asm["ptx"]
+    return triton.compile(source, target=TARGETS[shape.early], options=options).asm["ptx"]
 
 
 def multiply(
@@ -462,13 +462,13 @@ def multiply(
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
-    first = next(one for one in launches.SHAPES if m <= one.rows)
-    shape = replace(first, nested=state.nested, hopper=hopper)
+    shapes = launches.SHAPES if hopper else launches.OTHER_SHAPES
+    shape = replace(next(one for one in shapes if m <= one.rows), nested=state.nested)
     division = launches.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     ordered = x
-    if hopper and not shape.wide:
+    if shape.wgmma:
         ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
     buffers = {}

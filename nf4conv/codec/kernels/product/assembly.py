@@ -222,7 +222,7 @@ def arrive_assembly(fence: bool) -> str:
 @triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: by
-    `wgmma`, or by `mma` if the shape is not for Hopper.
+    `wgmma`, or by `mma` where the shape says so.
 
     A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the
     order that the tensor cores expect. The products of one *group*, a row tile and a block, are
@@ -232,7 +232,7 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
     of the tiles. `shape` is a launches.Shape.
     """
-    if not shape.hopper:
+    if not shape.wgmma:
         text: str = _mma_assembly(dtype, shape, part)
         return text
     sums = 4 * shape.column_tiles  # of a group
@@ -263,7 +263,7 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
 
 @triton.constexpr_function
 def _mma_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Do what `tile_assembly` does by `mma`, for GPUs without `wgmma`.
+    """Do what `tile_assembly` does by `mma`.
 
     x is in its own order: lane (g, t) loads 16 k of column g, those that it holds of the weight, in
     two pieces of 16 bytes. They serve all row tiles.

@@ -163,7 +163,7 @@ def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constex
         address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
         _asm("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
     fill: tl.constexpr = text.fill_assembly(
-        SHAPE.warps, SHAPE.shared_bytes, SHAPE.wide and SHAPE.nested, SHAPE.hopper
+        SHAPE.warps, SHAPE.shared_bytes, SHAPE.wide and SHAPE.nested, SHAPE.early
     )
     return _asm(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
 
@@ -294,7 +294,7 @@ def _tile_stage(
     Two tiles of x take turns. The next part of x is copied while one is worked on; behind the last
     part of this stage comes the first of the next, which begins at k = following.
     """
-    wait: tl.constexpr = text.arrive_assembly(SHAPE.hopper)
+    wait: tl.constexpr = text.arrive_assembly(SHAPE.wgmma)
     outputs: tl.constexpr = "f" * SHAPE.totals
     inputs: tl.constexpr = outputs + "r" * SHAPE.words + "f" * SHAPE.scales + "rr"
     for part in tl.static_range(0 + SHAPE.parts):

@@ -49,8 +49,9 @@ class Shape:
         blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
         copied: blocks whose x is copied to shared memory at once; 0 if wide.
         nested: True if absmax is uint8 codes.
-        hopper: True to use `wgmma`, for which x is brought into another order, and to begin before
-            the kernel before has ended; False for GPUs that cannot.
+        wgmma: True to multiply tiles by `wgmma`, for which x is brought into another order; by
+            `mma` otherwise.
+        early: True to begin before the kernel before has ended.
         wide: True for the wide kernel, False for the tile kernel.
         apart: rows of W from slot to slot.
         unit_rows: rows of W of a unit.
@@ -76,7 +77,8 @@ class Shape:
     blocks: int
     copied: int
     nested: bool = True
-    hopper: bool = True
+    wgmma: bool = False
+    early: bool = True
     wide: bool = field(init=False)
     apart: int = field(init=False)
     unit_rows: int = field(init=False)
@@ -110,7 +112,7 @@ class Shape:
         self.sums = 128 // self.ranges**2
         self.held = 2 * self.ranges
         self.parts = self.blocks // max(self.copied, 1)
-        self.reads_in_order = self.wide or not self.hopper
+        self.reads_in_order = not self.wgmma
         self.registers = min(65536 // (64 * self.warps), 255)
         self.plain = replace(self, nested=False) if self.nested else self
 
@@ -126,11 +128,11 @@ SHAPES = (
     Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4),
     Shape(rows=16, ranges=1, column_tiles=2, warps=8, slots=2, blocks=4, copied=4),
     Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
-    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
+    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1, wgmma=True),
 )
 """By rows of x on Hopper, the fastest of the sweep in docs/kernels.md."""
 
-OTHER_SHAPES = tuple(replace(one, hopper=False) for one in SHAPES)
+OTHER_SHAPES = tuple(replace(one, wgmma=False, early=False) for one in SHAPES)
 """The same for other GPUs."""
 
 
@@ -189,7 +191,7 @@ def prepare_product(
         (dtype, shift > 0),
         shape.warps,
         shape.registers,
-        begins_early=shape.hopper,
+        begins_early=shape.early,
     )
     current_stream = stream_of(device)
     if shape.reads_in_order and shift == 0:
@@ -202,7 +204,7 @@ def prepare_product(
 
         return multiply
 
-    add = prepare_sum(device, dtype, 1 << shift, shape.hopper)
+    add = prepare_sum(device, dtype, 1 << shift, shape.early)
     parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
     if shape.reads_in_order:
 

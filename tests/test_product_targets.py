@@ -1,0 +1,67 @@
+"""The kernels of products compile for every GPU that they claim, by ptxas, which needs no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nf4conv.codec.backends import why_plain
+
+SOURCE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nf4conv.codec.kernels.product import dense, kernel, launches
+
+capability = int(sys.argv[1])
+POINTERS = ["*bf16", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "*fp32", "*i32"]
+
+
+def compile(function, constants, options):
+    runtime = [name for name in function.arg_names if name not in constants]
+    signature = dict.fromkeys(function.arg_names, "constexpr")
+    for place, name in enumerate(runtime):
+        signature[name] = POINTERS[place] if place < 8 else "i32"
+    if "norm" in signature:
+        signature["norm"] = "fp32"
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(
+        source, target=target, options={"enable_fp_fusion": False, **options}
+    )
+    assert compiled.asm["cubin"]
+    print(function.__name__, constants, compiled.metadata.shared)
+
+
+shapes = launches.OTHER_SHAPES  # tests/emulator.py compiles those for 90
+for shape in (shapes[0], shapes[2], shapes[-1]):
+    options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": shape.early}
+    compile(kernel.product_kernel, {"SHAPE": shape}, options)
+tile = dense.TILES[0]
+constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "CHUNKS": tile.chunks}
+constants |= {"STAGES": tile.stages, "NESTED": True, "ALIGNED": True, "PTX": True}
+compile(dense.dense_kernel, constants, {"num_warps": tile.warps})
+"""
+
+
+@pytest.mark.skipif(bool(why_plain((9, 0))), reason="needs a Triton that compiles the kernels")
+@pytest.mark.parametrize(
+    "capability",
+    [80, 100, 120, *(pytest.param(one, marks=pytest.mark.architectures) for one in (86, 89, 103))],
+)
+def test_compiles_for(capability: int) -> None:
+    """In a process of its own: Triton cannot compile where kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCE, str(capability)],
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 4
