@@ -41,10 +41,10 @@ def write_source(folder: Path, layers: int = 6) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
     """Returns the content of every file below a folder, by its path."""
     found = {}
-    for path in folder.rglob("*"):
+    for path in folder.rglob(names):
         if path.is_file():
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found

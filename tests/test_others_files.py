@@ -240,3 +240,25 @@ def test_a_record_that_was_changed_counts_for_nothing(source: Path, tmp_path: Pa
     finish_checkpoint(tmp_path / "out")
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, run)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "hole"])
+@pytest.mark.parametrize("name", ["run.json", "shards"])
+def test_records_that_are_no_files_of_their_size(
+    source: Path, tmp_path: Path, kind: str, name: str
+):
+    """A pipe would never be read to its end, and a hole of gigabytes not into memory."""
+    out = tmp_path / "out"
+    parts_of(source, out)
+    place = out / WORK_FOLDER / name
+    record = next(place.iterdir()) if place.is_dir() else place
+    record.unlink()
+    if kind == "pipe":
+        os.mkfifo(record)
+    else:
+        record.touch()
+        os.truncate(record, 2**34)
+    before = contents(out, "*.safetensors")
+    with pytest.raises(Nf4convError):
+        finish_checkpoint(out)
+    assert contents(out, "*.safetensors") == before

@@ -20,7 +20,7 @@ from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.format.layout import ITEMSIZES, Format, components
 from nf4conv.output.writer import write_file
 from nf4conv.sources.header import build_header, read_header
-from nf4conv.sources.reader import digest_of
+from nf4conv.sources.reader import digest_of, read_small
 from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.tensors import TensorInfo
 
@@ -145,14 +145,14 @@ class FinishedBlocks:
         Reads the whole file.
         """
         try:
-            content = json.loads(self._record_file(number).read_bytes())
+            content = json.loads(read_small(self._record_file(number)))
             gains = {name: WeightGain(**gain) for name, gain in content["gains"].items()}
             record = BlockRecord(
                 content["sha256"], content["components_sha256"], gains, content["made_by"]
             )
             if digest_of(self.file(number)) != record.sha256:
                 return None
-        except (OSError, SourceError, ValueError, TypeError, KeyError):
+        except (OSError, SourceError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return record
 

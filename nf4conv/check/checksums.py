@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-from nf4conv.errors import SourceError
+from nf4conv.errors import OutputError, SourceError
 from nf4conv.output.writer import write_file
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.stored_weights import Structure
@@ -94,6 +94,8 @@ def renew_checksum(folder: Path, name: str) -> None:
     manifest = folder / _MANIFEST
     if not manifest.is_file():
         return
+    if manifest.stat().st_size > _LONGEST_MANIFEST:
+        raise OutputError(f"{manifest}: longer than any list of checksums; remove it")
     entries_of_file = (f"  {name}", f" *{name}")
     lines = [
         line

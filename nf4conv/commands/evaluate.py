@@ -24,12 +24,13 @@ from nf4conv.commands.evaluating.bounds import require_stored
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
 from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
 from nf4conv.commands.evaluating.storage import storages
-from nf4conv.errors import PlanError, SourceError, named
+from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file, write_result
 from nf4conv.report.plot import evaluation_plot
 from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.sources.opening import open_stored
+from nf4conv.sources.reader import read_small
 from nf4conv.sources.source import Source
 
 _PLOT = "evaluation.svg"
@@ -188,8 +189,7 @@ def _read_card(folder: Path) -> str:
     if not path.exists():
         return ""
     try:
-        with named(path, SourceError):
-            return path.read_text(encoding="utf-8")
+        return read_small(path).decode()
     except UnicodeDecodeError as error:
         raise SourceError(
             f"{path}: is no UTF-8 text, so --card cannot write into it; convert it, or remove it"

@@ -25,6 +25,7 @@ from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
 from nf4conv.run.checkpoint import space_needed
 from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.opening import open_stored
+from nf4conv.sources.reader import read_small
 from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, source_changes, source_stamps
 from nf4conv.sources.stored_weights import split_component
@@ -105,7 +106,7 @@ def write_submodels(
         readme = card(report)
         if readme is not None:
             workspace.write("README.md", readme.encode(errors="backslashreplace"))
-        workspace.complete({index.name: index.read_bytes()})
+        workspace.complete({index.name: read_small(index)})
     return report
 
 
@@ -153,7 +154,7 @@ def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
     index = out / plan.folder.index.name
     if is_unfinished(out) or not index.is_file():
         return False
-    if index.read_bytes() != plan.folder.index.read_bytes():
+    if read_small(index) != read_small(plan.folder.index):
         return False
     return all(read_record(out / name) is not None for name in plan.submodels)
 

@@ -18,12 +18,13 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from nf4conv.errors import OutputError, named
+from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
 from nf4conv.output.writer import ShardWriter, write_file
-from nf4conv.sources.reader import digest_of, read_chunks
+from nf4conv.sources.reader import digest_of, read_chunks, read_small
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import (
+    LARGEST_RECORD,
     RECORD,
     SHARDS,
     WORK_FOLDER,
@@ -170,10 +171,11 @@ class OutputFolder:
         """
         path = self._work / RECORD
         try:
-            with named(path, OutputError):
-                content = path.read_bytes()
+            content = read_small(path, LARGEST_RECORD)
             run = json.loads(content)
             begun = BegunRun(dict(run["fingerprint"]), run["stamps"])
+        except SourceError as error:
+            raise OutputError(str(error), path=path) from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise OutputError(
                 f"{path}: is damaged, so the run cannot be resumed; --overwrite starts anew",

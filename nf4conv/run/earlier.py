@@ -178,7 +178,9 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
     if plan.config_bytes is None:
         return True
     config = out / "config.json"
-    return config.is_file() and config.read_bytes() == plan.config_bytes
+    if not config.is_file() or config.stat().st_size != len(plan.config_bytes):
+        return False
+    return config.read_bytes() == plan.config_bytes
 
 
 def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: Path) -> None:

@@ -8,6 +8,7 @@ network.
 
 import hashlib
 import json
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -252,11 +253,7 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
             nested too deeply.
     """
     try:
-        with named(path, SourceError):
-            size = path.stat().st_size
-            if size > most:
-                raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}", path=path)
-            content = json.loads(path.read_bytes())
+        content = json.loads(read_small(path, most))
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}", path=path) from error
     if not isinstance(content, dict):
@@ -264,6 +261,26 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
     if _is_deeper(content, _DEEPEST_JSON):
         raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times", path=path)
     return content
+
+
+def read_small(path: Path, most: int = _LARGEST_JSON) -> bytes:
+    """Returns the content of a file that is small, if it is what it should be.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        SourceError: the file cannot be read, is larger, or is a pipe or the like.
+    """
+    with named(path, SourceError):
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path}: is no file", path=path)
+        if size > most:
+            raise SourceError(f"{path}: {size:,} bytes; expected at most {most:,}", path=path)
+        return path.read_bytes()
 
 
 def _is_deeper(content: dict[str, Any], most: int) -> bool:

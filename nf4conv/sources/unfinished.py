@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.sources.reader import read_small
 
 WORK_FOLDER: Final = ".nf4conv"
 """The folder in OUT with the state of a run."""
 
 RECORD: Final = "run.json"
 """The file in it that says what is made: the fingerprint of the plan."""
+
+LARGEST_RECORD: Final = 2**28  # bytes, with the shards of a million tensors
 
 SHARDS: Final = "shards"
 """The folder in it with the records of finished files."""
@@ -64,8 +67,8 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
     found = {}
     for path in records:
         # a shard whose record is missing or damaged is not finished
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            fields = dict(json.loads(path.read_bytes()))
+        with suppress(SourceError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            fields = dict(json.loads(read_small(path)))
             digest = fields.pop(_DIGEST)
             name = fields.pop("name")
             file = FinishedFile(**fields)
@@ -118,7 +121,7 @@ def check_finished(folder: Path) -> None:
     """Raises a SourceError for a folder in which a run has not ended, and says how to go on."""
     if not is_unfinished(folder) or is_model(folder):
         return
-    fingerprint = (folder / WORK_FOLDER / RECORD).read_bytes()
+    fingerprint = read_small(folder / WORK_FOLDER / RECORD, LARGEST_RECORD)
     if f'"{PARTS}": '.encode() in fingerprint:
         how = HOW_TO_FINISH
     else:

@@ -26,9 +26,16 @@ from huggingface_hub import constants
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
+from nf4conv.sources.reader import read_small
 from nf4conv.sources.remote.asking import asked, explained, get_range, timeout
 from nf4conv.sources.remote.contents import RemoteFile, damaged_files
-from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_INDEX, find_weights
+from nf4conv.sources.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LARGEST_INDEX,
+    MODEL_INDEX,
+    find_weights,
+)
 
 _log: Final = logging.getLogger(__name__)
 
@@ -351,7 +358,7 @@ def _small_files(repository: Repository, prefix: str, names: Collection[str]) ->
     modules = None
     if "modules.json" in names:
         root = repository.fetch_first([f"{prefix}modules.json"])
-        modules = (root / prefix / "modules.json").read_bytes()
+        modules = read_small(root / prefix / "modules.json")
     small = {str(path) for path in auxiliary_names(names, modules)}
     small.update(name for name in _DESCRIPTIONS if name in names)
     return small
@@ -417,7 +424,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
 def _shards(index: Path) -> list[str]:
     """Returns the names of the files that an index lists."""
     try:
-        listed = json.loads(index.read_bytes())["weight_map"].values()
+        listed = json.loads(read_small(index, LARGEST_INDEX))["weight_map"].values()
         return sorted({str(PurePosixPath(name)) for name in listed})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SourceError(f"{index}: has no weight_map", path=index) from error
