@@ -222,6 +222,8 @@ class Machine:
             return self.registers[name]
         if name in self.fixed:
             value = self.fixed[name]
+        elif name.startswith("%"):  # never written: half of a word that nothing reads
+            value = 0xBAD
         elif name.startswith("0f"):  # the bits of a float
             value = int(name[2:], 16)
         else:
@@ -257,6 +259,9 @@ class Machine:
             low = raw(INTEGER[name](a, b), "s16")
             high = raw(INTEGER[name](a >> half, b >> half), "s16")
             self.put(names[0], low | high << half, mask)
+        elif parts[:2] == ["mul", "hi"]:
+            a, b = self.values(names[1:], kind)
+            self.put(names[0], raw(a * b >> width(kind), kind), mask)
         else:
             a, b = self.values(names[1:], "u1" if kind == "pred" else kind)
             self.put(names[0], raw(INTEGER[name](a, b), result_kind), mask)
@@ -316,8 +321,19 @@ class Machine:
         for i, target in enumerate(targets):
             self.put(target, cut(whole >> np.uint64(count * i), count), mask)
 
+    def do_neg(self, parts: Words, names: Words, mask: Mask) -> None:
+        (value,) = self.values(names[1:], parts[-1])
+        self.put(names[0], raw(-value, parts[-1]), mask)
+
+    def do_ex2(self, parts: Words, names: Words, mask: Mask) -> None:
+        (value,) = self.values(names[1:], parts[-1])
+        self.put(names[0], raw(np.exp2(value), parts[-1]), mask)
+
     def do_div(self, parts: Words, names: Words, mask: Mask) -> None:
         a, b = self.values(names[1:], parts[-1])
+        if parts[-1] == "f32":
+            self.put(names[0], raw(a / b, "f32"), mask)
+            return
         quotient = np.abs(a) // np.abs(b) * np.sign(a) * np.sign(b)
         result = quotient if parts[0] == "div" else a - quotient * b
         self.put(names[0], raw(result, parts[-1]), mask)
@@ -372,10 +388,13 @@ class Machine:
     def do_bfe(self, _: Words, names: Words, mask: Mask) -> None:
         self.put(names[0], cut(self.get(names[1]) >> self.get(names[2]), int(names[3])), mask)
 
-    def do_shfl(self, _: Words, names: Words, mask: Mask) -> None:
+    def do_shfl(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Takes registers of other lanes: of one by number, or of the one across ("bfly")."""
         lanes = np.arange(self.threads)
         segment = int(names[3], 0) >> 8 & 31
         sources = lanes // 32 * 32 + (lanes % 32 & segment | int(names[2]))
+        if "bfly" in parts:
+            sources = lanes ^ int(names[2])
         self.put(names[0], self.get(names[1])[sources], mask)
 
     def left(self, operand: str, kind: str) -> np.ndarray:

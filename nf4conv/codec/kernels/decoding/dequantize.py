@@ -161,16 +161,7 @@ def dequantize_kernel(
     out_ptr += first
     if PTX and ACCESS != _ELEMENTWISE:
         # decode by shuffles and store 16 bytes a thread
-        value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            decode_assembly(DTYPE),
-            "=r,=r,=r,=r,r,f,r",
-            [words, scale, value],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
+        decoded = shuffled_values(words, scale, table_ptr, DTYPE)
         slot = tl.arange(0, SLOTS)[:, None]
         word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16)
         word_ptr = word_ptr + slot * 4 + tl.arange(0, 4)[None, :]
@@ -220,6 +211,26 @@ def load_absmax(
         return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr), nested_absmax
     else:
         return absmax, tl.zeros((BLOCKS,), tl.float32)
+
+
+@triton.jit
+def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
+    """Decode slots by shuffles.
+
+    words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax. DTYPE: of the elements.
+
+    Returns the elements as words, [SLOTS, 4] int32.
+    """
+    value = lane_entry(tl.zeros(words.shape, tl.int64) + table_ptr.to(tl.int64), True)
+    w0, w1, w2, w3 = tl.inline_asm_elementwise(
+        decode_assembly(DTYPE),
+        "=r,=r,=r,=r,r,f,r",
+        [words, scale, value],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (words.shape[0], 4))
 
 
 @triton.jit

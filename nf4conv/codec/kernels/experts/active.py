@@ -7,9 +7,8 @@ So nothing of the choice is needed on the host.
 
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
-from nf4conv.codec.kernels.assembly import decode_assembly
-from nf4conv.codec.kernels.decoding.dequantize import plain_values
+from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.decoding.dequantize import plain_values, shuffled_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 
@@ -98,16 +97,7 @@ def active_kernel(
     row = element // columns
     target = row * (row_step - 1) * columns + element  # a slot is in one row
     if PTX:
-        value = lane_entry(tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64), True)
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            decode_assembly(DTYPE),
-            "=r,=r,=r,=r,r,f,r",
-            [words, scale, value],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        decoded = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SLOTS, 4))
+        decoded = shuffled_values(words, scale, table_ptr, DTYPE)
         target_word = (target // SLOT * 4)[:, None] + tl.arange(0, 4)[None, :]
         out_word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16) + target_word
         tl.store(out_word_ptr, decoded, mask=(element < elements)[:, None])

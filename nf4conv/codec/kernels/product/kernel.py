@@ -81,7 +81,7 @@ def product_kernel(
     offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
     ahead = _load_stage(weight, unit, 0, steps, split_shift, thread, SHAPE)
     meet: tl.constexpr = text.meet_assembly(SHAPE.wide and SHAPE.nested)
-    thread = _asm(meet, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
+    thread = run_assembly(meet, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
     if not SHAPE.wide:
         first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
         _copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)
@@ -111,7 +111,7 @@ def product_kernel(
             )
         if done:
             if SHAPE.wide:
-                _leave(totals, tiles, parity, thread, SHAPE)
+                leave(totals, tiles, parity, thread, SHAPE)
                 if (parity == SHAPE.held - 1) | (stage == stages - 1):
                     first_row = unit - parity * SHAPE.unit_rows
                     _gather(out_ptr, tiles, m, n, norm, first_row, end, parity, thread, SHAPE)
@@ -135,7 +135,7 @@ launch_product = Launcher(product_kernel)
 
 
 @triton.jit
-def _asm(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operands):
+def run_assembly(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operands):
     """Run an asm statement and return its results, a tuple.
 
     Results and operands have a letter each: f float32, r int32, l int64.
@@ -161,11 +161,11 @@ def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constex
         row = _first_row(unit >> split_shift, thread, SHAPE) + slot * SHAPE.apart
         row = tl.minimum(row, n - 1)
         address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
-        _asm("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
+        run_assembly("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
     fill: tl.constexpr = text.fill_assembly(
         SHAPE.warps, SHAPE.shared_bytes, SHAPE.wide and SHAPE.nested, SHAPE.early
     )
-    return _asm(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
+    return run_assembly(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
         if SHAPE.wide:
             asked = unit + slot // 2 * (SHAPE.unit_rows // 2) < end
             operands = operands + (thread * 0 + asked.to(tl.int32),)
-        words = words + _asm(read, outputs, inputs, operands)
+        words = words + run_assembly(read, outputs, inputs, operands)
     codes = ()
     nested = ()
     for i in tl.static_range(0 + SHAPE.scales):
@@ -256,7 +256,7 @@ def _scales(stage, offset, code_ptr, SHAPE: tl.constexpr):
         scale = stage[SHAPE.words + i]
         if SHAPE.nested:
             code = scale.to(tl.int32)
-            value = _asm(read, "f", "r", (code,))[0] if SHAPE.wide else tl.load(code_ptr + code)
+            value = run_assembly(read, "f", "r", (code,))[0] if SHAPE.wide else tl.load(code_ptr + code)
             nested_absmax = stage[SHAPE.words + SHAPE.scales + i]
             scale = multiply(value, nested_absmax, True) + offset
         out = out + (scale,)
@@ -281,7 +281,7 @@ def _wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.c
     add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty)
     inputs: tl.constexpr = "ffff" + "r" * 16 + "ffrlr"
     whole = thread * 0 + whole.to(tl.int32)
-    return _asm(add, "ffff", inputs, totals + operands + (address, whole))
+    return run_assembly(add, "ffff", inputs, totals + operands + (address, whole))
 
 
 @triton.jit
@@ -298,13 +298,13 @@ def _tile_stage(
     outputs: tl.constexpr = "f" * SHAPE.totals
     inputs: tl.constexpr = outputs + "r" * SHAPE.words + "f" * SHAPE.scales + "rr"
     for part in tl.static_range(0 + SHAPE.parts):
-        _asm(wait, "r", "r", (thread,))
+        run_assembly(wait, "r", "r", (thread,))
         next_k = first + (part + 1) * 64 * SHAPE.copied if part < SHAPE.parts - 1 else following
         other_tile = tiles + (1 - parity) * (SHAPE.shared_bytes // 2)
         _copy_x(x_ptr, other_tile, next_k, m, k, thread, SHAPE)
         tile = tiles + parity * (SHAPE.shared_bytes // 2)
         # a name for this text would be a constexpr that is defined again in each turn
-        totals = _asm(
+        totals = run_assembly(
             text.tile_assembly(x_ptr.dtype.element_ty, SHAPE, part),
             outputs,
             inputs,
@@ -328,25 +328,25 @@ def _copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
         source = x_ptr.to(tl.int64) + start + piece * 16
         target = tiles + index // 8 * 128 + ((piece ^ row) % 8 << 4)
         size = given.to(tl.int32) * 16
-        _asm(copy, "r", "lrr", (source, target, size))
+        run_assembly(copy, "r", "lrr", (source, target, size))
 
 
 @triton.jit
-def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
+def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
     """Leave the totals of a wide unit in shared memory, behind those of `held` others."""
     g = thread // 4 % 8
     t = thread % 4
     place = (g // SHAPE.ranges * (4 // SHAPE.ranges) + t // SHAPE.ranges) * 16
     range_of_warp = (held * SHAPE.warps + thread // 32) * SHAPE.ranges + g % SHAPE.ranges
     place += range_of_warp * (4 * SHAPE.sums)
-    leave: tl.constexpr = """{
+    store: tl.constexpr = """{
         .reg .pred p;
         setp.ne.b32 p, $6, 0;
         @p st.shared.v4.f32 [$5], {$1, $2, $3, $4};
         mov.b32 $0, 0;
         }"""
     meant = (g % SHAPE.ranges == t % SHAPE.ranges).to(tl.int32)
-    _asm(leave, "r", "ffffrr", totals + (sums + place, meant))
+    run_assembly(store, "r", "ffffrr", totals + (sums + place, meant))
 
 
 @triton.jit
@@ -361,7 +361,7 @@ def _gather(out_ptr, sums, m, n, norm, first, end, held, thread, SHAPE: tl.const
     unit = thread // SHAPE.sums
     place = unit * (SHAPE.sums * SHAPE.warps * SHAPE.ranges) + thread % SHAPE.sums
     has_unit = (thread < SHAPE.sums * SHAPE.held).to(tl.int32)
-    found = _asm(add, "f", "rr", (sums + place * 4, has_unit))[0]
+    found = run_assembly(add, "f", "rr", (sums + place * 4, has_unit))[0]
     column = thread // 4 % COLUMNS
     row_of_slot = thread % SHAPE.sums // 4 // COLUMNS
     row = first + unit * SHAPE.unit_rows + thread % 4 * SHAPE.apart + row_of_slot
