@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 MOST_STEPS: Final = 3
 """Steps of a stage at most: what fits the registers of a program, with one stack."""
 
+EARLY=True
+_STEP: Final = 2048  # k of a step: 8 warps with two ranges of 128
+
 
 @dataclass(frozen=True)
 class WideShape:
@@ -20,13 +23,13 @@ class WideShape:
     Attributes:
         own_units: units of a program.
         steps: of a stage.
-        once: True if each program has one unit of one stage.
+        depth: stages that are loaded ahead; 0 if each program has one stage.
         registers: of a thread at most.
     """
 
     own_units: int
     steps: int
-    once: bool
+    depth: int
     registers: int
 
 
@@ -43,20 +46,21 @@ def multiply_wide(
     groups = tokens * k // terms
     first = projection.stack
     out = x.new_empty((groups, projection.out_columns))
-    units = groups * -(-projection.rows // 8)
+    gated = projection.up is not None
     shape = SHAPES[0] if first.nested else SHAPES[0].plain
-    wide = wide_shape(projection, units, terms)
+    wide = wide_shape(projection, groups, terms)
+    parts = -(-projection.rows // (8 * wide.own_units))
     factor = x if weights is None else weights
     launch_wide(
-        -(-units // wide.own_units),
+        groups * parts,
         (
             x, ids, factor, out, pair_table(first.quant_type, x.dtype, x.device),
             *projection.pointers[1:],
             tokens * k // x.shape[0], first.experts, *projection.sizes,
-            units, wide.own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
+            parts, wide.own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
         ),
         (
-            terms, first.columns // 64, wide.steps, wide.once, projection.up is not None,
+            terms, first.columns // 64, wide.steps, wide.depth, EARLY and not gated, gated,
             projection.silu, weights is not None, first.nested, shape,
         ),
         (x.dtype, factor.dtype, first.absmax.dtype, wide.registers),
@@ -67,15 +71,17 @@ def multiply_wide(
     return out
 
 
-def wide_shape(projection: "Projection", units: int, terms: int) -> WideShape:
+def wide_shape(projection: "Projection", groups: int, terms: int) -> WideShape:
     """Choose how rows are multiplied on Hopper: the fastest of the sweep in docs/kernels.md."""
-    programs = 2 * _processors(projection.stack.device)
-    own_units = -(-units // programs)
-    steps = -(-terms * -(-projection.stack.columns // 128) // 16)
     gated = projection.up is not None
+    units = projection.rows // 8
+    programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
+    own_units = -(-units // programs)
+    steps = -(-terms * (-(-projection.stack.columns // 128) * 128) // _STEP)
     most = 1 if gated else MOST_STEPS
-    once = own_units == 1 and steps <= most
-    return WideShape(own_units, min(steps, most), once, 128)
+    if own_units == 1 and steps <= most:
+        return WideShape(own_units, steps, 0, 96 if gated else 80)
+    return WideShape(own_units, min(steps, most), 1, 128)
 
 
 @cache

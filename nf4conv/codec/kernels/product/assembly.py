@@ -109,6 +109,78 @@ def meet_assembly(has_codes: bool) -> str:
 
 
 @triton.constexpr_function
+def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
+    """Lay out and fill shared memory as `fill_assembly` and `meet_assembly` do, without waiting for
+    the kernel before: its tables are older.
+
+    Operands: $0 the thread; $1 address of `tiles`; $2 address of the [256] words of `pairs`; $3
+    address of the [256] values of `codes`; $4 the thread.
+    """
+    fill = fill_assembly(warps, shared_bytes, has_codes)
+    fill = fill.replace("griddepcontrol.wait;\n", "").replace("$3", "$4")
+    fill = fill.replace("griddepcontrol.launch_dependents;\n", "")
+    meet = meet_assembly(has_codes).replace("$2", "$4").replace("$1", "$3")
+    return fill + "\n" + meet
+
+
+@triton.constexpr_function
+def wait_assembly(signals: bool) -> str:
+    """Wait for the kernel before, and let the one behind begin if it `signals`.
+
+    Operands: $0 the thread; $1 the thread.
+    """
+    signal = "griddepcontrol.launch_dependents;" if signals else ""
+    return f"griddepcontrol.wait; {signal} mov.u32 $0, $1;"
+
+
+@triton.constexpr_function
+def x_assembly() -> str:
+    """Load 32 k of x. Not as constants, which the compiler would read before a wait.
+
+    Operands: $0 … $15 the words; $16 their address, 0 for zeros.
+    """
+    lines = ["{", ".reg .pred p;", "setp.ne.b64 p, $16, 0;"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(16)]
+    for i in range(0, 16, 4):
+        words = f"${i}, ${i + 1}, ${i + 2}, ${i + 3}"
+        lines += [f"@p ld.global.v4.b32 {{{words}}}, [$16+{4 * i}];"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def stacks_assembly(dtype: tl.dtype, stacks: int) -> str:
+    """Multiply a row tile of each stack, two slots, with x in registers: `mma`.
+
+    Operands: the totals, two for each stack; the totals before; for each stack four words of each
+    slot; for each stack scales; 4 * lane in each byte; 16 words of x.
+    """
+    kind = dtype.name.replace("fp", "f")
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    words = 4 * stacks
+    scales = words + 8 * stacks
+    lane = scales + stacks
+    lines = ["{", ".reg .b32 b, a, l, h, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
+    lines += ["mov.u32 b, pairs;"]
+    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(4 * stacks)]
+    for word in range(4):
+        for stack in range(stacks):
+            upper = words + 8 * stack + word
+            lines += [_decode(upper, lane, 0), _decode(upper + 4, lane, 4)]
+            sums = ", ".join(f"c{4 * stack + i}" for i in range(4))
+            for i in (0, 2):
+                left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
+                x = lane + 1 + 4 * word + i
+                lines += [f"{mma} {{{sums}}}, {left}, {{${x}, ${x + 1}}}, {{{sums}}};"]
+    for index in range(4 * stacks):  # two blocks of each slot, whose sums are in two columns
+        slot = index // 2
+        before = slot if index % 2 else slot + 2 * stacks
+        own = f"${scales + index // 4}"
+        lines += [f"shfl.sync.idx.b32 s, {own}, {index % 4}, 0x1c03, -1;"]
+        lines += [f"fma.rn.f32 ${slot}, c{index}, s, ${before};"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
 def words_assembly(width: int, loads: int, asked: bool) -> str:
     """Load packed codes that are used once.
 
