@@ -12,15 +12,13 @@ from torch.nn import functional
 import nf4conv
 from nf4conv.codec.experts import PackedExperts, decode, split_stack, stack_experts
 from nf4conv.codec.experts.product import (
-    Projection,
     decode_active,
     decode_chosen,
     group_by_expert,
     multiply_groups,
     multiply_rows,
-    project,
-    suits_kernels,
 )
+from nf4conv.codec.experts.projection import Projection, project, suits_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_experts import as_a_stack, one_by_one
 
-from nf4conv.codec.experts import PackedExperts, decode, product
-from nf4conv.codec.experts.product import Projection, RowsShape, project
+from nf4conv.codec.experts import PackedExperts, decode, product, projection
+from nf4conv.codec.experts.product import RowsShape
+from nf4conv.codec.experts.projection import Projection, project
 
 EXPERTS = 3
 TOP_K = 2
@@ -18,7 +19,7 @@ INNER = 64
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch):
     """The kernels run without a GPU, in few programs: the interpreter takes its time for each."""
-    monkeypatch.setattr(product, "has_kernels", lambda _: True)
+    monkeypatch.setattr(projection, "has_kernels", lambda _: True)
     monkeypatch.setattr(product, "rows_shape", lambda _: RowsShape(32, 1, 4, early=False))
 
 
@@ -43,8 +44,8 @@ def test_a_layer_of_experts(by, layout):
     gate, up, down = (
         packed(*shape, layout) for shape in ((INNER, HIDDEN),) * 2 + ((HIDDEN, INNER),)
     )
-    assert product.suits_kernels(gate)
-    assert product.suits_together(gate, up)
+    assert projection.suits_kernels(gate)
+    assert projection.suits_together(gate, up)
     x = torch.randn(2, HIDDEN)
     ids = torch.tensor([[0, 2], [2, 1]])
     weights = torch.rand(2, TOP_K)

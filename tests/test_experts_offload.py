@@ -10,7 +10,7 @@ from test_experts_kernels import EXPERTS, HIDDEN, INNER, kernels_everywhere, pac
 
 from nf4conv.codec.experts import decode, product, split_stack
 from nf4conv.codec.experts.offloaded import OffloadedLayer, expert_bytes
-from nf4conv.codec.experts.product import Projection, project
+from nf4conv.codec.experts.projection import Projection, project
 from nf4conv.codec.ops import quantize_4bit
 from nf4conv.errors import CodecError
 from nf4conv.moe.forward import Projections

@@ -269,8 +269,9 @@ def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: st
         if match is not None:
             if moe == "stacked":
                 raise PlanError(
-                    f"{name}: --moe stacked: the experts of this checkpoint are stored one by one; "
-                    f"--moe packed packs them so"
+                    f"{name}: --moe stacked: no stacks are known for the experts of "
+                    f"{experts.config.get('model_type', 'this checkpoint')}; --moe packed packs "
+                    f"them one by one"
                 )
             projections = layers.setdefault(match[1], {})
             projections.setdefault(match[3], {})[int(match[2])] = experts.tensors[name]

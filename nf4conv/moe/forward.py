@@ -16,24 +16,28 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.backends import has_kernels
-from nf4conv.codec.experts.product import (
+from nf4conv.codec.experts.product import group_by_expert, multiply_groups, multiply_rows
+from nf4conv.codec.experts.projection import (
     Projection,
-    group_by_expert,
-    multiply_groups,
-    multiply_rows,
     project,
     suits_kernels,
     suits_together,
 )
+from nf4conv.codec.experts.wide import suits_wide
 from nf4conv.moe.layer import PackedLayer, packed_weights
 from nf4conv.moe.tensor import Experts4bit
 from nf4conv.moe.weight import ALTERNATING, SEPARATED, PackedWeight
 
 MOST_TOKENS_BY_ROWS: Final = 16
-"""Tokens up to which each row is multiplied with its experts by itself."""
+"""Tokens up to which each row is multiplied with its experts by itself, but on Hopper."""
 
-MOST_TOKENS: Final = 1024
-"""Tokens up to which packed experts are multiplied; beyond that decoding them is faster."""
+FEW_ROWS: Final = 2
+"""Rows of each expert, on average, up to which Hopper multiplies each row by itself."""
+
+MANY_ROWS: Final = 64
+"""Rows of each expert, on average, up to which packed experts are multiplied; beyond that decoding
+them is faster.
+"""
 
 FEWEST_MEMBERS: Final = 16
 """Rows of the smallest group that is multiplied together."""
@@ -91,7 +95,8 @@ def _compute(
     if layer is None:
         return None
     has_factors = bool(layer.up_factors or layer.down_factors)
-    if not has_factors and not _trains(x, weights) and x.shape[0] <= MOST_TOKENS:
+    is_many = ids.numel() > MANY_ROWS * layer.up.weight.experts
+    if not has_factors and not _trains(x, weights) and not is_many:
         projections = projections_of(module, layer)
         if projections is not None:
             return add_bias(module, multiply(module, projections, x, ids, weights), ids, weights)
@@ -154,7 +159,10 @@ def multiply(
     ids = ids.to(torch.int64).contiguous()
     weights = weights.contiguous()
     tokens, k = ids.shape
-    if tokens <= MOST_TOKENS_BY_ROWS:
+    few = tokens <= MOST_TOKENS_BY_ROWS
+    if suits_wide(x, up) and suits_wide(x, down):
+        few = tokens * k <= FEW_ROWS * up.stack.experts
+    if few:
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
             hidden = _activate(module, hidden, names)

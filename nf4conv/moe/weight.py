@@ -9,12 +9,8 @@ from typing import Any
 import torch
 
 from nf4conv.codec.experts import PackedExperts, decode
-from nf4conv.codec.experts.product import (
-    decode_active,
-    decode_chosen,
-    suits_kernels,
-    suits_together,
-)
+from nf4conv.codec.experts.product import decode_active, decode_chosen
+from nf4conv.codec.experts.projection import suits_kernels, suits_together
 
 AS_STORED = "as stored"
 ALTERNATING = "alternating"

@@ -4,7 +4,7 @@ choose what is packed → choose the format → find what stays as it is → pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,13 +12,15 @@ from nf4conv.choices import DTYPES
 from nf4conv.choose.choice import Choice, choose
 from nf4conv.choose.formats import choose_format
 from nf4conv.choose.unchanged import Stored
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
+from nf4conv.models.expert_layouts import layouts_of
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan
+from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
@@ -136,6 +138,8 @@ def plan_source(
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
+    if options.moe == "stacked":
+        source = _with_stacks(source)
     choice = choose(source, options, non_finite)
     output = make_plan(
         source.tensors,
@@ -154,6 +158,20 @@ def plan_source(
         *notes_on_links(source),
     )
     return QuantizationPlan(options, source, output, config, notes, non_finite)
+
+
+def _with_stacks(source: Source) -> Source:
+    """Returns a checkpoint whose experts are stacked, where their family has stacks.
+
+    Raises:
+        PlanError: an expert is missing, or the experts of a layer do not fit together.
+    """
+    config = source.config or {}
+    try:
+        tensors = join_experts(source.tensors, config, layouts=layouts_of(config))
+    except SourceError as error:
+        raise PlanError(f"--moe stacked: {error}") from error
+    return replace(source, tensors=tensors)
 
 
 def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:

@@ -2,7 +2,9 @@
 
 packed.py   PackedExperts: codes and scales of E matrices, and how they are made of QuantStates
 decode.py   decodes some experts of it
+projection.py  what of them the kernels multiply with
 product.py  multiplies with them, by the kernels
+wide.py     the same for few rows on Hopper
 offloaded.py  keeps them in host memory, and some of them in a cache on the GPU
 """
 

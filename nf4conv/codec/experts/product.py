@@ -4,85 +4,20 @@ few tokens    multiply_rows: a launch for all pairs of a token and an expert
 more tokens   multiply_groups: pairs are grouped by expert, each expert is decoded once in a group
 many tokens   decode_active, then torch's grouped product
 
-These run where the Triton kernels do. `suits_kernels` says of which experts.
+These run where the Triton kernels do. `projection.suits_kernels` says of which experts.
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 
-from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.experts.packed import PackedExperts
+from nf4conv.codec.experts.projection import Projection, offset_step
+from nf4conv.codec.experts.wide import multiply_wide, suits_wide
 
 MOST_PAIRS = 1024
 """Pairs up to which one launch finds the groups."""
-
-
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """Rows of packed experts, and where their results go.
-
-    Attributes:
-        stack: the packed experts.
-        up: a second stack of the same shape and format, multiplied with the same rows; None
-            without one.
-        rows: of each matrix that are multiplied, of either stack.
-        first_row, up_first_row: the first of them.
-        row_step: from one to the next.
-        up_column: the column of the result where that of the second stack begins.
-        column_step: from one column of a stack's result to the next.
-        silu: True to write silu(first) · second instead of both.
-    """
-
-    stack: PackedExperts
-    up: PackedExperts | None
-    rows: int
-    first_row: int = 0
-    up_first_row: int = 0
-    row_step: int = 1
-    up_column: int = 0
-    column_step: int = 1
-    silu: bool = False
-
-    @cached_property
-    def out_columns(self) -> int:
-        """The columns of the result."""
-        both = self.up is not None and not self.silu
-        return 2 * self.rows if both else self.rows
-
-    @cached_property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that kernels read: values of codes, nested values, and both stacks."""
-        return _pointers(self)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes, in the order of rows_kernel and groups_kernel."""
-        return _sizes(self)
-
-
-def project(packed: PackedExperts) -> Projection:
-    """Return the projection by whole matrices."""
-    return Projection(packed, None, packed.rows)
-
-
-def suits_kernels(packed: PackedExperts) -> bool:
-    """Return True if the kernels can multiply with these experts."""
-    return (
-        has_kernels(packed.device)
-        and packed.columns % 64 == 0
-        and packed.blocksize >= 64
-        and (packed.rows * packed.columns) % packed.blocksize == 0
-        and packed.nested_blocksize == 256
-        and all(tensor.is_contiguous() for tensor in packed.tensors().values())
-        and packed.codes.data_ptr() % 16 == 0
-    )
-
-
-def suits_together(gate: PackedExperts, up: PackedExperts) -> bool:
-    """Return True if one launch can read both stacks."""
-    return gate.settings() == up.settings() and _offset_step(gate) == _offset_step(up)
 
 
 def multiply_rows(
@@ -108,6 +43,8 @@ def multiply_rows(
     tokens, k = ids.shape
     terms = 1 if weights is None else k
     groups = tokens * k // terms
+    if groups > 0 and suits_wide(x, projection):
+        return multiply_wide(x, ids, projection, weights)
     out = x.new_empty((groups, projection.out_columns))
     if groups == 0:
         return out
@@ -296,7 +233,7 @@ def _launch_active(
         count * len(stacks) * tiles,
         (
             out, choice, *projection.pointers, elements, first.columns, tiles,
-            elements // first.blocksize, first.nested_blocks_per_expert or 0, _offset_step(first),
+            elements // first.blocksize, first.nested_blocks_per_expert or 0, offset_step(first),
             elements * len(stacks), first.columns if alternating else elements,
             len(stacks) if alternating else 1,
         ),
@@ -359,52 +296,3 @@ def groups_shape(projection: Projection, members: int) -> GroupsShape:
 def _is_hopper(device: torch.device) -> bool:
     """Return True for a GPU whose kernels may begin before their predecessor has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _offset_step(packed: PackedExperts) -> int:
-    """Return from one expert's nested offset to the next; 0 if all have the same one."""
-    offset = packed.nested_offset
-    if offset is None or offset.numel() == 1 < packed.experts:
-        return 0
-    return offset.stride(0)
-
-
-def _nested_step(packed: PackedExperts) -> int:
-    """Return from one expert's nested absmax to the next; 0 if nested blocks run over borders."""
-    nested_absmax = packed.nested_absmax
-    if nested_absmax is None or packed.nested_blocks_per_expert is None:
-        return 0
-    if nested_absmax.dim() == 2:
-        return nested_absmax.stride(0)
-    return packed.nested_blocks_per_expert
-
-
-def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a projection, as kernels read them."""
-    from nf4conv.codec.kernels.tables import value_table  # importing Triton takes a second
-
-    first = projection.stack
-    second = projection.up or first
-    code = first.nested_quant_map
-    table = value_table(first.quant_type, first.device)
-    return (table, first.absmax if code is None else code, *_stack(first), *_stack(second))
-
-
-def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
-    """Return codes, absmax, nested absmax and offset; absmax in the place of what is not there."""
-    nested, offset = packed.nested_absmax, packed.nested_offset
-    if nested is None or offset is None:
-        return packed.codes, packed.absmax, packed.absmax, packed.absmax
-    return packed.codes, packed.absmax, nested, offset
-
-
-def _sizes(projection: Projection) -> tuple[int, ...]:
-    """Return the sizes of a projection, in the order of rows_kernel and groups_kernel."""
-    packed = projection.stack
-    return (
-        projection.rows, projection.first_row, projection.up_first_row, projection.row_step,
-        packed.codes.stride(0) // 32, packed.absmax.stride(0),
-        _nested_step(packed), _offset_step(packed),
-        (packed.blocksize // 64).bit_length() - 1,
-        projection.out_columns, projection.up_column, projection.column_step,
-    )  # fmt: skip

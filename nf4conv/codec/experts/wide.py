@@ -1,44 +1,34 @@
 """Launches the kernel for few rows that runs on Hopper."""
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
-if TYPE_CHECKING:
-    from nf4conv.codec.experts.product import Projection
+from nf4conv.codec.experts.projection import Projection
 
 MOST_STEPS: Final = 3
 """Steps of a stage at most: what fits the registers of a program, with one stack."""
 
-EARLY=True
 _STEP: Final = 2048  # k of a step: 8 warps with two ranges of 128
+_REGISTERS: Final = 128  # of a thread: two programs on a multiprocessor
 
 
-@dataclass(frozen=True)
-class WideShape:
-    """How the kernel of wide.py is launched.
-
-    Attributes:
-        own_units: units of a program.
-        steps: of a stage.
-        depth: stages that are loaded ahead; 0 if each program has one stage.
-        registers: of a thread at most.
-    """
-
-    own_units: int
-    steps: int
-    depth: int
-    registers: int
+def suits_wide(x: torch.Tensor, projection: Projection) -> bool:
+    """Return True if the kernel for Hopper can multiply with a projection."""
+    return (
+        _is_measured(x.device)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and projection.rows % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def multiply_wide(
-    x: torch.Tensor, ids: torch.Tensor, projection: "Projection", weights: torch.Tensor | None
+    x: torch.Tensor, ids: torch.Tensor, projection: Projection, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """Multiply each row with its experts: `multiply_rows` on Hopper, for float16 and bfloat16."""
-    from nf4conv.codec.kernels.experts.wide import launch_wide  # importing Triton takes a second
-    from nf4conv.codec.kernels.product.launches import SHAPES  # importing Triton takes a second
+    from nf4conv.codec.kernels.experts.wide import launch_wide, shape_of  # importing Triton is slow
     from nf4conv.codec.kernels.tables import MULTIPLES, pair_table  # importing Triton is slow
 
     tokens, k = ids.shape
@@ -46,10 +36,16 @@ def multiply_wide(
     groups = tokens * k // terms
     first = projection.stack
     out = x.new_empty((groups, projection.out_columns))
-    gated = projection.up is not None
-    shape = SHAPES[0] if first.nested else SHAPES[0].plain
-    wide = wide_shape(projection, groups, terms)
-    parts = -(-projection.rows // (8 * wide.own_units))
+    own_units = _own_units(projection, groups)
+    stacks = 1 if projection.up is None else 2
+    steps = -(-terms * (-(-first.columns // 128) * 128) // _STEP)
+    stage = min(steps, MOST_STEPS // stacks)
+    ahead = own_units > 1 or stage < steps
+    shape = shape_of(
+        terms, first.columns // 64, stage, ahead, stacks,
+        projection.silu, weights is not None, first.nested,
+    )  # fmt: skip
+    parts = -(-projection.rows // (8 * own_units))
     factor = x if weights is None else weights
     launch_wide(
         groups * parts,
@@ -57,31 +53,31 @@ def multiply_wide(
             x, ids, factor, out, pair_table(first.quant_type, x.dtype, x.device),
             *projection.pointers[1:],
             tokens * k // x.shape[0], first.experts, *projection.sizes,
-            parts, wide.own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
+            parts, own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
         ),
-        (
-            terms, first.columns // 64, wide.steps, wide.depth, EARLY and not gated, gated,
-            projection.silu, weights is not None, first.nested, shape,
-        ),
-        (x.dtype, factor.dtype, first.absmax.dtype, wide.registers),
+        (shape,),
+        (x.dtype, factor.dtype, first.absmax.dtype),
         shape.warps,
-        registers=wide.registers,
+        registers=_REGISTERS,
         begins_early=True,
     )  # fmt: skip
     return out
 
 
-def wide_shape(projection: "Projection", groups: int, terms: int) -> WideShape:
-    """Choose how rows are multiplied on Hopper: the fastest of the sweep in docs/kernels.md."""
-    gated = projection.up is not None
-    units = projection.rows // 8
+def _own_units(projection: Projection, groups: int) -> int:
+    """Return the units of a program, if two of them share a multiprocessor."""
     programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
-    own_units = -(-units // programs)
-    steps = -(-terms * (-(-projection.stack.columns // 128) * 128) // _STEP)
-    most = 1 if gated else MOST_STEPS
-    if own_units == 1 and steps <= most:
-        return WideShape(own_units, steps, 0, 96 if gated else 80)
-    return WideShape(own_units, min(steps, most), 1, 128)
+    return -(-projection.rows // (8 * programs))
+
+
+@cache
+def _is_measured(device: torch.device) -> bool:
+    """Return True for a GPU on which the kernel was measured."""
+    from nf4conv.codec.kernels.product.launches import CAPABILITY  # importing Triton is slow
+
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
 
 
 @cache

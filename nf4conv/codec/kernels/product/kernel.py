@@ -256,7 +256,9 @@ def _scales(stage, offset, code_ptr, SHAPE: tl.constexpr):
         scale = stage[SHAPE.words + i]
         if SHAPE.nested:
             code = scale.to(tl.int32)
-            value = run_assembly(read, "f", "r", (code,))[0] if SHAPE.wide else tl.load(code_ptr + code)
+            value = (
+                run_assembly(read, "f", "r", (code,))[0] if SHAPE.wide else tl.load(code_ptr + code)
+            )
             nested_absmax = stage[SHAPE.words + SHAPE.scales + i]
             scale = multiply(value, nested_absmax, True) + offset
         out = out + (scale,)
