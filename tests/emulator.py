@@ -327,7 +327,8 @@ class Machine:
 
     def do_ex2(self, parts: Words, names: Words, mask: Mask) -> None:
         (value,) = self.values(names[1:], parts[-1])
-        self.put(names[0], raw(np.exp2(value), parts[-1]), mask)
+        with np.errstate(over="ignore"):  # infinity, as the GPU has it
+            self.put(names[0], raw(np.exp2(value), parts[-1]), mask)
 
     def do_div(self, parts: Words, names: Words, mask: Mask) -> None:
         a, b = self.values(names[1:], parts[-1])

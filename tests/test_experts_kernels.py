@@ -2,6 +2,11 @@
 decoded experts give.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_experts import as_a_stack, one_by_one
@@ -114,3 +119,14 @@ def test_decodes_into_the_layout_of_a_grouped_product(dtype):
     found = product.decode_active((gate,), ends, dtype)
     used = torch.tensor([0, 2])
     assert torch.equal(found[used], decode(gate, used, dtype))
+
+
+def test_few_rows_on_hopper():
+    """The PTX of the kernel for an H200, executed without one: several units and stages, and an
+    expert that does not exist.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).with_name("experts_emulator.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "as in float64\n"

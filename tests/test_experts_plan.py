@@ -77,12 +77,13 @@ ARCHITECTURES = {
     "qwen2_moe": ("Qwen2MoeForCausalLM", one_by_one),
     "gpt_oss": ("GptOssForCausalLM", stacked),
 }
+WITHOUT_STACKS = ("LongcatFlashForCausalLM", one_by_one)
 
 
 def write(
     folder: Path, model_type: str, change: Callable[[Tensors], object] = lambda _: None
 ) -> Path:
-    architecture, make = ARCHITECTURES[model_type]
+    architecture, make = ARCHITECTURES.get(model_type, WITHOUT_STACKS)
     tensors = make()
     change(tensors)
     folder.mkdir()
@@ -284,10 +285,20 @@ BAD = {
         without(f"{FIRST}.down_proj"),
         r"the checkpoint lacks model\.layers\.0\.mlp\.experts\.down_proj",
     ),
-    "stacks asked for where there are none": (
-        "qwen2_moe",
+    "stacks asked for where the family has none": (
+        "longcat_flash",
         lambda _: None,
-        "--moe stacked: the experts of this checkpoint are stored one by one",
+        "--moe stacked: no stacks are known for the experts of longcat_flash; --moe packed",
+    ),
+    "stacks asked for, and an expert is missing": (
+        "qwen2_moe",
+        without(*LAST),
+        r"--moe stacked: .*expert 3 has no .*proj\.weight",
+    ),
+    "stacks asked for, of experts that differ": (
+        "qwen2_moe",
+        lambda tensors: tensors.update({f"{FIRST}.1.up_proj.weight": random(64, 64)}),
+        r"--moe stacked: .*the experts of a layer must be alike",
     ),
 }
 
@@ -313,7 +324,12 @@ def test_the_command_line_refuses_in_one_line(tmp_path):
 # --- ways to run ----------------------------------------------------------------------------------
 
 SMALL = QuantizeOptions(max_shard_size=20_000)
-WAYS = [("qwen2_moe", "packed"), ("gpt_oss", "packed"), ("gpt_oss", "stacked")]
+WAYS = [
+    ("qwen2_moe", "packed"),
+    ("qwen2_moe", "stacked"),
+    ("gpt_oss", "packed"),
+    ("gpt_oss", "stacked"),
+]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from stacked_experts import build, place_of, single_experts
+from transformers import AutoModelForCausalLM
 
 from nf4conv import (
     QuantizeOptions,
@@ -18,6 +19,7 @@ from nf4conv import (
     verify_checkpoint,
 )
 from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
+from nf4conv.moe.tensor import Experts4bit
 
 LAYER = "model.layers.0"
 STACKS = {
@@ -129,6 +131,38 @@ def test_a_family_of_single_experts_may_come_stacked(architecture, is_stacked, t
     model.save_pretrained(tmp_path / "source", save_original_format=not is_stacked)
     found = quantize(tmp_path / "source", tmp_path / "out", moe="packed")
     compare_with_bitsandbytes(model, found)
+
+
+@pytest.mark.parametrize("architecture", ONE_BY_ONE)
+def test_single_experts_are_stacked_as_their_family_stacks_them(architecture, tmp_path):
+    """The bytes are those of the stack that transformers saves if it keeps its own layout."""
+    model = build(architecture)
+    found = {}
+    for layout in ("single", "stack"):
+        source = tmp_path / layout
+        model.save_pretrained(source, save_original_format=layout == "single")
+        run = RunOptions(device="cpu", buffer_size=1, verify=True)
+        out = tmp_path / f"{layout}-out"
+        quantize_checkpoint(source, out, QuantizeOptions(moe="stacked"), run)
+        tensors = load_file(out / "model.safetensors")
+        # Mixtral's files call the module above the experts otherwise
+        found[layout] = {
+            name.replace("block_sparse_moe", "mlp"): tensor
+            for name, tensor in tensors.items()
+            if ".experts." in name
+        }
+    assert found["single"].keys() == found["stack"].keys()
+    for name, tensor in found["stack"].items():
+        assert torch.equal(found["single"][name], tensor), name
+    assert verify_checkpoint(
+        tmp_path / "single-out",
+        tmp_path / "single",
+        VerifyOptions(exact=True),
+        RunOptions("cpu"),
+    ).passed
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "single-out")
+    stacks = {name for name, weight in loaded.named_parameters() if isinstance(weight, Experts4bit)}
+    assert len(stacks) == len(found["stack"]) // 6  # codes, and five components
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.models.expert_layouts import layouts_of
+from nf4conv.models.single_experts import single_expert
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
@@ -25,7 +26,7 @@ from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import is_of_few_bits
+from nf4conv.sources.tensors import is_in_4_bits, is_of_few_bits
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,17 @@ def _with_stacks(source: Source) -> Source:
     """Returns a checkpoint whose experts are stacked, where their family has stacks.
 
     Raises:
-        PlanError: an expert is missing, or the experts of a layer do not fit together.
+        PlanError: an expert is missing, the experts of a layer do not fit together, or they are in
+            4 bits already.
     """
     config = source.config or {}
+    for tensor in source.tensors:
+        if is_in_4_bits(tensor) and single_expert(tensor.name) is not None:
+            raise PlanError(
+                f"{tensor.name}: --moe stacked: the experts of this checkpoint are in 4 bits one "
+                f"by one, and stay so; nf4conv dequantize makes a source whose experts can be "
+                f"stacked"
+            )
     try:
         tensors = join_experts(source.tensors, config, layouts=layouts_of(config))
     except SourceError as error:

@@ -159,8 +159,8 @@ from nf4conv.report.text.runs import quantization_lines
     "--moe",
     group=Group.WEIGHTS,
     type=click.Choice(MOE),
-    help="Pack experts one by one (per-expert means the same) or as the stacks that they are, both "
-    "of which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
+    help="Pack experts one by one (per-expert means the same) or as a stack for each layer, both of "
+    "which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
 )
 @option(
