@@ -186,8 +186,9 @@ class QuantizeOptions:
         moe: how to store experts. "packed" packs them one by one, and takes stacks of them apart;
             transformers 5 loads that with nf4conv installed. "stacked" packs the stacks of each
             layer, and puts single experts together to such stacks. "portable" keeps experts in 16
-            bits, which loads everywhere. "per-expert" is another name for "packed". None (default) is "packed" if experts take more than half of the
-            bytes, and else "portable"; a 4-bit source keeps packed what it has packed.
+            bits, which loads everywhere. "per-expert" is another name for "packed". None (default)
+            is "packed" if experts take more than half of the bytes, and else "portable"; a 4-bit
+            source keeps packed what it has packed.
         plan_with: who decides which modules are linear: nf4conv's "rules" (default), or the
             installed "transformers".
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes

@@ -159,7 +159,7 @@ from nf4conv.report.text.runs import quantization_lines
     "--moe",
     group=Group.WEIGHTS,
     type=click.Choice(MOE),
-    help="Pack experts one by one (per-expert means the same) or as a stack for each layer, both of "
+    help="Pack experts one by one (per-expert means the same) or as stacks of a layer, both of "
     "which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
 )
