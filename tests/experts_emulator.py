@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from emulator import GLOBAL, TARGET, Machine
+from emulator import GLOBAL, TARGETS, Machine
 from triton.compiler import ASTSource
 
 import nf4conv
@@ -61,7 +61,7 @@ def compiled(arguments: tuple[Any, ...], constants: tuple[Any, ...], registers: 
         fn=kernels.wide_kernel, signature=signature, constexprs={"SHAPE": constants[0]}
     )
     options = {"num_warps": 8, "maxnreg": registers, "launch_pdl": True, "enable_fp_fusion": False}
-    return triton.compile(source, target=TARGET, options=options).asm["ptx"]
+    return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
 
 
 def packed(experts: int, rows: int, columns: int, layout: str, kind: str) -> PackedExperts:

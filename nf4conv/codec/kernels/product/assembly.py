@@ -116,9 +116,7 @@ def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
     Operands: $0 the thread; $1 address of `tiles`; $2 address of the [256] words of `pairs`; $3
     address of the [256] values of `codes`; $4 the thread.
     """
-    fill: str = fill_assembly(warps, shared_bytes, has_codes)
-    fill = fill.replace("griddepcontrol.wait;\n", "").replace("$3", "$4")
-    fill = fill.replace("griddepcontrol.launch_dependents;\n", "")
+    fill: str = fill_assembly(warps, shared_bytes, has_codes, False).replace("$3", "$4")
     meet: str = meet_assembly(has_codes).replace("$2", "$4").replace("$1", "$3")
     return fill + "\n" + meet
 
