@@ -4,6 +4,7 @@ The decoder blocks of the model are run one at a time, by the code of the instal
 and filled by our own reader. docs/calibration.md explains the options.
 
 planning.py     reads the texts, builds the model without weights, finds its blocks
+needs.py        estimates time, memory and disk, and refuses what has no room
 text.py         reads texts as token ids
 windows.py      cuts tokens into windows, and chooses them by a seed
 calibrating.py  calibrates block by block, or goes on with it

@@ -23,8 +23,9 @@ from nf4conv.calibrate.gradients import OutputMoments
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader, open_reader
 from nf4conv.calibrate.moments import BlockAtWork
+from nf4conv.calibrate.needs import require_memory
 from nf4conv.calibrate.overlay import with_calibrated_weights
-from nf4conv.calibrate.session import Session
+from nf4conv.calibrate.session import Session, compile_kernels
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
@@ -60,9 +61,12 @@ def calibrate(
     with Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder:
         session = Session(plan, device, out / WORK_FOLDER / CALIBRATED)
         work = _Work(session, progress)
-        missing = plan.calibration.bytes_on_disk if plan.calibration else 0
-        folder.check_space(space_needed(plan, folder.finished) + missing - work.bytes_there())
+        needs = session.calibration.needs
+        missing = needs.disk_bytes - work.bytes_there()
+        folder.check_space(space_needed(plan, folder.finished) + missing)
+        require_memory(needs, device)
         with _naming_memory(device), torch.no_grad():
+            compile_kernels(device, plan.output.format)
             work.calibrate_all()
         made = with_calibrated_weights(plan, work.finished)
         return replace(made, calibrated=work.result())
@@ -75,6 +79,7 @@ class _Work:
         self._session = session
         self._calibration = session.calibration
         self._progress = progress
+        self._told = 0
         self.finished = FinishedBlocks(session.folder, session.plan.output.format)
         self.outputs = OutputMoments(session)
         self._made_by = _made_by(session.device, self._calibration.transformers)
@@ -105,16 +110,25 @@ class _Work:
         """Calibrates the blocks that are not finished."""
         self._read_records()
         left = [number for number in self._calibration.targets if number not in self._records]
-        if not left:
-            self._progress(self._calibration.bytes_to_read)
-            return
+        if left:
+            self._calibrate(max(left) + 1)
+        # what had been done before counts as well
+        self._progress(self._calibration.bytes_to_read - self._told)
+
+    def _calibrate(self, stop: int) -> None:
+        """Calibrates the blocks before `stop` that are not finished."""
         with open_reader(self._session.device, self._session.dtype) as reader:
             if self._calibration.outputs is not None:
-                self.outputs.find(reader, self._progress)
+                self.outputs.find(reader, self._tell)
             activations, calls = self._session.embed(reader)
-            for number in range(max(left) + 1):
+            for number in range(stop):
                 self._work_on(number, reader, activations, calls)
         activations.remove()
+
+    def _tell(self, count: int) -> None:
+        """Tells the bytes of the source that have been worked through since the last call."""
+        self._told += count
+        self._progress(count)
 
     def _read_records(self) -> None:
         """Reads the records of finished blocks, up to the first that is missing.
@@ -166,7 +180,7 @@ class _Work:
             self._records[number] = record
         block.run()
         contents.release()
-        self._progress(self._session.bytes_of_block(number))
+        self._tell(self._calibration.block_bytes[number])
 
 
 def _made_by(device: torch.device, transformers: str) -> dict[str, str]:

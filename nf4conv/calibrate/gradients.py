@@ -69,7 +69,7 @@ class OutputMoments:
         inputs.pop().remove()
         for number in reversed(range(self._calibration.blocks)):
             self._go_back(number, reader, inputs.pop(), calls, gradients)
-            progress(self._session.bytes_of_block(number))
+            progress(self._calibration.block_bytes[number])
         gradients.remove()
         write_file(self._done, [b"{}"])
 
@@ -95,7 +95,7 @@ class OutputMoments:
                 behind.append(calls[batch][number].run(block, hidden))
             inputs.append(behind)
             contents.release()
-            progress(self._session.bytes_of_block(number))
+            progress(self._calibration.block_bytes[number])
         return inputs, calls
 
     def _start(self, reader: WeightReader, hidden: Activations) -> Activations:

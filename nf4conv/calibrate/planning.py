@@ -3,7 +3,6 @@
 No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from nf4conv.calibrate.model.building import build_model, find_blocks, load_toke
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.model.names import Filling, follow_names
+from nf4conv.calibrate.needs import Shapes, estimate
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Text, read_texts, wanted_texts
 from nf4conv.calibrate.windows import LENGTH, Windows, choose_windows, tokens_needed
@@ -32,18 +32,7 @@ from nf4conv.sources.source import Source
 TOKENS: Final = 65536
 """Tokens that calibrate, unless the user asks for another number."""
 
-MEMORY: Final = 4 * 10**9
-"""Bytes of hidden states that are kept in memory, unless the user allows another number."""
-
 _FEWEST_TOKENS: Final = 512
-
-# Measured on an H200 at the shapes of Llama 8B and 70B, by benchmarks/calibration.py.
-_SECONDS_OF_WEIGHT: Final = 17e-9
-_SECONDS_AT_START: Final = 60.0  # kernels are compiled, once
-_SQUARES: Final = (
-    11  # float32 matrices [in, in] that are in memory at once, those of the factor too
-)
-_OTHER_BYTES: Final = 10**9
 
 
 @dataclass(frozen=True)
@@ -123,11 +112,18 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         window=windows.ids.shape[1],
         seed=options.calibration_seed or 0,
         transformers=release,
-        blocks=len(found.blocks.blocks),
+        passes=3 if options.calibrate_output else 1,
+        block_bytes=found.block_bytes,
         weights=found.weights,
         outputs=options.calibrate_output,
-        bytes_to_read=found.bytes_to_read * (3 if options.calibrate_output else 1),
-        bytes_on_disk=found.bytes_on_disk + _spilled(found, windows, source, options),
+        needs=estimate(
+            found.shapes(flow),
+            windows,
+            source.config,
+            options.calibrate_output,
+            options.calibration_memory,
+            found.bytes_on_disk,
+        ),
         windows=windows,
         flow=flow,
         fillings=found.fillings,
@@ -252,42 +248,38 @@ class _Found:
                 f"checkpoint does not have"
             )
 
-    @property
-    def elements(self) -> int:
-        """The number of elements that are calibrated."""
-        return sum(math.prod(target.job.matrix.shape) for target in self._all_targets())
-
     def _all_targets(self) -> Iterator[Target]:
         for targets in self.targets.values():
             yield from targets
 
-    @property
-    def device_bytes(self) -> int:
-        """About as many bytes as calibration takes on a device, besides the hidden states."""
-        blocks = [0]
+    def shapes(self, flow: Flow) -> Shapes:
+        """Describes the weights, for an estimate of what their calibration takes."""
+        largest = 0
         for number, fillings in self.fillings.items():
             if number is not None:
-                parts = [tensor for filling in fillings for tensor in filling.tensors]
-                blocks.append(2 * sum(tensor.elements for tensor in parts))
-        widths = [target.job.matrix.shape[1] for target in self._all_targets()]
-        return max(blocks) + 4 * _SQUARES * max(widths, default=0) ** 2 + _OTHER_BYTES
-
-    def bytes_of_output_moments(self, outputs: str) -> int:
-        """Returns the most bytes of the second moments of gradients at outputs."""
-        total = 0
-        for targets in self.targets.values():
-            sizes = [4 * target.job.matrix.shape[0] ** 2 for target in targets]
-            total += sum(sizes) if outputs == "all" else sum(sorted(sizes)[:4])
-        return total
+                largest = max(largest, _elements(fillings))
+        used = set(flow.needed)
+        outside = [
+            filling
+            for filling in self.fillings.get(None, ())
+            if not used.isdisjoint(filling.parameters)
+        ]
+        matrices = [target.job.matrix.shape for target in self._all_targets()]
+        return Shapes(
+            blocks=len(self.blocks.blocks),
+            block_elements=largest,
+            outside_elements=_elements(outside),
+            matrices=[(rows, columns) for rows, columns in matrices],
+        )
 
     @property
-    def bytes_to_read(self) -> int:
-        """The bytes of all blocks."""
-        total = 0
-        for number, fillings in self.fillings.items():
-            if number is not None:
-                total += sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
-        return total
+    def block_bytes(self) -> tuple[int, ...]:
+        """The bytes of each block in the checkpoint."""
+        found = []
+        for number in range(len(self.blocks.blocks)):
+            fillings = self.fillings.get(number, ())
+            found.append(sum(tensor.nbytes for filling in fillings for tensor in filling.tensors))
+        return tuple(found)
 
     @property
     def bytes_on_disk(self) -> int:
@@ -298,15 +290,9 @@ class _Found:
         return size_of(self._format, shapes)
 
 
-def _cost(calibration: Calibration, found: _Found) -> str:
-    """Returns a line about the time, memory and disk that a calibration takes."""
-    seconds = _SECONDS_AT_START + _SECONDS_OF_WEIGHT * found.elements
-    seconds *= 2 if calibration.outputs else 1
-    return (
-        f"calibrating takes about {seconds / 60:.0f} min and {found.device_bytes / 1e9:.0f} GB of "
-        f"memory on an H200, more time on other devices, and {calibration.bytes_on_disk / 1e9:.1f} "
-        f"GB of disk meanwhile"
-    )
+def _elements(fillings: Sequence[Filling]) -> int:
+    """Returns the number of elements of what parameters are filled from."""
+    return sum(tensor.elements for filling in fillings for tensor in filling.tensors)
 
 
 def _windows(
@@ -358,25 +344,6 @@ def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> 
             )
 
 
-def _spilled(found: _Found, windows: Windows, source: Source, options: QuantizeOptions) -> int:
-    """Returns the most bytes of hidden states and of moments of outputs that go to disk."""
-    nbytes = hidden_bytes(windows, source.config or {}, 4)
-    if options.calibrate_output:
-        nbytes *= len(found.blocks.blocks) + 2
-    budget = options.calibration_memory
-    spilled = nbytes if nbytes > (MEMORY if budget is None else budget) else 0
-    if options.calibrate_output:
-        spilled += found.bytes_of_output_moments(options.calibrate_output)
-    return spilled
-
-
-def hidden_bytes(windows: Windows, config: Mapping[str, Any], itemsize: int) -> int:
-    """Returns the bytes of the hidden states of all windows."""
-    text = config.get("text_config", config)
-    size = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if key in text), 4096)
-    return int(windows.ids.size * size * itemsize)
-
-
 def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
     wanted = options.calibration_tokens or TOKENS
     yield (
@@ -385,7 +352,7 @@ def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) ->
     )
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
-    yield _cost(calibration, found)
+    yield calibration.needs.described()
     if found.left_out:
         others = len(found.left_out)
         yield (

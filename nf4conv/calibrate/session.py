@@ -1,6 +1,9 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
+import logging
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -9,14 +12,20 @@ import torch
 from nf4conv.calibrate.activations import Activations
 from nf4conv.calibrate.model.flow import Call, shared_with
 from nf4conv.calibrate.model.weights import Contents, WeightReader
-from nf4conv.calibrate.planning import MEMORY, PreparedCalibration, hidden_bytes
+from nf4conv.calibrate.needs import MEMORY, hidden_bytes
+from nf4conv.calibrate.planning import PreparedCalibration
 from nf4conv.codec.quant_state import DTYPES
+from nf4conv.codec.rounding import factor, round_calibrated
+from nf4conv.format.layout import Format
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.tensors import TensorInfo
 
 _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
+
+
+_SLOW: Final = 3.0  # seconds after which people wonder what is going on
 
 
 class Session:
@@ -122,14 +131,6 @@ class Session:
         require_unchanged(self.plan.source, what, files)
         return contents
 
-    def bytes_of_block(self, number: int) -> int:
-        """Returns the bytes of a block in the checkpoint."""
-        total = 0
-        for filling in self.calibration.fillings[number]:
-            for tensor in filling.tensors:
-                total += tensor.nbytes
-        return total
-
     def _read_with(self, reader: WeightReader) -> Callable[[TensorInfo, str], torch.Tensor]:
         """Returns what reads a tensor in the dtype that its parameter has in the model."""
         model = self.calibration.flow.model
@@ -141,6 +142,31 @@ class Session:
             return reader.read(tensor)
 
         return read
+
+
+def compile_kernels(device: torch.device, format: Format) -> None:
+    """Rounds a small weight, so that the kernels are compiled; says so if that takes long."""
+    if device.type != "cuda":
+        return
+    with saying_if_slow(f"compiling kernels for {torch.cuda.get_device_name(device)}, once"):
+        inputs = 2 * format.blocksize
+        weight = torch.ones((32, inputs), dtype=DTYPES[format.dtype], device=device)
+        moments = torch.eye(inputs, device=device)
+        round_calibrated(
+            [weight], factor(moments, format.blocksize), format.quant_type, format.double_quant
+        )
+
+
+@contextmanager
+def saying_if_slow(line: str, seconds: float = _SLOW) -> Iterator[None]:
+    """Writes a line to the log if what is done takes longer than some seconds."""
+    timer = threading.Timer(seconds, logging.getLogger("nf4conv").warning, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

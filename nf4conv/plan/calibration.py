@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nf4conv.format.units import size
+
 
 @dataclass(frozen=True)
 class CalibrationText:
@@ -21,6 +23,44 @@ class CalibrationText:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Estimates what a calibration takes, on an H200 and on two cores of a CPU.
+
+    Attributes:
+        gpu_seconds: time on a GPU.
+        gpu_bytes: memory of the GPU.
+        gpu_host_bytes: memory of the host beside it.
+        cpu_seconds: time without a GPU.
+        cpu_bytes: memory of the host without a GPU.
+        disk_bytes: the most bytes in the output's work folder.
+    """
+
+    gpu_seconds: float
+    gpu_bytes: int
+    gpu_host_bytes: int
+    cpu_seconds: float
+    cpu_bytes: int
+    disk_bytes: int
+
+    def described(self) -> str:
+        """Returns a line for people."""
+        return (
+            f"calibrating takes about {_duration(self.gpu_seconds)} on an H200, with "
+            f"{size(self.gpu_bytes)} of its memory and {size(self.gpu_host_bytes)} of the host's; "
+            f"or {_duration(self.cpu_seconds)} on two cores of a CPU, with {size(self.cpu_bytes)} "
+            f"of memory; and {size(self.disk_bytes)} of disk meanwhile"
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Plans the calibration of one checkpoint.
 
@@ -31,11 +71,11 @@ class Calibration:
         window: tokens that the model reads together.
         seed: decides which windows of the texts are taken.
         transformers: the version whose code runs the model.
-        blocks: the number of blocks.
+        passes: how often all blocks are run: three times if outputs count.
+        block_bytes: the bytes of each block in the source.
         weights: names of the weights that are calibrated.
         outputs: of which weights the outputs count: "qkv", "all", or None for those of none.
-        bytes_to_read: bytes of the source that are read for it.
-        bytes_on_disk: bytes that it takes in the output's work folder.
+        needs: what it takes.
     """
 
     texts: tuple[CalibrationText, ...]
@@ -44,11 +84,21 @@ class Calibration:
     window: int
     seed: int
     transformers: str
-    blocks: int
+    passes: int
+    block_bytes: tuple[int, ...]
     weights: frozenset[str]
     outputs: str | None
-    bytes_to_read: int
-    bytes_on_disk: int
+    needs: Needs
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.block_bytes)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """The bytes of the source that are read for it."""
+        return self.passes * sum(self.block_bytes)
 
     @property
     def knows(self) -> str:

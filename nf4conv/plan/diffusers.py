@@ -45,9 +45,8 @@ class DiffusersPlan(Generic[PlanT]):
         return add_totals(totals)
 
     @property
-    def bytes_to_calibrate(self) -> int:
-        """Returns 0: no submodel is calibrated."""
-        return 0
+    def calibration(self) -> None:
+        """Returns None: no submodel is calibrated."""
 
     @property
     def config(self) -> dict[str, Any]:

@@ -63,11 +63,6 @@ class QuantizationPlan(WritingPlan):
         """Returns True if any part of the plan packs a weight."""
         return any(isinstance(job, PackJob) for job in self.whole.jobs)
 
-    @property
-    def bytes_to_calibrate(self) -> int:
-        """Counts the source bytes that a calibration reads."""
-        return 0 if self.calibration is None else self.calibration.bytes_to_read
-
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
         decided: dict[str, Any] = {"tensors kept for NaN or infinity": sorted(self.non_finite)}

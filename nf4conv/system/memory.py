@@ -30,10 +30,47 @@ def total_memory() -> int:
     """Returns the bytes of this machine's memory."""
     if IS_POSIX:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    status = _MemoryStatus()
-    status.size = ctypes.sizeof(status)
-    windows_library("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
-    return int(status.total_physical)
+    return int(_memory_status().total_physical)
+
+
+def available_memory() -> int:
+    """Returns about how many bytes of memory programs could still take.
+
+    Inside a container that may use less than the machine has, no more than it may still use. On
+    macOS, which does not tell, all of the machine's memory.
+    """
+    if not IS_POSIX:
+        return int(_memory_status().free_physical)
+    found = _number_in(Path("/proc/meminfo"), "MemAvailable:")
+    free = total_memory() if found is None else found * 1024
+    folder = Path("/sys/fs/cgroup")
+    most = _whole_number(folder / "memory.max")
+    used = _whole_number(folder / "memory.current")
+    if most is None or used is None:
+        return free
+    cached = _number_in(folder / "memory.stat", "inactive_file") or 0  # is given up when needed
+    return min(free, max(most - used + cached, 0))
+
+
+def _whole_number(file: Path) -> int | None:
+    """Returns the number that a file of the system holds; None if it holds none."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _number_in(file: Path, name: str) -> int | None:
+    """Returns the number behind a name at the start of a line; None if there is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if len(words) > 1 and words[0] == name:
+            return int(words[1])
+    return None
 
 
 def peak_resident() -> int:
@@ -63,13 +100,8 @@ def resident() -> int:
 
 def _status(name: str) -> int | None:
     """Returns a figure in bytes that Linux keeps of this process; None on other systems."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    for line in status.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found = _number_in(Path("/proc/self/status"), f"{name}:")
+    return None if found is None else found * 1024
 
 
 class _MemoryStatus(ctypes.Structure):
@@ -86,6 +118,14 @@ class _MemoryStatus(ctypes.Structure):
         ("free_virtual", ctypes.c_uint64),
         ("free_extended_virtual", ctypes.c_uint64),
     )
+
+
+def _memory_status() -> _MemoryStatus:
+    """Returns what Windows tells of the machine's memory."""
+    status = _MemoryStatus()
+    status.size = ctypes.sizeof(status)
+    windows_library("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
+    return status
 
 
 class _MemoryCounters(ctypes.Structure):

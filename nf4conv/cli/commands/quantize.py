@@ -251,15 +251,13 @@ def quantize(source: str, out: str, **values: Any) -> None:
     totals = plan.totals()
     work = totals.bytes_before
     verb = "quantizing"
-    if options.calibrate:
-        work += whole.bytes_to_calibrate
-        verb = "calibrating and quantizing"
     if run.verify:
         work += totals.bytes_before + totals.bytes_after
         verb = "quantizing and verifying"
     last = "finishing"
     if push.push_to_hub is not None:
         last = f"uploading to {push.push_to_hub}"
-    with progress(verb, work, hidden=display.quiet, last=last) as advance:
+    calibration = whole.calibration
+    with progress(verb, work, hidden=display.quiet, last=last, calibration=calibration) as advance:
         report = nf4conv.execute_quantization(plan, out, run, advance, push)
     display.show(report, quantization_lines(report))

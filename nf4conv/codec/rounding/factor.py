@@ -6,6 +6,7 @@ each later input k by -(w - q) · U[j, k] / U[j, j]; what remains costs ((w - q)
 (Optimal brain surgery, as GPTQ computes it.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,8 @@ DAMPING: Final = 0.01
 """Added to the diagonal, relative to its mean: the sums are known from a sample only."""
 
 _LARGEST_DAMPING: Final = 1e6  # with this the moments are a multiple of the identity
+
+_PIECE: Final = 1024  # rows or columns of a large matrix that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
     dead = diagonal <= 0
     floor = diagonal.double().mean().clamp_min(1e-30)
     order = energy_order(diagonal, blocksize)
+    upper, used = _factor_of_inverse(moments, order, floor, damping)
     ordered = moments.index_select(0, order).index_select(1, order)
     ordered.diagonal()[dead[order]] = floor.float()
-    upper, used = _factor_of_inverse(ordered, floor, damping)
     return Factor(order, ordered, upper, blocksize, used, int(dead.sum()))
 
 
@@ -91,23 +94,64 @@ def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
 
 
 def _factor_of_inverse(
-    moments: torch.Tensor, scale: torch.Tensor, damping: float
+    moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor, damping: float
 ) -> tuple[torch.Tensor, float]:
-    """Return U of (moments + damping · scale · I)⁻¹ = Uᵀ·U, [n, n] float32, and the damping used.
+    """Return U of (moments + damping · floor · I)⁻¹ = Uᵀ·U, [n, n] float32, and the damping used.
 
     Read from its last row and column backwards, the matrix has a lower Cholesky factor; read
-    backwards again, that is an upper R with R·Rᵀ = H, and U is its inverse.
+    backwards again, that is an upper R with R·Rᵀ = H, and U is its inverse. All is computed in the
+    place of one float64 matrix, which is the largest tensor of a calibration.
     """
+    backwards = order.flip(0)
     while damping <= _LARGEST_DAMPING:
-        backwards = moments.flip(0, 1).double()
-        backwards.diagonal().add_(damping * scale)
-        lower, failed = torch.linalg.cholesky_ex(backwards)
-        del backwards
+        work = _in_order(moments, backwards, floor)
+        work.diagonal().add_(damping * floor)
+        # torch makes the factor column by column: of a symmetric matrix that is its transpose
+        failed = torch.zeros((), dtype=torch.int32, device=work.device)
+        torch.linalg.cholesky_ex(work.mT, out=(work.mT, failed))
         if not bool(failed):
-            root = lower.flip(0, 1)
-            del lower
-            unit = torch.eye(root.shape[0], dtype=root.dtype, device=root.device)
-            upper = torch.linalg.solve_triangular(root, unit, upper=True)
-            return upper.float().contiguous(), damping
+            _invert_lower(work.mT)
+            return _backwards(work.mT), damping
         damping = max(damping, 1e-6) * 10
     raise CodecError("second moments: no damping makes them positive definite")
+
+
+def _in_order(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """Return moments with rows and columns in an order, float64; dead inputs have the floor."""
+    size = moments.shape[0]
+    found = torch.empty((size, size), dtype=torch.float64, device=moments.device)
+    for rows in _pieces(size):
+        found[rows] = moments.index_select(0, order[rows]).index_select(1, order)
+    diagonal = found.diagonal()
+    diagonal.copy_(torch.where(diagonal > 0, diagonal, floor.float()))
+    return found
+
+
+def _invert_lower(lower: torch.Tensor) -> None:
+    """Replace a lower triangular matrix by its inverse.
+
+    Columns are replaced from the last to the first. What stands below a diagonal block D is then
+    multiplied by the inverse that stands to the right of it, and by that of D.
+    """
+    for block in reversed(list(_pieces(lower.shape[0]))):
+        unit = torch.eye(block.stop - block.start, dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(lower[block, block], unit, upper=False)
+        below = lower[block.stop :, block.stop :] @ lower[block.stop :, block]
+        lower[block.stop :, block] = (below @ inverse).neg_()
+        lower[block, block] = inverse
+
+
+def _backwards(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix from its last row and column backwards, float32."""
+    size = matrix.shape[0]
+    found = torch.empty((size, size), device=matrix.device)
+    for rows in _pieces(size):
+        mirrored = matrix[size - rows.stop : size - rows.start]
+        found[rows] = mirrored.flip(0, 1)
+    return found
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    """Yield rows or columns that are worked on at a time."""
+    for start in range(0, size, _PIECE):
+        yield slice(start, min(start + _PIECE, size))

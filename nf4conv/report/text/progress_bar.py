@@ -4,11 +4,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from nf4conv.format.units import size
+from nf4conv.plan.calibration import Calibration
 from nf4conv.report.text.terminal import tell
 from nf4conv.system.background import Background, outlast
 
@@ -18,10 +20,83 @@ _SECONDS_BETWEEN_TICKS: Final = 0.5
 _SLOW_IMPORTS: Final = ("torch", "transformers")
 """Libraries that take seconds to import, and longer from a busy disk."""
 
+_BLOCK_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+
+
+class _Phase(Protocol):
+    """A part of a run whose work is counted by itself."""
+
+    @property
+    def verb(self) -> str:
+        """Says what is being done."""
+
+    @property
+    def total(self) -> int:
+        """The bytes of the source that it takes."""
+
+    def describe(self, done: int, seconds: float) -> str:
+        """Says how much is done, and if it helps how fast."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Bytes that are read."""
+
+    verb: str
+    total: int
+
+    def describe(self, done: int, seconds: float) -> str:
+        percent = 100 * done / self.total
+        return f"{size(done)} of {size(self.total)} ({percent:.0f} %), {size(done / seconds)}/s"
+
+
+@dataclass(frozen=True)
+class _Calibrating:
+    """Blocks that a text runs through."""
+
+    calibration: Calibration
+    verb: str = "calibrating"
+
+    @property
+    def total(self) -> int:
+        return self.calibration.bytes_to_read
+
+    def describe(self, done: int, seconds: float) -> str:  # noqa: ARG002
+        blocks = self.calibration.blocks
+        tokens = self.calibration.tokens + self.calibration.judging_tokens
+        finished = self._finished(done)
+        run = finished * tokens
+        of_pass = ""
+        if self.calibration.passes > 1:
+            number = min(finished // blocks + 1, self.calibration.passes)
+            of_pass = f"pass {number} of {self.calibration.passes}, "
+            finished -= (number - 1) * blocks
+        return f"{of_pass}{finished} of {blocks} blocks, {run:,} tokens"
+
+    def _finished(self, done: int) -> int:
+        """Returns how many blocks are finished, in all passes."""
+        of_pass = sum(self.calibration.block_bytes)
+        passes, left = divmod(done, of_pass)
+        finished = passes * self.calibration.blocks
+        sizes = self.calibration.block_bytes
+        if passes == 1 and self.calibration.passes > 1:
+            sizes = sizes[::-1]  # the gradients come from behind
+        for nbytes in sizes:
+            left -= nbytes
+            if left < 0:
+                break
+            finished += 1
+        return finished
+
 
 @contextmanager
 def progress(
-    verb: str, total: int, *, hidden: bool, last: str = "finishing"
+    verb: str,
+    total: int,
+    *,
+    hidden: bool,
+    last: str = "finishing",
+    calibration: Calibration | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """Shows how far a run is: a bar on a terminal, and elsewhere a line now and then.
 
@@ -30,30 +105,115 @@ def progress(
         total: the number of bytes that will be read.
         hidden: True to show nothing. HF_HUB_DISABLE_PROGRESS_BARS does the same.
         last: what is being done after all bytes have been read.
+        calibration: what comes before, and is shown in blocks and tokens; None for nothing.
 
     Yields:
         A function to call with the number of bytes that have been read since the last call; from
-        any thread.
+        any thread. Those that a calibration reads come first.
     """
     if hidden or _is_disabled():
         yield _ignore
         return
-    if not sys.stderr.isatty():
-        yield _Log(verb, total).advance
-        return
-    from tqdm import tqdm
+    phases: list[_Phase] = [_Reading(verb, total)]
+    if calibration is not None and calibration.bytes_to_read:
+        phases.insert(0, _Calibrating(calibration))
+    shown = _Bars(last) if sys.stderr.isatty() else _Log()
+    counter = _Counter(phases, shown)
+    try:
+        yield counter.advance
+    finally:
+        shown.close()
 
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, leave=False, desc=verb) as bar,
-        Ticking(bar, verb) as ticking,
-    ):
 
-        def advance(count: int) -> None:
-            bar.update(min(count, total - bar.n))  # a bar that overruns would vanish
-            if bar.n >= total:
-                ticking.say(last)
+def _is_disabled() -> bool:
+    wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
+    return wanted in ("1", "ON", "YES", "TRUE")
 
-        yield advance
+
+def _ignore(count: int) -> None:
+    """Shows nothing."""
+
+
+class _Display(Protocol):
+    """Shows a phase after the other."""
+
+    def begin(self, phase: _Phase) -> None:
+        """Shows that a phase begins."""
+
+    def show(self, phase: _Phase, done: int) -> None:
+        """Shows how much of it is done."""
+
+    def close(self) -> None:
+        """Takes away what should not stay."""
+
+
+class _Counter:
+    """Counts what is done, phase by phase."""
+
+    def __init__(self, phases: Sequence[_Phase], display: _Display) -> None:
+        self._phases = list(phases)
+        self._display = display
+        self._lock = threading.Lock()
+        self._done = 0
+        display.begin(self._phases[0])
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            while True:
+                phase = self._phases[0]
+                # a bar that overruns would vanish
+                part = min(count, phase.total - self._done)
+                self._done += part
+                count -= part
+                self._display.show(phase, self._done)
+                if self._done < phase.total or len(self._phases) == 1:
+                    return
+                self._phases.pop(0)
+                self._done = 0
+                self._display.begin(self._phases[0])
+                if not count:
+                    return
+
+
+class _Bars:
+    """Shows a bar on a terminal.
+
+    Args:
+        last: what is being done after all bytes have been read.
+    """
+
+    def __init__(self, last: str) -> None:
+        self._last = last
+        self._bar: Any = None
+        self._ticking: Ticking | None = None
+
+    def begin(self, phase: _Phase) -> None:
+        from tqdm import tqdm
+
+        self.close()
+        if isinstance(phase, _Calibrating):
+            self._bar = tqdm(total=phase.total, leave=False, desc=phase.verb, bar_format=_BLOCK_BAR)
+            self._bar.set_postfix_str(phase.describe(0, 1.0))
+        else:
+            self._bar = tqdm(
+                total=phase.total, unit="B", unit_scale=True, leave=False, desc=phase.verb
+            )
+        self._ticking = Ticking(self._bar, phase.verb)
+        self._ticking.__enter__()
+
+    def show(self, phase: _Phase, done: int) -> None:
+        assert self._ticking is not None
+        if isinstance(phase, _Calibrating):
+            self._bar.set_postfix_str(phase.describe(done, 1.0), refresh=False)
+        self._bar.update(done - self._bar.n)
+        if done >= phase.total and not isinstance(phase, _Calibrating):
+            self._ticking.say(self._last)
+
+    def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.__exit__()
+            self._bar.close()
+            self._ticking = None
 
 
 class Ticking:
@@ -99,39 +259,25 @@ def _is_being_imported(name: str) -> bool:
     return bool(getattr(spec, "_initializing", False))  # importlib's own mark
 
 
-def _is_disabled() -> bool:
-    wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
-    return wanted in ("1", "ON", "YES", "TRUE")
-
-
-def _ignore(count: int) -> None:
-    """Shows nothing."""
-
-
 class _Log:
     """Writes lines for a log: how much is done, how fast, and how long the rest takes."""
 
-    def __init__(self, verb: str, total: int) -> None:
-        self._verb = verb
-        self._total = total
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._last_line = 0.0
+
+    def begin(self, phase: _Phase) -> None:  # noqa: ARG002
         self._started = time.monotonic()
         self._last_line = self._started
-        self._done = 0
 
-    def advance(self, count: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._done = min(self._done + count, self._total)
-            if now - self._last_line < _SECONDS_BETWEEN_LINES or not self._done:
-                return
-            self._last_line = now
-            self._tell(now - self._started)
+    def show(self, phase: _Phase, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES or not done:
+            return
+        self._last_line = now
+        seconds = now - self._started
+        minutes_left = (phase.total - done) * seconds / done / 60
+        tell(f"{phase.verb}: {phase.describe(done, seconds)}, about {minutes_left:.0f} min left")
 
-    def _tell(self, seconds: float) -> None:
-        rate = self._done / seconds
-        percent = 100 * self._done / self._total
-        minutes_left = (self._total - self._done) / max(rate, 1) / 60
-        done = f"{size(self._done)} of {size(self._total)} ({percent:.0f} %)"
-        speed = f"{size(rate)}/s, about {minutes_left:.0f} min left"
-        tell(f"{self._verb}: {done}, {speed}")
+    def close(self) -> None:
+        """Leaves the lines where they are."""
