@@ -1,18 +1,22 @@
 """Calibrates a whole model of random weights, and measures each step: time and memory.
 
     python -m benchmarks.calibration --shape 8B --folder /dev/shm/calibration [--layers N]
+        [--outputs qkv|all] [--turns 2]
 
 The source is a folder of safetensors files, one for each layer, all of the same values; the text is
 random token ids. Steps are timed with a synchronised device, which costs some of the time that the
-whole takes; so the whole is timed once more without that, with --plain.
+whole takes; --plain leaves that out. With more than one turn, all must end in the same bytes.
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,11 @@ import numpy as np
 import torch
 
 import nf4conv
-from nf4conv.calibrate import block, calibrating, finished, moments
+from nf4conv.calibrate import block, calibrating, finished, gradients, moments
 from nf4conv.calibrate.model import weights
 from nf4conv.codec.rounding import SecondMoments, calibrated
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.options import OUTPUTS, QuantizeOptions, RunOptions
+from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.header import build_header
 from nf4conv.system.memory import peak_resident
 
@@ -35,6 +40,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 _SECONDS: defaultdict[str, float] = defaultdict(float)
+_PEAKS: defaultdict[str, int] = defaultdict(int)
+_RESERVED = [0]
 
 
 def main() -> None:
@@ -43,6 +50,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--outputs", choices=OUTPUTS)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -56,12 +65,34 @@ def main() -> None:
     print(f"source made in {time.perf_counter() - started:.1f} s", flush=True)
     if not arguments.plain:
         time_steps()
-    found = measure(source, text, arguments.folder / "out", arguments.tokens)
-    found = {"shape": arguments.shape, **shape, **found}
-    print(json.dumps(found, indent=1), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    options = QuantizeOptions(
+        calibrate=(str(text),),
+        calibration_tokens=arguments.tokens,
+        calibrate_output=arguments.outputs,
+    )
+    turns = []
+    digests = []
+    for number in range(arguments.turns):
+        out = arguments.folder / f"out-{number}"
+        turns.append({"shape": arguments.shape, **shape, **measure(source, out, options)})
+        if arguments.turns > 1:
+            digests.append(digest_of_weights(out))
+        shutil.rmtree(out)
+        print(json.dumps(turns[-1], indent=1), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(turns, indent=1) + "\n")
+    if len(set(digests)) > 1:
+        raise SystemExit("two turns end in different bytes")
+    if digests:
+        print(f"{len(digests)} turns end in the same bytes", flush=True)
     shutil.rmtree(arguments.folder)
+
+
+def digest_of_weights(out: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(out.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def write_source(folder: Path, shape: dict[str, int]) -> Path:
@@ -133,12 +164,17 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return dict.fromkeys(tensors, path.name)
 
 
-def measure(source: Path, text: Path, out: Path, tokens: int) -> dict[str, Any]:
+def measure(source: Path, out: Path, options: QuantizeOptions) -> dict[str, Any]:
     """Quantizes with calibration."""
-    options = QuantizeOptions(calibrate=(str(text),), calibration_tokens=tokens)
+    _SECONDS.clear()
+    _PEAKS.clear()
+    _RESERVED[0] = 0
+    forget_peaks()
     started = time.perf_counter()
     plan = nf4conv.plan_quantization(source, options)
     planned = time.perf_counter() - started
+    assert isinstance(plan, QuantizationPlan)
+    assert plan.calibration is not None
     last = [started, 0.0]
 
     def progress(count: int) -> None:
@@ -155,7 +191,9 @@ def measure(source: Path, text: Path, out: Path, tokens: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": record["calibrated"]["made_by"]["device"],
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "tokens": tokens,
+        "tokens": plan.calibration.tokens,
+        "outputs": plan.calibration.outputs,
+        "estimated": asdict(plan.calibration.needs),
         "seconds": round(seconds, 1),
         "planning": round(planned, 1),
         "steps": {name: round(count, 2) for name, count in _SECONDS.items()},
@@ -165,28 +203,44 @@ def measure(source: Path, text: Path, out: Path, tokens: int) -> dict[str, Any]:
         "kept": sum(1 for gain in gains if gain == 1),
     }
     if torch.cuda.is_available():
-        found["device_allocated_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        found["device_reserved_GiB"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+        note_peak("after")
+        found["device_allocated_GiB"] = round(max(_PEAKS.values()) / 2**30, 2)
+        found["device_reserved_GiB"] = round(_RESERVED[0] / 2**30, 2)
+        found["of_step_GiB"] = {step: round(count / 2**30, 2) for step, count in _PEAKS.items()}
     return found
+
+
+def forget_peaks() -> None:
+    """Lets peaks of memory begin anew: what made the source does not count."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def time_steps() -> None:
     """Times the steps of a calibration, those inside others too."""
+    timed(calibrating, "compile_kernels", "compiling kernels")
     timed(weights.Contents, "__init__", "reading")
     timed(moments, "inputs_of", "forward of stages")
     timed(SecondMoments, "add", "H")
     timed(block, "find_stages", "finding stages")
     timed(block, "factor", "factor")
     timed(block, "round_calibrated", "rounding and sweeps")
+    timed(block, "round_two_sided", "two-sided rounding")
     timed(calibrated, "first_draft", "rounding")
     timed(calibrated, "sweep", "sweeps")
-    timed(calibrated, "finished", "packing and cost")
+    timed(calibrated, "packed", "packing")
     timed(block, "search", "search for the judge")
     timed(block, "layer_cost", "judging")
+    timed(block, "two_sided_cost", "judging")
     timed(moments.BlockAtWork, "run", "forward of blocks")
+    timed(gradients.OutputMoments, "find", "gradients at outputs")
     timed(finished.FinishedBlocks, "write", "writing blocks")
     timed(finished.FinishedBlocks, "record", "reading records")
     timed(calibrating, "with_calibrated_weights", "overlay")
+    timed(calibrating.Session, "embed", "embedding")
 
 
 def timed(place: Any, name: str, step: str) -> None:
@@ -195,14 +249,24 @@ def timed(place: Any, name: str, step: str) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         synchronize()
+        note_peak("between")
         started = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
             synchronize()
             _SECONDS[step] += time.perf_counter() - started
+            note_peak(step)
 
     setattr(place, name, run)
+
+
+def note_peak(step: str) -> None:
+    """Counts the memory since the last call to a step."""
+    if torch.cuda.is_available():
+        _PEAKS[step] = max(_PEAKS[step], torch.cuda.max_memory_allocated())
+        _RESERVED[0] = max(_RESERVED[0], torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
 
 
 def synchronize() -> None:

@@ -1,21 +1,24 @@
 """The second model and the texts of `python -m benchmarks.quality_calibrated`.
 
-    python -m benchmarks.language_models FOLDER [--steps 1000] [--seed 0]
+    python -m benchmarks.language_models FOLDER [--size 10M] [--steps 2000] [--seed 0]
 
-trains a small GPT-NeoX on a CPU: LayerNorm, biases, parallel residual and one fused projection for
-q, k and v, where the model that comes with the repository's data is a Llama. Its text is English:
-the docstrings of the Python packages that are installed, as bytes. One core of a CPU with AMX needs
-some ten minutes. The same seed, steps, packages and machine give the same weights.
+trains a small GPT-NeoX: LayerNorm, biases, parallel residual and one fused projection for q, k and
+v, where the model that comes with the repository's data is a Llama. Its text is English: the
+docstrings of the Python packages that are installed, as bytes. "10M" takes a minute of an H200,
+"3M" ten minutes of one core of a CPU with AMX, and has learnt little by then. The same seed, steps,
+packages and machine give the same weights.
 """
 
 import argparse
 import ast
 import json
 import math
+import platform
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +26,34 @@ import torch
 
 CONFIG = {
     "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
     "max_position_embeddings": 512,
     "rotary_pct": 0.25,
     "use_parallel_residual": True,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-WINDOW = 256  # bytes
-BATCH = 16  # windows
-RATE = 3e-3  # the largest learning rate
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and how it is trained."""
+
+    layers: int
+    hidden: int
+    heads: int
+    # bytes
+    window: int
+    # windows of a step
+    batch: int
+    # the largest learning rate
+    rate: float
+    steps: int
+
+
+SIZES = {
+    "3M": Size(layers=4, hidden=256, heads=4, window=256, batch=16, rate=3e-3, steps=1000),
+    "10M": Size(layers=6, hidden=384, heads=6, window=512, batch=128, rate=2e-3, steps=2000),
+}
 WARM_UP = 50  # steps
 
 PACKAGES = ("torch", "transformers", "numpy", "huggingface_hub", "accelerate", "sympy", "networkx")
@@ -91,7 +109,7 @@ def windows(text: bytes, count: int, seed: int, window: int = 512) -> torch.Tens
     return torch.from_numpy(np.stack([values[i : i + window] for i in places]).astype(np.int64))
 
 
-def train(folder: Path, steps: int, seed: int) -> dict[str, float | int]:
+def train(folder: Path, size: Size, steps: int, seed: int) -> dict[str, float | int]:
     """Trains the second model and saves it.
 
     Returns:
@@ -99,53 +117,79 @@ def train(folder: Path, steps: int, seed: int) -> dict[str, float | int]:
     """
     import transformers
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    config = transformers.GPTNeoXConfig(**CONFIG, attn_implementation="sdpa")
-    model = transformers.GPTNeoXForCausalLM(config)
+    config = transformers.GPTNeoXConfig(
+        **CONFIG,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        attn_implementation="sdpa",
+    )
+    model = transformers.GPTNeoXForCausalLM(config).to(device)
     folder.mkdir(parents=True, exist_ok=True)
-    learnt = folder / "english.txt"  # which takes a minute to gather
-    if not learnt.exists():
-        learnt.write_bytes(english())
-    text = learnt.read_bytes()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    # to gather them takes a minute
+    text = kept(folder / "english.txt", english)
+    others = kept(folder / "held_out.txt", english_held_out)
+    seconds = learn(model, text, size, steps, seed)
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    held_out = windows(others, 32, seed, size.window).to(device)
+    with torch.no_grad():
+        logits = model.float()(held_out).logits
+    done = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "text_bytes": len(text),
+        "steps": steps,
+        "seed": seed,
+        "window": size.window,
+        "windows_a_step": size.batch,
+        "seconds": round(seconds),
+        "loss_held_out": loss_of(logits, held_out).item(),
+    }
+    (folder / "training.json").write_text(json.dumps(done, indent=1) + "\n")
+    return done
+
+
+def kept(file: Path, gather: Callable[[], bytes]) -> bytes:
+    """Returns a text that is gathered once."""
+    if not file.exists():
+        file.write_bytes(gather())
+    return file.read_bytes()
+
+
+def learn(model: torch.nn.Module, text: bytes, size: Size, steps: int, seed: int) -> float:
+    """Trains a model; returns the seconds that it took."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(
+        model.parameters(), size.rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     start = time.perf_counter()
     for step in range(steps):
         share = min(1, (step + 1) / WARM_UP)
         decay = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = RATE * share * decay
-        ids = windows(text, BATCH, seed * steps + step, WINDOW)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(ids).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
-        )
+            group["lr"] = size.rate * share * decay
+        ids = windows(text, size.batch, seed * steps + step, size.window).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(ids, use_cache=False).logits
+        loss = loss_of(logits, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
             print(f"{step:>6} {loss.item():.4f} {time.perf_counter() - start:.0f} s", flush=True)
-    model = model.to(torch.bfloat16).eval()
-    model.save_pretrained(folder)
-    held_out = windows(english_held_out(), 32, seed, WINDOW)
-    with torch.no_grad():
-        logits = model.float()(held_out).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), held_out[:, 1:].flatten()
+    return time.perf_counter() - start
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss of a byte."""
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
     )
-    done = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "text_bytes": len(text),
-        "steps": steps,
-        "seed": seed,
-        "window": WINDOW,
-        "windows_a_step": BATCH,
-        "seconds": round(time.perf_counter() - start),
-        "loss_held_out": loss.item(),
-    }
-    (folder / "training.json").write_text(json.dumps(done, indent=1) + "\n")
-    return done
 
 
 def main() -> None:
@@ -153,10 +197,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--size", choices=SIZES, default="10M")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print(train(arguments.folder, arguments.steps, arguments.seed))
+    size = SIZES[arguments.size]
+    print(train(arguments.folder, size, arguments.steps or size.steps, arguments.seed))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,12 @@ class Activations:
             self._file.unlink(missing_ok=True)
 
 
+def give_back(device: torch.device) -> None:
+    """Gives memory of a GPU back that torch keeps for tensors of other sizes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _fits_on(device: torch.device, nbytes: int) -> bool:
     if device.type != "cuda":
         return True

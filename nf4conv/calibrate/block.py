@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nf4conv.calibrate.activations import give_back
 from nf4conv.calibrate.finished import FinishedBlocks, WeightGain
 from nf4conv.calibrate.model.weights import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of, moments_of_experts
@@ -60,7 +61,7 @@ def calibrate_block(block: BlockAtWork, outputs: Mapping[str, torch.Tensor]) -> 
             weights[outcome.target.job.name] = outcome.rounded
             gains[outcome.target.job.name] = outcome.gain
         put_all(block, [(outcome.target, outcome.rounded) for outcome in outcomes])
-        _let_go(block)
+        give_back(block.contents.device)
     for target in block.targets:
         if target.job.name not in weights:  # the block never uses it
             weights[target.job.name] = _searched(block, _original(block, target))
@@ -77,7 +78,7 @@ def _plain(
     del moments  # each of them is the largest tensor that there is
     of_inputs = factor(calibrating, block.format.blocksize)
     del calibrating
-    _let_go(block)
+    give_back(block.contents.device)
     alone = [target for target in stage.targets if target.job.name not in outputs]
     if alone:
         yield from _round(block, alone, of_inputs, judge, None)
@@ -121,12 +122,6 @@ def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
         judge = found.moments.judging.mean()
         of_inputs = factor(found.moments.calibrating.mean(), block.format.blocksize)
         yield from _round(block, by_expert[found.expert], of_inputs, judge, found.few_tokens)
-
-
-def _let_go(block: BlockAtWork) -> None:
-    """Gives memory back that torch keeps for tensors of other sizes."""
-    if block.contents.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _round(

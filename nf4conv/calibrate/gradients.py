@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nf4conv.calibrate.activations import Activations
+from nf4conv.calibrate.activations import Activations, give_back
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader
 from nf4conv.calibrate.session import Session
@@ -65,10 +65,13 @@ class OutputMoments:
         if self._done.is_file():
             return
         inputs, calls = self._run_forward(reader, progress)
+        give_back(self._session.device)
         gradients = self._start(reader, inputs[-1])
+        give_back(self._session.device)
         inputs.pop().remove()
         for number in reversed(range(self._calibration.blocks)):
             self._go_back(number, reader, inputs.pop(), calls, gradients)
+            give_back(self._session.device)
             progress(self._calibration.block_bytes[number])
         gradients.remove()
         write_file(self._done, [b"{}"])
