@@ -106,12 +106,12 @@ def _factor_of_inverse(
     while damping <= _LARGEST_DAMPING:
         work = _in_order(moments, backwards, floor)
         work.diagonal().add_(damping * floor)
-        # torch makes the factor column by column: of a symmetric matrix that is its transpose
+        lower = work.mT  # torch makes a factor column by column, so it can stand in its place
         failed = torch.zeros((), dtype=torch.int32, device=work.device)
-        torch.linalg.cholesky_ex(work.mT, out=(work.mT, failed))
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         if not bool(failed):
-            _invert_lower(work.mT)
-            return _backwards(work.mT), damping
+            _invert_lower(lower)
+            return _backwards(lower), damping
         damping = max(damping, 1e-6) * 10
     raise CodecError("second moments: no damping makes them positive definite")
 
