@@ -25,6 +25,7 @@ from nf4conv.calibrate.model.weights import WeightReader, open_reader
 from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.needs import require_memory
 from nf4conv.calibrate.overlay import with_calibrated_weights
+from nf4conv.calibrate.planning import PreparedCalibration
 from nf4conv.calibrate.session import Session, compile_kernels
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import RunOptions
@@ -57,14 +58,14 @@ def calibrate(
     device = TorchBackend(run.device).torch_device
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
+    assert isinstance(plan.calibration, PreparedCalibration)
+    require_memory(plan.calibration.needs, device)
     asked = fingerprint(plan, str(device))
     with Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder:
         session = Session(plan, device, out / WORK_FOLDER / CALIBRATED)
         work = _Work(session, progress)
-        needs = session.calibration.needs
-        missing = needs.disk_bytes - work.bytes_there()
+        missing = plan.calibration.needs.disk_bytes - work.bytes_there()
         folder.check_space(space_needed(plan, folder.finished) + missing)
-        require_memory(needs, device)
         with _naming_memory(device), torch.no_grad():
             compile_kernels(device, plan.output.format)
             work.calibrate_all()

@@ -3,6 +3,7 @@
 No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,7 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         transformers=release,
         passes=3 if options.calibrate_output else 1,
         block_bytes=found.block_bytes,
+        bytes_spared=found.bytes_of_weights - found.bytes_on_disk,
         weights=found.weights,
         outputs=options.calibrate_output,
         needs=estimate(
@@ -282,6 +284,15 @@ class _Found:
         return tuple(found)
 
     @property
+    def bytes_of_weights(self) -> int:
+        """The bytes of the weights that are calibrated, as the checkpoint has them."""
+        total = 0
+        for target in self._all_targets():
+            tensor = target.job.source
+            total += tensor.nbytes * math.prod(target.job.matrix.shape) // tensor.elements
+        return total
+
+    @property
     def bytes_on_disk(self) -> int:
         """The most bytes of the finished blocks."""
         shapes: list[tuple[int, ...]] = []
@@ -322,6 +333,11 @@ def _length(model: Any) -> int:
         found = getattr(config, key, None)
         if isinstance(found, int) and found > 0:
             length = min(length, found)
+    for name, module in model.named_modules():
+        # positions of RoBERTa and its kind begin behind the number of the padding token
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            length = min(length, module.num_embeddings - padding - 1)
     return length
 
 

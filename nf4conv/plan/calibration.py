@@ -73,6 +73,8 @@ class Calibration:
         transformers: the version whose code runs the model.
         passes: how often all blocks are run: three times if outputs count.
         block_bytes: the bytes of each block in the source.
+        bytes_spared: how many fewer bytes are read to write the result: weights in 4 bits are read
+            then instead of those of the source.
         weights: names of the weights that are calibrated.
         outputs: of which weights the outputs count: "qkv", "all", or None for those of none.
         needs: what it takes.
@@ -86,6 +88,7 @@ class Calibration:
     transformers: str
     passes: int
     block_bytes: tuple[int, ...]
+    bytes_spared: int
     weights: frozenset[str]
     outputs: str | None
     needs: Needs

@@ -230,7 +230,8 @@ def _noting_parameters(model: nn.Module, used: dict[str, None]) -> Iterator[None
     with ExitStack() as stack:
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
-            own = [f"{prefix}{name}" for name in (*module._parameters, *module._buffers)]
+            tensors = {**module._parameters, **module._buffers}
+            own = [f"{prefix}{name}" for name, tensor in tensors.items() if tensor is not None]
             if own:
                 hook = _noting(used, own)
                 stack.callback(module.register_forward_pre_hook(hook).remove)

@@ -115,8 +115,8 @@ def progress(
         yield _ignore
         return
     phases: list[_Phase] = [_Reading(verb, total)]
-    if calibration is not None and calibration.bytes_to_read:
-        phases.insert(0, _Calibrating(calibration))
+    if calibration is not None:
+        phases = [_Calibrating(calibration), _Reading(verb, total - calibration.bytes_spared)]
     shown = _Bars(last) if sys.stderr.isatty() else _Log()
     counter = _Counter(phases, shown)
     try:

@@ -1,0 +1,183 @@
+"""Calibration says what it takes before it begins, refuses what has no room, and tells how far it
+is.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_calibrate import CPU, make_model, make_text, options_for
+
+import nf4conv
+from nf4conv.calibrate import calibrating, needs
+from nf4conv.calibrate.needs import require_memory
+from nf4conv.calibrate.session import saying_if_slow
+from nf4conv.cli import main
+from nf4conv.errors import Nf4convError
+from nf4conv.plan.calibration import Needs
+from nf4conv.report.text.progress_bar import progress
+
+SMALL = Needs(
+    gpu_seconds=170.0,
+    gpu_bytes=7 * 10**9,
+    gpu_host_bytes=3 * 10**9,
+    cpu_seconds=54_000.0,
+    cpu_bytes=9 * 10**9,
+    disk_bytes=4 * 10**9,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text") / "ids.npy")
+
+
+def test_a_dry_run_says_time_memory_and_disk(model: Path, text: Path):
+    asked = ["quantize", str(model), "out", "--calibrate", str(text), "--dry-run"]
+    shown = CliRunner().invoke(main, asked)
+    assert shown.exit_code == 0
+    [line] = [line for line in shown.output.splitlines() if "calibrating takes about" in line]
+    assert "on an H200" in line
+    described = SMALL.described()
+    assert (
+        "about 3 min on an H200, with 7.00 GB of its memory and 3.00 GB of the host's" in described
+    )
+    assert "15 h on two cores of a CPU, with 9.00 GB of memory" in described
+    assert described.endswith("4.00 GB of disk meanwhile")
+
+
+def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, text: Path):
+    def needed(**changes: Any) -> Needs:
+        found: Needs = nf4conv.plan_quantization(
+            model, options_for(text, **changes)
+        ).calibration.needs
+        return found
+
+    plain = needed()
+    every = needed(calibrate_output="all")
+    spilled = needed(calibration_memory=0)
+    assert needed(calibrate_output="qkv").disk_bytes < every.disk_bytes
+    assert plain.disk_bytes < every.disk_bytes
+    assert plain.cpu_seconds < every.cpu_seconds
+    hidden = plain.cpu_bytes - spilled.cpu_bytes
+    assert hidden == spilled.disk_bytes - plain.disk_bytes
+    windows = nf4conv.plan_quantization(model, options_for(text)).calibration.windows
+    assert hidden == windows.ids.size * 64 * 4  # float32
+
+
+def test_a_host_with_too_little_memory_is_refused(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def never(*_: object) -> None:
+        raise AssertionError("a block was calibrated")
+
+    monkeypatch.setattr(calibrating, "calibrate_block", never)
+    monkeypatch.setattr(needs, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(needs, "resident", lambda: 0)
+    with pytest.raises(
+        Nf4convError, match=r"about 1\.5\d GB of host memory, and 100\.00 MB are free"
+    ):
+        nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * 10**9, 8 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10**9)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(
+        Nf4convError, match=r"7\.00 GB of its memory, and 6\.00 GB are free.*9\.00 GB"
+    ):
+        require_memory(SMALL, gpu)
+    require_memory(replace(SMALL, gpu_bytes=6 * 10**9, gpu_host_bytes=0), gpu)
+
+
+@pytest.mark.parametrize("outputs", [None, "qkv"])
+def test_progress_tells_blocks_tokens_and_time(
+    model: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: str | None,
+):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    calibration = nf4conv.plan_quantization(
+        model, options_for(text, calibrate_output=outputs)
+    ).calibration
+    assert calibration.passes == (3 if outputs else 1)
+    ticks = iter(range(0, 10_000, 60))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
+    rest = 100 + calibration.bytes_spared
+    with progress("quantizing", rest, hidden=False, calibration=calibration) as advance:
+        for number in range(calibration.passes):
+            for size in calibration.block_bytes[:: -1 if number == 1 else 1]:
+                advance(size)
+        advance(100)
+    lines = capsys.readouterr().err.splitlines()
+    tokens = calibration.tokens + calibration.judging_tokens
+    before = "pass 1 of 3, " if outputs else ""
+    left = 5 if outputs else 1
+    assert lines[0] == (
+        f"calibrating: {before}1 of 2 blocks, {tokens:,} tokens, about {left} min left"
+    )
+    if outputs:
+        assert lines[2].startswith(
+            f"calibrating: pass 2 of 3, 1 of 2 blocks, {3 * tokens:,} tokens"
+        )
+        assert lines[5].startswith(
+            f"calibrating: pass 3 of 3, 2 of 2 blocks, {6 * tokens:,} tokens"
+        )
+    assert lines[-1].startswith("quantizing: 100 B of 100 B (100 %)")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"include": ("*layers.0.*",)}, {"calibrate_output": "qkv"}]
+)
+def test_all_of_the_work_is_told_also_after_a_kill(
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+):
+    options = options_for(text, **changes)
+    plan = nf4conv.plan_quantization(model, options)
+    calibrating_all = plan.calibration.bytes_to_read
+    work = calibrating_all + plan.totals().bytes_before - plan.calibration.bytes_spared
+    told: list[int] = []
+    nf4conv.execute_quantization(plan, tmp_path / "whole", CPU, told.append)
+    assert sum(told) == pytest.approx(work, rel=0.1)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrating, "with_calibrated_weights", kill)
+        with pytest.raises(KeyboardInterrupt):
+            nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+    told.clear()
+    nf4conv.execute_quantization(plan, tmp_path / "out", CPU, told.append)
+    assert told[0] == calibrating_all
+    assert sum(told) == pytest.approx(work, rel=0.1)
+
+
+def test_what_takes_long_is_said_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "nf4conv"):
+        with saying_if_slow("compiling", 60.0):
+            pass
+        assert not caplog.records
+        with saying_if_slow("compiling", 0.0):
+            deadline = time.monotonic() + 10
+            while not caplog.records and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert [record.message for record in caplog.records] == ["compiling"]
