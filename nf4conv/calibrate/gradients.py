@@ -127,6 +127,7 @@ class OutputMoments:
                 found.append(gradient)
             gradients.append(torch.cat(found))
         contents.release()
+        flow.model.tie_weights()  # type: ignore[operator]  # a tied head would hold the embeddings
         return gradients
 
     def _go_back(

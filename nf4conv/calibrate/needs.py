@@ -21,9 +21,9 @@ MEMORY: Final = 4 * 10**9
 
 _USUAL_TOKENS: Final = 65536
 
-_GPU_SECONDS_AT_START: Final = 45.0  # kernels are compiled, and CUDA begins
-_GPU_SECONDS_OF_WEIGHT: Final = 11e-9  # to round it
-_GPU_SECONDS_OF_WEIGHT_AND_TOKENS: Final = 6e-9  # for 65,536 of them
+_GPU_SECONDS_AT_START: Final = 25.0  # kernels are compiled, and CUDA begins
+_GPU_SECONDS_OF_WEIGHT: Final = 10e-9  # to round it
+_GPU_SECONDS_OF_WEIGHT_AND_TOKENS: Final = 5e-9  # for 65,536 of them
 
 _CPU_SECONDS_OF_WEIGHT: Final = 2.2e-6
 _CPU_SECONDS_OF_WEIGHT_AND_TOKENS: Final = 5.6e-6

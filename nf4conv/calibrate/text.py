@@ -33,6 +33,8 @@ _SUFFIXES: Final = (".txt", ".jsonl", ".npy")
 _CHARACTERS: Final = 16  # of text that are read for a token that is wanted
 _PARTS: Final = 64  # of a long text that are read, at equal distances
 
+_MOST_UNKNOWN: Final = 0.5  # share of tokens that stand for what a tokenizer does not know
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -123,7 +125,7 @@ def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], An
         tokenizer: returns the model's tokenizer, or raises a PlanError; called if text needs it.
 
     Raises:
-        PlanError: a text cannot be read or tokenized, or is empty.
+        PlanError: a text cannot be read or tokenized, is empty, or strange to the model.
     """
     whole = sum(text.share for text in wanted)
     found = []
@@ -180,7 +182,15 @@ def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:
         raise PlanError(
             f"{path}: the model's tokenizer cannot read it ({error})", path=path
         ) from error
-    return np.array(ids, dtype=np.int64)
+    found = np.array(ids, dtype=np.int64)
+    unknown = int((found == getattr(tokenizer, "unk_token_id", None)).sum())
+    if unknown > _MOST_UNKNOWN * found.size:
+        raise PlanError(
+            f"{path}: the model's tokenizer knows only {found.size - unknown:,} of {found.size:,} "
+            f"tokens of it; give text in a language that the model has learnt",
+            path=path,
+        )
+    return found
 
 
 def _parts(path: Path, most: int) -> Iterator[tuple[str, bool]]:
