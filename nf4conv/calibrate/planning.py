@@ -76,9 +76,6 @@ def refuse_impossible(source: Source, options: QuantizeOptions) -> QuantizationP
     tokens = options.calibration_tokens
     if tokens is not None and tokens < _FEWEST_TOKENS:
         raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
-    memory = options.calibration_memory
-    if memory is not None and memory < 0:
-        raise PlanError(f"--calibration-memory {memory}: expected a number of bytes")
     return None
 
 

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -185,7 +185,8 @@ class _Bars:
     def __init__(self, last: str) -> None:
         self._last = last
         self._bar: Any = None
-        self._ticking: Ticking | None = None
+        self._ticking: Ticking
+        self._shown = ExitStack()
 
     def begin(self, phase: _Phase) -> None:
         from tqdm import tqdm
@@ -198,11 +199,10 @@ class _Bars:
             self._bar = tqdm(
                 total=phase.total, unit="B", unit_scale=True, leave=False, desc=phase.verb
             )
-        self._ticking = Ticking(self._bar, phase.verb)
-        self._ticking.__enter__()
+        self._shown.enter_context(self._bar)
+        self._ticking = self._shown.enter_context(Ticking(self._bar, phase.verb))
 
     def show(self, phase: _Phase, done: int) -> None:
-        assert self._ticking is not None
         if isinstance(phase, _Calibrating):
             self._bar.set_postfix_str(phase.describe(done, 1.0), refresh=False)
         self._bar.update(done - self._bar.n)
@@ -210,10 +210,7 @@ class _Bars:
             self._ticking.say(self._last)
 
     def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.__exit__()
-            self._bar.close()
-            self._ticking = None
+        self._shown.close()
 
 
 class Ticking:
