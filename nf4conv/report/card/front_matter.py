@@ -26,6 +26,11 @@ _INHERITED: Final = (
 _OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 
 _FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_OURS: Final = re.compile(
+    r"# (?:.+ in 4 bits|A merged model)\n\n.+\bnf4conv \d+\.\d+[\w.+-]*\.(?: .+)?(?:\n|\Z)"
+)
+"""The beginning of a card that nf4conv wrote: see `introduction` in sections.py."""
+
 _LONGEST_FRONT_MATTER: Final = 2**17  # bytes
 _LONGEST_CARD: Final = 2**20  # bytes
 
@@ -60,12 +65,26 @@ def _read_card(path: Path) -> OriginalCard:
     if block is None:
         if len(start) == _LONGEST_FRONT_MATTER and start.startswith(b"---"):
             raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
-        return OriginalCard(body=_text_of(start + rest))
+        text = _text_of(start + rest)
+        body = _of_authors(text)
+        return OriginalCard(body=body, is_ours=body != text)
     front = yaml.load(block[1].decode(), _PlainLoader)
     if not isinstance(front, dict):
         front = {}
     fields = {key: value for key, value in front.items() if _is_plain(value)}
-    return OriginalCard(fields, _text_of(start[block.end() :] + rest))
+    text = _text_of(start[block.end() :] + rest)
+    body = _of_authors(text)
+    return OriginalCard(fields, body, is_ours=body != text)
+
+
+def _of_authors(text: str) -> str:
+    """Returns a text without what an earlier nf4conv wrote at its beginning.
+
+    Below a line of dashes our cards have the text of the authors; above it no line is one.
+    """
+    while _OURS.match(text) is not None:
+        text = text.partition("\n---\n")[2].strip()
+    return text
 
 
 def _text_of(raw: bytes) -> str:
@@ -129,12 +148,17 @@ def _common_fields(subject: Subject) -> dict[str, Any]:
         if value:
             front[key] = value
     front.setdefault("library_name", subject.library)
+    if subject.pipeline_tag:
+        front.setdefault("pipeline_tag", subject.pipeline_tag)
     return front
 
 
 def _original_tags(subject: Subject) -> list[str]:
-    tags = subject.original.fields.get("tags", [])
-    return [tags] if isinstance(tags, str) else list(tags)
+    found = subject.original.fields.get("tags", [])
+    tags = [found] if isinstance(found, str) else list(found)
+    if subject.original.is_ours:
+        return [tag for tag in tags if tag not in _OWN_TAGS]
+    return tags
 
 
 def _as_yaml(front: Mapping[str, Any]) -> str:

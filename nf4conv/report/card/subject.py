@@ -62,6 +62,7 @@ class Subject:
         not_packed: those of them that belong to no weight in 4 bits.
         figures: sizes, and what was verified.
         adapters: the LoRA adapters that were merged into the model.
+        pipeline_tag: what the model is for, as the Hub spells it. Empty if that is not certain.
     """
 
     name: OriginalName
@@ -72,6 +73,7 @@ class Subject:
     not_packed: Sequence[CopyJob]
     figures: Figures
     adapters: tuple[AdapterFiles, ...] = ()
+    pipeline_tag: str = ""
 
     @property
     def quant_types(self) -> list[str]:
@@ -79,17 +81,20 @@ class Subject:
         return list(dict.fromkeys(weight.format.quant_type for weight, _ in self.weights))
 
 
-def name_original(source: Source, base_model: str | None) -> OriginalName:
+def name_original(source: Source, card: OriginalCard, base_model: str | None) -> OriginalName:
     """Finds out how to name the original.
 
     Args:
         source: the original.
-        base_model: what the user calls it. None to take its place on the Hub, or the name that its
-            config states.
+        card: its card. If nf4conv wrote it, it says what the original was made from.
+        base_model: what the user calls it. None to take its place on the Hub, what its card says,
+            or the name that its config states.
     """
     origin = None if source.fetched is None else source.fetched.origin
     if base_model is None and origin is not None:
         base_model = origin.repo
+    elif base_model is None and is_repo_id(card.base_of_ours or ""):
+        base_model = card.base_of_ours
     elif base_model is None:
         stated = str((source.config or {}).get("_name_or_path", ""))
         if is_repo_id(stated) and not Path(stated).exists():
