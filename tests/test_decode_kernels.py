@@ -3,14 +3,17 @@ every scale.
 """
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
+from integers import awq, compressed, gptq
 
 from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
-from nf4conv.codec.kernels.decoding import fp4, scaled
+from nf4conv.codec.kernels.decoding import fp4, integers, scaled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates where the GPU rounds to nearest
@@ -126,6 +129,78 @@ def test_fp4(
         out,
     )
     same_bits(out, decode_fp4(**parts, dtype=dtype))
+
+
+INTEGERS = {
+    "GPTQ": lambda dtype: gptq(96, 160, dtype=dtype),
+    "GPTQ of version 2, reordered": lambda dtype: gptq(
+        64, 128, version=2, is_reordered=True, dtype=dtype
+    ),
+    "GPTQ in 2 bits": lambda dtype: gptq(64, 128, bits=2, dtype=dtype),
+    "GPTQ in 3 bits": lambda dtype: gptq(64, 128, bits=3, dtype=dtype),
+    "GPTQ in 3 bits of version 2": lambda dtype: gptq(64, 96, bits=3, version=2, dtype=dtype),
+    "GPTQ in 8 bits": lambda dtype: gptq(64, 128, bits=8, dtype=dtype),
+    "AWQ": lambda dtype: awq(72, 128, dtype=dtype),
+    "rows": lambda dtype: compressed(37, 1088, group_size=64, dtype=dtype),
+    "rows with zero points": lambda dtype: compressed(70, 128, is_symmetric=False, dtype=dtype),
+    "rows in 2 bits": lambda dtype: compressed(8, 64, bits=2, is_symmetric=False, dtype=dtype),
+    "rows in 8 bits": lambda dtype: compressed(9, 61, bits=8, group_size=None, dtype=dtype),
+    "rows with zero points in bytes": lambda dtype: compressed(
+        40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", INTEGERS)
+def test_packed_integers(case: str, dtype: torch.dtype):
+    weight = INTEGERS[case](dtype)
+    parts = {name: part.to(DEVICE) for name, part in weight.parts.items()}
+    packing = case.split()[0]
+    names = ("qweight", "scales", "qzeros", "g_idx")
+    if packing == "rows":
+        packing = "compressed-tensors"
+        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    values, scale, zeros, index = (parts.get(name) for name in names)
+    bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
+    rows, columns = weight.decoded.shape
+    if packing == "compressed-tensors":
+        group_size = columns // scale.shape[1]
+    else:
+        group_size = 32
+    out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
+    less_one = packing == "GPTQ" and "version 2" not in case
+    integers.decode_integers(values, scale, zeros, index, packing, bits, group_size, less_one, out)
+    same_bits(out, weight.decoded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", INTEGERS)
+def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
+    """Through codec/decode/, which chooses the kernel on a GPU."""
+    weight = INTEGERS[case](dtype)
+    packing = case.split()[0]
+    names = ("qweight", "scales", "qzeros", "g_idx")
+    if packing == "rows":
+        packing = "compressed-tensors"
+        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    values, scale, zeros, index = (weight.parts.get(name) for name in names)
+    bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
+    columns = weight.decoded.shape[1]
+    group_size = columns // scale.shape[1] if packing == "compressed-tensors" else 32
+    less_one = packing == "GPTQ" and "version 2" not in case
+    layout = IntegerLayout(packing, bits, columns, group_size, less_one)
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        decoded = decode_integers(
+            values.to(device),
+            scale.to(device),
+            layout,
+            dtype,
+            zeros=None if zeros is None else zeros.to(device),
+            group_index=None if index is None else index.to(device),
+        )
+        same_bits(decoded, weight.decoded)
 
 
 @pytest.mark.gpu

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import host_driver
+import integers
 import pytest
 import torch
 from checkpoints import contents
@@ -35,7 +37,7 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
-from nf4conv.errors import SourceError, VerificationError
+from nf4conv.errors import CodecError, SourceError, VerificationError
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import content_of
 from nf4conv.run.device.choice import Devices
@@ -234,6 +236,75 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
     quantize_checkpoint(source, tmp_path / "bare", None, BARE)
     same(tmp_path / "bare", tmp_path / "torch")
     assert len(gpu) == 1
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
+    "GPTQ": (GPTQ, integers.gptq),
+    "GPTQ in 3 bits": (
+        GPTQ | {"bits": 3, "checkpoint_format": "gptq_v2"},
+        partial(integers.gptq, bits=3, version=2, is_reordered=True),
+    ),
+    "AWQ": ({"quant_method": "awq", "group_size": 32}, integers.awq),
+    "rows": (PACKED, integers.compressed),
+    "rows in 8 bits with zero points": (
+        PACKED,
+        partial(integers.compressed, bits=8, is_symmetric=False, is_reordered=True),
+    ),
+}
+
+
+def integer_source(folder: Path, kind: str) -> Path:
+    description, make = INTEGERS[kind]
+    tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
+    for name, shape in (
+        ("mlp.up_proj", (160, 160)),
+        ("mlp.down_proj", (96, 64)),
+        ("mlp.gate_proj", (2304, 1024) if ON_GPU else (288, 128)),  # several pieces
+    ):
+        parts = make(*shape, dtype=torch.float16).parts
+        tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts.items()}
+    return write(folder, tensors, description)
+
+
+@pytest.mark.parametrize("command", [quantize_checkpoint, dequantize_checkpoint])
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_packed_integers(
+    tmp_path: Path, gpu: list[DriverBackend], kind: str, command: Callable[..., Any]
+):
+    source = integer_source(tmp_path / "source", kind)
+    by_torch(command, source, tmp_path / "torch", None)
+    command(source, tmp_path / "bare", None, BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert len(gpu) == 1
+
+
+def test_a_group_index_that_was_never_set(tmp_path: Path):
+    source = integer_source(tmp_path / "source", "rows")
+    tensors = load_file(source / "model.safetensors")
+    out = tmp_path / "in-order"
+    dequantize_checkpoint(source, out, None, BARE)
+    for name in list(tensors):
+        if name.endswith("_packed"):
+            columns = 8 * tensors[name].shape[1]
+            unset = torch.full((columns,), -1, dtype=torch.int32)
+            tensors[name.replace("_packed", "_g_idx")] = unset
+    save_file(tensors, source / "model.safetensors")
+    dequantize_checkpoint(source, tmp_path / "unset", None, BARE)
+    found = load_file(tmp_path / "unset/model.safetensors")
+    expected = load_file(out / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_group_index_out_of_range(tmp_path: Path):
+    source = integer_source(tmp_path / "source", "GPTQ")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 5
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CodecError, match=r"up_proj\.weight: its group index names a group"):
+        quantize_checkpoint(source, tmp_path / "out", None, BARE)
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])

@@ -21,6 +21,7 @@ from typing import Final
 
 import torch
 
+from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks
 from nf4conv.errors import CodecError
 
@@ -75,15 +76,31 @@ def decode_integers(
     Raises:
         CodecError: the group index names a group that there is not.
     """
+    if scale.dim() == 1:
+        scale = scale.view(-1, 1)
+    stored_scale = scale
     if layout.packing != "compressed-tensors":
         scale = scale.t()
-    elif scale.dim() == 1:
-        scale = scale.view(-1, 1)
     rows, groups = scale.shape
     index = _column_groups(group_index, layout, groups, values.device)
+    out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels.decoding import integers  # importing Triton takes a second
+
+        integers.decode_integers(
+            values.contiguous(),
+            stored_scale.contiguous(),
+            None if zeros is None else zeros.contiguous(),
+            index,
+            layout.packing,
+            layout.bits,
+            layout.group_size,
+            layout.zeros_less_one,
+            out,
+        )
+        return out
     factors = scale.to(torch.float32).contiguous()
     zero_points = _zero_points(zeros, layout, rows)
-    out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
     for part in chunks(factors, layout.columns, _WORD):
         decoded = _codes(values, part, layout).to(torch.float32)
         subtracted = zero_points if zero_points.dim() == 0 else zero_points[part]

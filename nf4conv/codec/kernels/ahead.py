@@ -12,7 +12,7 @@ import torch
 
 from nf4conv.codec.kernels import difference, error
 from nf4conv.codec.kernels.compiling import Variant
-from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, scaled
+from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, integers, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
 from nf4conv.codec.kernels.packing import batch, finite, mean, nested, pack
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
@@ -338,6 +338,62 @@ def fp4_decoder(
     return Codec(
         {"decode": kernel}, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value}
     )
+
+
+def integer_decoder(
+    _device: torch.device,
+    out: torch.dtype,
+    scale: torch.dtype,
+    packing: str,
+    bits: int,
+    zeros: torch.dtype | None,
+    zeros_less_one: bool,
+    index: torch.dtype | None,
+) -> Codec:
+    """Return what decodes packed integers, see integers.decode_integers.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        scale: dtype of the scales.
+        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        bits: of a code.
+        zeros: dtype of the zero points; None if there are none.
+        zeros_less_one: True if they are stored one too small.
+        index: dtype of the group of each column; None if groups are in order.
+
+    Returns:
+        kernels: "decode".
+        tables: none.
+        numbers: "rows", "columns" of a program.
+    """
+    kind = integers.PACKINGS[packing]
+    tile = integers.tile_of(kind)
+    kernel = Variant(
+        integers.integers_kernel,
+        (
+            _INT32,  # words
+            torch.empty(0, dtype=scale),
+            torch.empty(0, dtype=zeros or torch.int32),
+            torch.empty(0, dtype=index or torch.int32),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            kind,
+            bits,
+            integers.kind_of_zeros(zeros, zeros_less_one),
+            index is not None,
+            tile.rows,
+            tile.columns,
+        ),
+        integers.NUM_WARPS,
+    )
+    return Codec({"decode": kernel}, {}, {"rows": tile.rows, "columns": tile.columns})
 
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:

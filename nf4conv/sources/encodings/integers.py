@@ -71,9 +71,11 @@ def _scheme(
     """
     words = tensor.shape[1]
     fitting = []
-    for bits, size in siblings.description.schemes or tuple((bits, None) for bits in _BITS):
-        if bits not in (2, 4, 8):  # releases disagree about how other codes are packed
-            continue
+    # releases disagree about how codes of other bits are packed
+    schemes = [scheme for scheme in siblings.description.schemes if scheme[0] in (2, 4, 8)]
+    if not siblings.description.schemes:
+        schemes = [(4, None), (8, None), (2, None)]
+    for bits, size in schemes:
         columns = words * _WORD // bits
         if size is None and groups == 1:
             fitting.append((bits, columns, columns))
@@ -87,7 +89,7 @@ def _scheme(
             return fitting[0]
         raise _unknown(tensor, "compressed-tensors", siblings)
     columns = _stored_columns(tensor, shape, siblings)
-    for bits, _, _ in fitting:
+    for bits, _ in schemes:
         if _words(columns, bits) == words and columns % groups == 0:
             return bits, columns, columns // groups
     raise _unknown(tensor, "compressed-tensors", siblings)

@@ -20,6 +20,7 @@ class Action(Enum):
     SUBTRACT = "subtractor"
     DECODE_SCALED = "scaled_decoder"
     DECODE_FP4 = "fp4_decoder"
+    DECODE_INTEGERS = "integer_decoder"
     CAST = "caster"
 
 

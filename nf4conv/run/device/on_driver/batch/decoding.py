@@ -4,14 +4,19 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
+from nf4conv.errors import CodecError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
+from nf4conv.run.grouping import aligned
 from nf4conv.sources.tensors import (
+    DTYPE_BITS,
     Bitsandbytes4bit,
     Bitsandbytes8bit,
+    Columns,
     Fp4,
+    PackedIntegers,
     Scaled,
     TensorInfo,
     packed_in_order,
@@ -59,6 +64,8 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             return _scaled_purpose(encoding, tag)
         case Fp4() if len(encoding.values.shape) == 2:
             return _fp4_purpose(encoding, tag)
+        case PackedIntegers() if not encoding.is_transposed:
+            return _integers_purpose(encoding, tag)
         case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
             details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
             return Purpose(Action.UNPACK, details)
@@ -90,6 +97,14 @@ def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
     return Purpose(Action.DECODE_FP4, details)
 
 
+def _integers_purpose(encoding: PackedIntegers, tag: str) -> Purpose:
+    zeros = None if encoding.zeros is None else encoding.zeros.dtype
+    index = None if encoding.group_index is None else encoding.group_index.dtype
+    layout = (encoding.packing, encoding.bits)
+    stored = (zeros, encoding.zeros_less_one, index)
+    return Purpose(Action.DECODE_INTEGERS, (tag, encoding.scale.dtype, *layout, *stored))
+
+
 def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
     """Adds all that is needed of a tensor, or a piece of it; returns the positions of its parts."""
     if tensor.encoding is None:
@@ -102,7 +117,8 @@ def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
     places = {}
     for role, part in tensor.encoding.parts:
         if role not in unread:
-            places[role] = batch.add(part.file_range)
+            positions = [batch.add(file_range) for file_range in part.file_ranges]
+            places[role] = positions[0]
     # a number that the host knows: nested_offset, or the scale where there is none
     places["number"] = batch.take(4)
     return places
@@ -131,6 +147,9 @@ def decode_launch(
         return _unpack(tensor, places, kernels, target)
     if isinstance(encoding, Fp4):
         return _decode_fp4(encoding, places, kernels, target)
+    if isinstance(encoding, PackedIntegers):
+        _check_group_index(batch, tensor, encoding, positions)
+        return _decode_integers(tensor, encoding, places, kernels, target)
     assert isinstance(encoding, Scaled | Bitsandbytes8bit)
     batch.put(positions["number"], 1.0)
     return _decode_scaled(encoding, places, kernels, target)
@@ -150,6 +169,68 @@ def _decode_fp4(encoding: Fp4, places: Places, kernels: Kernels[int], target: in
     multiplier = places.get("multiplier", scale)
     addresses = (places["values"], scale, divisor, multiplier, target)
     return _decode(kernels, encoding.values, addresses, (encoding.scale.shape[1],))
+
+
+def _check_group_index(
+    batch: BatchInput, tensor: TensorInfo, encoding: PackedIntegers, positions: Places
+) -> None:
+    """Checks the group of each column in what has been read, and sets it where it never was.
+
+    Raises:
+        CodecError: it names a group that there is not.
+    """
+    part = encoding.group_index
+    if part is None:
+        return
+    raw = batch.buffers.source.view[positions["group_index"] :][: part.nbytes]
+    index = raw.cast("B").cast("i" if part.dtype == "I32" else "q")
+    groups = encoding.scale.shape[0]
+    if encoding.packing == "compressed-tensors":
+        groups = encoding.scale.elements // tensor.shape[0]
+    least = min(index)
+    if encoding.packing == "compressed-tensors" and least == -1:
+        for column in range(encoding.columns):
+            index[column] = column // encoding.group_size
+    elif least < 0 or max(index) >= groups:
+        raise CodecError(
+            f"{tensor.file}: {tensor.name}: its group index names a group that is none of its "
+            f"{groups}",
+            path=tensor.file,
+            tensor=tensor.name,
+        )
+
+
+def _decode_integers(
+    tensor: TensorInfo,
+    encoding: PackedIntegers,
+    places: Places,
+    kernels: Kernels[int],
+    target: int,
+) -> Launch:
+    rows, columns = tensor.shape
+    tiles_of_row = -(-columns // kernels.numbers["columns"])
+    programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
+    values = places["values"]  # without zero points or an index, the kernel does not read them
+    addresses = (
+        values,
+        places["scale"],
+        places.get("zeros", values),
+        places.get("group_index", values),
+        target,
+    )
+    zeros = encoding.zeros or encoding.values
+    lines = (_line(encoding.values), _line(encoding.scale), _line(zeros))
+    arguments = (*addresses, rows, columns, tiles_of_row, *lines, encoding.group_size)
+    return Launch(kernels.functions["decode"], programs, arguments)
+
+
+def _line(part: TensorInfo) -> int:
+    """Returns how many elements it is from one line of a part to the next, as they were read."""
+    width = part.shape[1] if len(part.shape) == 2 else 1
+    if not isinstance(part.encoding, Columns):
+        return width
+    size = DTYPE_BITS[part.dtype] // 8
+    return aligned(width * size) // size
 
 
 def _decode(

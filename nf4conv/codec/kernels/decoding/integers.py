@@ -1,0 +1,242 @@
+"""Decodes packed integers with scales: one pass, one launch.
+
+The arithmetic, and how codes lie in words, is that of codec/decode/integers.py.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.launch import Launcher, kernel
+
+NUM_WARPS = 4
+
+# How codes lie: constexprs of kernels.
+BY_ROWS = tl.constexpr(0)  # compressed-tensors
+DOWN_COLUMNS = tl.constexpr(1)  # GPTQ
+INTERLEAVED = tl.constexpr(2)  # AWQ
+
+PACKINGS: Final = {"compressed-tensors": 0, "GPTQ": 1, "AWQ": 2}
+
+# How zero points are stored: constexprs of kernels.
+NO_ZEROS = tl.constexpr(0)  # all are 2^(bits - 1)
+PACKED_ZEROS = tl.constexpr(1)  # as the codes are
+LESS_ONE = tl.constexpr(2)  # packed, and one too small
+BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1)
+
+
+class Tile(NamedTuple):
+    """What a program decodes.
+
+    Rows of a word that lies across them are read together; values are written along columns.
+    """
+
+    rows: int
+    columns: int
+
+
+def tile_of(packing: int) -> Tile:
+    """Return what a program decodes of a packing."""
+    return Tile(4, 512) if packing == BY_ROWS.value else Tile(32, 64)
+
+
+def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:
+    """Return how zero points are stored, given their dtype; None if there are none."""
+    if zeros is None:
+        return int(NO_ZEROS.value)
+    if zeros == torch.int8:
+        return int(BYTE_ZEROS.value)
+    return int(LESS_ONE.value) if zeros_less_one else int(PACKED_ZEROS.value)
+
+
+def decode_integers(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    index: torch.Tensor | None,
+    packing: str,
+    bits: int,
+    group_size: int,
+    zeros_less_one: bool,
+    out: torch.Tensor,
+) -> None:
+    """Decode a matrix; all tensors are contiguous.
+
+    Args:
+        values: the words, int32 of two dimensions.
+        scale: [rows, groups], or [groups, rows] of GPTQ and AWQ.
+        zeros: the zero points; None if all are 2^(bits - 1).
+        index: [columns] int64: the group of each column; None if groups are in order.
+        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        bits: of a code: 2, 3, 4 or 8.
+        group_size: columns that share a scale, if they are in order.
+        zeros_less_one: True if zero points are stored one too small.
+        out: [rows, columns] float32, float16 or bfloat16, written.
+    """
+    rows, columns = out.shape
+    if out.numel() == 0:
+        return
+    kind = PACKINGS[packing]
+    tile = tile_of(kind)
+    tiles = -(-columns // tile.columns)
+    # the kernel takes pointers that it does not read
+    zero_points = values if zeros is None else zeros
+    indices = values if index is None else index
+    zeros_line = zero_points.shape[-1] if zero_points.dim() == 2 else 1
+    _launch(
+        -(-rows // tile.rows) * tiles,
+        (
+            values,
+            scale,
+            zero_points,
+            indices,
+            out,
+            rows,
+            columns,
+            tiles,
+            values.shape[1],
+            scale.shape[1],
+            zeros_line,
+            group_size,
+        ),
+        (
+            kind,
+            bits,
+            kind_of_zeros(None if zeros is None else zeros.dtype, zeros_less_one),
+            index is not None,
+            tile.rows,
+            tile.columns,
+        ),
+        (out.dtype, scale.dtype, zero_points.dtype, indices.dtype),
+        NUM_WARPS,
+    )
+
+
+@kernel
+def integers_kernel(
+    values_ptr,
+    scale_ptr,
+    zeros_ptr,
+    index_ptr,
+    out_ptr,
+    rows: tl.int64,
+    columns: tl.int64,
+    tiles: tl.int64,
+    values_line: tl.int64,
+    scale_line: tl.int64,
+    zeros_line: tl.int64,
+    group_size: tl.int64,
+    PACKING: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Decode TILE_ROWS rows of TILE_COLUMNS columns.
+
+    Pointers to tensors:
+        values_ptr: int32 words; a line of them begins every `values_line` elements.
+        scale_ptr: float32, float16 or bfloat16, a line every `scale_line` elements.
+        zeros_ptr: int32 words, or int8, a line every `zeros_line` elements; not read if NO_ZEROS.
+        index_ptr: [columns] int32 or int64; read where INDEXED.
+        out_ptr: [rows, columns] float32, float16 or bfloat16, written.
+
+    Scalars:
+        tiles: programs for the columns of a row.
+        group_size: columns of a group, unless INDEXED.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS)
+    if INDEXED:
+        group = tl.load(index_ptr + column, mask=column < columns, other=0).to(tl.int64)
+    else:
+        group = column // group_size
+    if PACKING == BY_ROWS:
+        scale_ptrs = scale_ptr + row * scale_line + group
+    else:
+        scale_ptrs = scale_ptr + group * scale_line + row
+    scale = tl.load(scale_ptrs, mask=inside, other=0).to(tl.float32)
+    zero = _zero(zeros_ptr, row, group, zeros_line, inside, PACKING, BITS, ZEROS)
+    value = (code - zero).to(tl.float32) * scale
+    tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_launch = Launcher(integers_kernel)
+
+
+@triton.jit
+def _code(words_ptr, row, column, line, inside, PACKING: tl.constexpr, BITS: tl.constexpr):
+    """Return the codes of a tile, int32."""
+    if PACKING == INTERLEAVED:
+        return _interleaved(words_ptr + column * line, row, inside)
+    bit = column * BITS
+    if PACKING == BY_ROWS:
+        return _from_stream(words_ptr + row * line, bit, 1, inside, BITS, 0)
+    else:
+        return _from_stream(words_ptr + row, bit, line, inside, BITS, 0)
+
+
+@triton.jit
+def _zero(
+    words_ptr,
+    row,
+    group,
+    line,
+    inside,
+    PACKING: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Return the zero points of a tile, int32."""
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if ZEROS == NO_ZEROS:
+        return MIDDLE
+    elif ZEROS == BYTE_ZEROS:
+        stored = tl.load(words_ptr + row * line + group, mask=inside, other=0)
+        return stored.to(tl.int32) + MIDDLE
+    elif PACKING == INTERLEAVED:
+        return _interleaved(words_ptr + group * line, row, inside)
+    elif PACKING == BY_ROWS:
+        return _from_stream(words_ptr + group, row * BITS, line, inside, BITS, 0)
+    elif ZEROS == LESS_ONE and BITS == 3:
+        return (_from_stream(words_ptr + group * line, row * BITS, 1, inside, BITS, 0) + 1) & MASK
+    elif ZEROS == LESS_ONE:
+        ONES: tl.constexpr = 0xFFFFFFFF // MASK  # a one in each code of a word
+        return _from_stream(words_ptr + group * line, row * BITS, 1, inside, BITS, ONES)
+    else:
+        return _from_stream(words_ptr + group * line, row * BITS, 1, inside, BITS, 0)
+
+
+@triton.jit
+def _from_stream(stream_ptr, bit, step, inside, BITS: tl.constexpr, ADDED: tl.constexpr):
+    """Return the codes that begin at these bits of streams, whose words are `step` apart.
+
+    ADDED is added to each word first, with what it carries.
+    """
+    MASK: tl.constexpr = (1 << BITS) - 1
+    word = bit // 32
+    shift = (bit % 32).to(tl.uint32)
+    low = tl.load(stream_ptr + word * step, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    if ADDED != 0:
+        low = low + ADDED
+    code = low >> shift
+    if 32 % BITS != 0:
+        crosses = inside & (shift + BITS > 32)
+        after = tl.load(stream_ptr + (word + 1) * step, mask=crosses, other=0)
+        code = code | (after.to(tl.uint32, bitcast=True) << ((32 - shift) & 31))
+    return (code & MASK).to(tl.int32)
+
+
+@triton.jit
+def _interleaved(line_ptr, row, inside):
+    """Return the codes of AWQ in a line of words; even rows stand in the lower half of a word."""
+    words = tl.load(line_ptr + row // 8, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    place = row % 8 // 2 + row % 2 * 4
+    return ((words >> (place * 4).to(tl.uint32)) & 15).to(tl.int32)
