@@ -126,6 +126,15 @@ def test_columns_that_end_inside_a_word():
     same_bits(decode(weight, "compressed-tensors", 4, 61), weight.decoded)
 
 
+def test_streams_of_a_single_word():
+    weight = compressed(8, 64, bits=2, is_symmetric=False)
+    same_bits(decode(weight, "compressed-tensors", 2, 32), weight.decoded)
+    weight = gptq(40, 8, group_size=8)
+    same_bits(decode(weight, "GPTQ", 4, 8, zeros_less_one=True), weight.decoded)
+    weight = awq(8, 16, group_size=16)
+    same_bits(decode(weight, "AWQ", 4, 16), weight.decoded)
+
+
 def test_version_1_adds_to_whole_words():
     """GPTQModel subtracts from whole words too, so that a zero point of 0 comes back as it was."""
     weight = gptq(32, 32, version=1)

@@ -212,7 +212,8 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     Raises:
         CodecError: the words of a stream hold no whole number of codes.
     """
-    raw = words.view(torch.uint8)
+    # a single word may have any stride
+    raw = words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
     if bits == 8:
         return raw
     if 8 % bits == 0:
