@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -72,6 +72,21 @@ $(VENV)/transformers-5.%/.installed: $(VENV)/.installed
 
 test-moe-releases: $(MOE_RELEASES:%=$(VENV)/transformers-%/.installed) ## test the loader of 4-bit experts with several releases of transformers 5
 	for release in $(MOE_RELEASES); do $(VENV)/transformers-$$release/bin/python -m pytest tests/test_moe_*.py || exit 1; done
+
+$(VENV)/load-lines-%/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "$(TORCH)" transformers==$* accelerate bitsandbytes==0.50.2 sentence-transformers
+	$(@D)/bin/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.sentences: $(VENV)/.diffusers
+	$(BIN)/pip install --quiet sentence-transformers
+	touch $@
+
+# the last release of transformers 4, an older 5, and that of the other tests, beside diffusers
+test-load-lines: $(VENV)/load-lines-4.57.6/.installed $(VENV)/load-lines-5.8.1/.installed $(VENV)/.sentences ## run the lines that are printed to load results with several releases of transformers, and write docs/load-lines.md
+	PYTHONPATH=tests $(BIN)/python -W ignore tests/load_lines.py $(addprefix $(VENV)/,$(addsuffix /bin/python,load-lines-4.57.6 load-lines-5.8.1)) $(BIN)/python > docs/load-lines.md.new
+	mv docs/load-lines.md.new docs/load-lines.md
 
 test-browser: $(VENV)/.installed ## test the HTML report in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -m browser

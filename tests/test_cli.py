@@ -150,7 +150,7 @@ def test_summary(tmp_path):
     assert re.fullmatch(
         r"(quantizing: .* min left\n)*", done.stderr
     )  # no bar where no terminal is; lines if it is slow
-    first, second, third, load, push = done.stdout.splitlines()
+    first, second, third, install, load, push = done.stdout.splitlines()
     assert first == f"{tmp_path / 'out'}: 12 weights packed, 7 tensors kept"
     sizes = (
         r"869.12 kB → \d+.\d+ kB \(\d.\d\dx, \d+.\d\d bits per parameter\), "
@@ -160,9 +160,10 @@ def test_summary(tmp_path):
     assert re.fullmatch(
         r"\d+.\d s on cpu, \d+.\d\d GB/s \(all workers: .*read \d.\d s.*\)", third
     ), third
-    assert (
-        load
-        == f'load: AutoModelForCausalLM.from_pretrained("{tmp_path / "out"}", device_map="auto")'
+    assert install == 'install: pip install "transformers>=4.57" accelerate bitsandbytes'
+    assert load == (
+        f"load: from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM"
+        f'.from_pretrained("{tmp_path / "out"}", dtype="auto", device_map="auto")'
     )
     assert push == f"push: hf upload YOUR_NAME/out {tmp_path / 'out'} ."
 
@@ -358,7 +359,7 @@ def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(
     ):
         code, text, states = on_a_terminal(columns, *arguments)
         assert code == 0, text
-        to_be_copied = ("load:", "push:")
+        to_be_copied = ("install:", "load:", "push:")
         assert not [
             line for line in states if len(line) > columns and not line.startswith(to_be_copied)
         ]

@@ -31,7 +31,7 @@ NUMBER = 4
 PACKED = QuantizeOptions(moe="packed")
 CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 REPO = "some-org/mixture"
-INSTALL = "pip install nf4conv transformers accelerate bitsandbytes"
+INSTALL = 'pip install nf4conv "transformers>=5.8" accelerate bitsandbytes'
 Tensors = dict[str, torch.Tensor]
 
 
@@ -121,9 +121,13 @@ def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
     # only a family that has them one by one on disk is known so to other loaders
     assert ("4.57" in note) is (model_type == "qwen2_moe")
     report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
-    assert report.loading.startswith(f"# {INSTALL}\nAutoModelForCausalLM.from_pretrained(")
+    imports = "import nf4conv.moe\nfrom transformers import AutoModelForCausalLM\n"
+    assert report.install == INSTALL
+    assert report.loading.startswith(f"{imports}model = AutoModelForCausalLM.from_pretrained(")
     use = (tmp_path / "out/README.md").read_text().partition("## Use")[2]
-    assert use.startswith(f"\n\n```python\n# {INSTALL}\n")
+    assert use.startswith(f"\n\n```bash\n{INSTALL}\n```\n\n```python\n{imports}\n")
+    # transformers 4 loads what it finds one by one
+    assert ("With transformers 4 (" in use) is (model_type == "qwen2_moe")
     found = tensors_of(tmp_path / "out")
     assert len(packed_experts(found, 0)) == len(packed_experts(found, 1)) == 3 * NUMBER
 

@@ -116,7 +116,8 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
 ):
     vae = pipeline / "vae" / "config.json"
     whole = vae.read_bytes()
-    convert(pipeline, tmp_path / "expected", PushOptions())
+    convert(pipeline, tmp_path / "expected")
+    del hub.repos[REPO]
     interrupted = _Interruption()
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(

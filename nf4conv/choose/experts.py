@@ -364,10 +364,12 @@ class Readers(NamedTuple):
     Attributes:
         text: how they are stored, and who reads them.
         has_loader: True if transformers 5 does, with nf4conv installed.
+        in_transformers_4: True if transformers 4 does by itself, where it knows the model.
     """
 
     text: str
     has_loader: bool
+    in_transformers_4: bool = False
 
 
 def readers_of(
@@ -412,4 +414,5 @@ def readers_of(
             f"experts are packed one by one, which transformers 5 with nf4conv installed reads; "
             f"where they know the model, {others} read it too"
         )
+        return Readers(text, has_loader=True, in_transformers_4=True)
     return Readers(text, has_loader=True)

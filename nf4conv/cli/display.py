@@ -102,7 +102,7 @@ def _wrapped(line: str) -> str:
     Lines that a user copies stay whole. Rows of tables fit already.
     """
     width = terminal_width()
-    if width is None or line.startswith(("load:", "push:")):
+    if width is None or line.startswith(("install:", "load:", "push:")):
         return line
     return textwrap.fill(
         line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

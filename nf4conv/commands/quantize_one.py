@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nf4conv.check.checksums import renew_checksum
 from nf4conv.choose.experts import Experts
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.format.layout import TAGS
@@ -18,11 +19,12 @@ from nf4conv.options import (
     SourceOptions,
     VerifyOptions,
 )
+from nf4conv.output.writer import write_file
 from nf4conv.plan import quantization
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes, loading_of_plan
+from nf4conv.report.loading import Loading, gpu_bytes, loading_of_plan, push_command
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Card, Written, require_apart, write_checkpoint
@@ -123,9 +125,11 @@ def execute_one(
     if plan.options.single_file:
         return _write_one_file(plan, out, run, progress, push)
     with open_push(push, run) as repository:
-        announce = None if repository is None else repository.offer
-        report = write_one(plan, out, run, progress, announce)
-        return pushed(report, repository, out, plan)
+        if repository is None:
+            return write_one(plan, out, run, progress)
+        plan = replace(plan, repo=repository.repo)
+        report = write_one(plan, out, run, progress, repository.offer)
+        return pushed(report, repository, out, plan, loading_of_plan(plan))
 
 
 def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextManager[Push | None]":
@@ -147,13 +151,42 @@ def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMana
 
 
 def pushed(
-    report: QuantizeReport, repository: "Push | None", out: Path, plan: QuantizationPlan
+    report: QuantizeReport,
+    repository: "Push",
+    out: Path,
+    plan: QuantizationPlan,
+    loading: Loading | None,
 ) -> QuantizeReport:
-    """Commits what has been uploaded, and adds the address to the report."""
-    if repository is None:
-        return report
+    """Commits what has been uploaded, and adds the address to the report.
+
+    Args:
+        report: what was done.
+        repository: where the result goes.
+        out: the result. If an earlier run made it, its card does not name the repository yet.
+        plan: the plan, or that of a submodel.
+        loading: how the result is loaded. None if nothing says how.
+    """
+    if loading is not None and report.already_complete:
+        _name_repository(out, loading, repository.repo)
     message = f"Quantize to {plan.output.format.quant_type} with nf4conv"
-    return replace(report, pushed=repository.commit(out, message))
+    report = replace(report, pushed=repository.commit(out, message), push="")
+    if loading is None or repository.creates_pr:
+        return report
+    return replace(report, loading=loading.code(repository.repo))
+
+
+def _name_repository(out: Path, loading: Loading, repo: str) -> None:
+    """Writes the repository's name into the code of a card that was made without it."""
+    from nf4conv.report.card.sections import with_repository  # importing YAML takes a moment
+
+    card = out / "README.md"
+    if not card.is_file():
+        return
+    before = card.read_text(encoding="utf-8")
+    after = with_repository(before, loading, repo)
+    if after != before:
+        write_file(card, [after.encode()])
+        renew_checksum(out, card.name)
 
 
 def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
@@ -226,6 +259,8 @@ def write_one(
         bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(report.bytes_after),
         loading="" if loading is None else loading.code(str(out)),
+        install="" if loading is None else loading.install,
+        push="" if plan.config is None else push_command(out),
         advice=advice(plan.rows()),
         verification=written.verification,
     )
@@ -284,7 +319,7 @@ def _card(
     from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment
 
     figures = Figures(_source_bytes(plan.source), bytes_after, verified)
-    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model)
+    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)
 
 
 def _write_one_file(
@@ -308,7 +343,7 @@ def _write_one_file(
     report = write_one(plan, folder, run, progress)
     (folder / plan.output.shards[0].name).replace(out)
     remove(folder.parent, folder.name)
-    return replace(report, out=str(out))
+    return replace(report, out=str(out), push=push_command(out))
 
 
 def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) -> SourceError:

@@ -22,7 +22,7 @@ from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes, loading_of_pipeline
+from nf4conv.report.loading import gpu_bytes, loading_of_pipeline, push_command
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import require_apart
@@ -84,16 +84,19 @@ def execute_pipeline(
     plan = replace(plan, submodels=submodels)
     _require_packed_submodel(plan)
     with open_push(push, run) as repository:
-        report = write_submodels(
+        report: QuantizeReport = write_submodels(
             plan,
             out,
             run,
             progress,
             write=partial(_write_submodel, repository),
             join=partial(_joined, plan),
-            card=partial(_pipeline_card, plan),
+            card=partial(_pipeline_card, plan, None if repository is None else repository.repo),
         )
-        return pushed(report, repository, out, next(iter(submodels.values())))
+        if repository is None:
+            return report
+        first = next(iter(submodels.values()))
+        return pushed(report, repository, out, first, loading_of_pipeline(plan))
 
 
 def _write_submodel(
@@ -124,6 +127,7 @@ def _joined(
 ) -> QuantizeReport:
     """Adds what only a quantization reports to the joined report of all submodels."""
     totals = plan.totals()
+    loading = loading_of_pipeline(plan)
     return replace(
         report,
         packed=totals.packed,
@@ -131,7 +135,9 @@ def _joined(
         parameters=totals.parameters,
         bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
         gpu_bytes=gpu_bytes(report.bytes_after),
-        loading=loading_of_pipeline(plan).call(report.out),
+        loading=loading.code(report.out),
+        install=loading.install,
+        push=push_command(Path(report.out)),
         advice=advice(plan.rows()),
         verification=_verification(plan, reports),
     )
@@ -165,7 +171,9 @@ def _verification(
     )
 
 
-def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
+def _pipeline_card(
+    plan: DiffusersPlan[QuantizationPlan], repo: str | None, report: QuantizeReport
+) -> str:
     """Writes the model card of a diffusers pipeline."""
     from nf4conv.report.card.cards import diffusers_card  # importing YAML takes a moment
     from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
@@ -181,4 +189,5 @@ def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport
         figures,
         report.verification,
         next(iter(plan.submodels.values())).options.base_model,
+        repo,
     )

@@ -7,6 +7,7 @@ of a model, and the next one uploads what the Hub lacks.
 """
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Mapping
@@ -80,7 +81,7 @@ class Push:
         self._stopped = threading.Event()
         self._uploading = Background(self._upload_all, "nf4conv-push")
         # names of the files that the repository holds so far
-        self._create_pr = create_pr
+        self.creates_pr = create_pr
         self._before = self._open_repository(public, overwrite or create_pr)
 
     def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
@@ -92,7 +93,7 @@ class Push:
             OutputError: it must not be filled.
         """
         try:
-            if not self._create_pr:
+            if not self.creates_pr:
                 self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
@@ -158,16 +159,17 @@ class Push:
                 raise self._error
             operations = self._operations(files)
             commit = self._api.create_commit(
-                self.repo, operations, commit_message=message, create_pr=self._create_pr
+                self.repo, operations, commit_message=message, create_pr=self.creates_pr
             )
             seconds = time.perf_counter() - started
             _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
             return str(commit.pr_url or commit.commit_url)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
+            place = shlex.quote(str(folder))
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
                 f"complete, so this pushes "
-                f"it: hf upload {self.repo} {folder} .{' --create-pr' if self._create_pr else ''}"
+                f"it: hf upload {self.repo} {place} .{' --create-pr' if self.creates_pr else ''}"
             ) from error
 
     def _operations(
@@ -195,7 +197,7 @@ class Push:
     def _upload(self, file: _FinishedFile) -> None:
         def upload() -> CommitOperationAdd:
             addition = CommitOperationAdd(file.name, file.path)
-            self._api.preupload_lfs_files(self.repo, [addition], create_pr=self._create_pr)
+            self._api.preupload_lfs_files(self.repo, [addition], create_pr=self.creates_pr)
             return addition
 
         addition = patiently(upload, self._stopped)

@@ -23,7 +23,7 @@ from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
-from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import is_in_4_bits, is_of_few_bits
@@ -39,6 +39,7 @@ class QuantizationPlan(WritingPlan):
             too large.
         is_submodel: True for a submodel of a diffusers pipeline: it gets no card, and may have
             nothing to pack.
+        repo: the repository that the result is pushed to. None if it is not.
         calibration: how weights are calibrated. None if they are not.
         calibrated: what came of calibrating. None before.
     """
@@ -48,6 +49,7 @@ class QuantizationPlan(WritingPlan):
     options: QuantizeOptions
     non_finite: frozenset[str] = frozenset()
     is_submodel: bool = False
+    repo: str | None = None
     calibration: Calibration | None = None
     calibrated: CalibrationResult | None = None
 
@@ -153,6 +155,8 @@ def plan_source(
         *_notes_on_few_bits(output),
         *notes_on_links(source),
     )
+    if source.config is None and not options.single_file:
+        notes = (NO_CONFIG, *notes)
     return QuantizationPlan(options, source, output, config, notes, non_finite)
 
 

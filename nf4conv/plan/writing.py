@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from nf4conv import __version__
 from nf4conv.choose.experts import Readers, readers_of
@@ -25,6 +25,12 @@ from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
+
+NO_CONFIG: Final = (
+    "config.json is missing, so no library knows what to load; put the model's config.json beside "
+    "its weights, and run again"
+)
+"""What is said of a source without one."""
 
 
 @dataclass(frozen=True)

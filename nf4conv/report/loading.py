@@ -1,8 +1,11 @@
 """Says how a result is loaded: the code, and the GPU memory that it takes."""
 
 import json
+import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.models.config import architecture_of
@@ -19,8 +22,27 @@ _TASKS: Final = (
 )
 """Ends of architectures for which transformers has an auto class of the same end."""
 
+_AUTOMATIC: Final = ', dtype="auto", device_map="auto"'
+"""Arguments for transformers. Without the first, transformers 4 computes in float16."""
+
+_PACKAGES: Final = {
+    "transformers": ('"transformers>=4.57"', "accelerate"),
+    "sentence-transformers": ("sentence-transformers", "accelerate"),
+    "diffusers": ("diffusers", "transformers", "accelerate"),
+}
+"""What a library needs to be installed with, as a shell reads it. Releases of transformers before
+4.57 do not know `dtype`, or want all tensors of a weight in one shard.
+"""
+
+_WITH_EXPERTS: Final = '"transformers>=5.8"'
+"""The releases of transformers into which nf4conv brings 4-bit experts."""
+
 _CUDA_ITSELF: Final = 5 * 10**8
 """Bytes of GPU memory that CUDA and its libraries take, roughly, before a weight is loaded."""
+
+
+_LONGEST_NAME: Final = 80
+"""Characters; the Hub takes 96 with the name of the owner."""
 
 
 @dataclass(frozen=True)
@@ -32,46 +54,51 @@ class Loading:
         class_name: the class of the library.
         arguments: what follows the path in the call, with its comma.
         method: the method that is called, with its dot. Empty to call the class.
+        variable: the variable that gets the result.
         needs_nf4conv: True if the library loads the checkpoint only with nf4conv installed.
+        is_packed: True if weights are in 4 bits.
     """
 
     library: str
     class_name: str
-    arguments: str = ', device_map="auto"'
+    arguments: str = _AUTOMATIC
     method: str = ".from_pretrained"
+    variable: str = "model"
     needs_nf4conv: bool = False
+    is_packed: bool = True
 
     @property
     def install(self) -> str:
         """Returns the command that installs what the code needs."""
+        packages = list(_PACKAGES[self.library])
         if self.needs_nf4conv:
-            return f"pip install nf4conv {self.library} accelerate bitsandbytes"
-        return f"pip install {self.library} bitsandbytes"
+            packages = ["nf4conv", _WITH_EXPERTS, "accelerate"]
+        if self.is_packed:
+            packages.append("bitsandbytes")
+        return f"pip install {' '.join(packages)}"
 
-    def imports(self) -> str:
-        """Returns the lines that import what the call needs."""
-        package = self.library.replace("-", "_")
-        if self.needs_nf4conv:
-            return f"# {self.install}\nfrom {package} import {self.class_name}"
-        line = f"from {package} import {self.class_name}  # {self.install}"
-        if "torch." in self.arguments:
-            return f"import torch\n{line}"
-        return line
+    def imports(self) -> list[str]:
+        """Returns the lines that import what the call needs.
 
-    def code(self, place: str) -> str:
-        """Returns the call, below a comment that says what to install if that is not usual.
-
-        Args:
-            place: a path or a name on the Hub.
+        Without nf4conv, some releases of transformers load 4-bit experts as random ones and only
+        warn. The import fails there.
         """
+        lines = []
         if self.needs_nf4conv:
-            return f"# {self.install}\n{self.call(place)}"
-        return self.call(place)
+            lines.append("import nf4conv.moe")
+        if "torch." in self.arguments:
+            lines.append("import torch")
+        lines.append(f"from {self.library.replace('-', '_')} import {self.class_name}")
+        return lines
 
     def call(self, place: str) -> str:
         """Returns the call, given a path or a name on the Hub."""
         quoted = json.dumps(place, ensure_ascii=False)
-        return f"{self.class_name}{self.method}({quoted}{self.arguments})"
+        return f"{self.variable} = {self.class_name}{self.method}({quoted}{self.arguments})"
+
+    def code(self, place: str) -> str:
+        """Returns all lines, given a path or a name on the Hub."""
+        return "\n".join([*self.imports(), self.call(place)])
 
 
 def loading_of(
@@ -91,14 +118,15 @@ def loading_of(
         return None
     trusted = ", trust_remote_code=True" if "auto_map" in config else ""
     if "modules.json" in beside:
-        return Loading("sentence-transformers", "SentenceTransformer", trusted, "")
+        arguments = f', model_kwargs={{"dtype": "auto"}}{trusted}'
+        return Loading("sentence-transformers", "SentenceTransformer", arguments, "")
     class_name = config.get("_class_name")
     if isinstance(class_name, str) and class_name.isidentifier():
         return diffusers_loading(class_name, dtype)
     auto_class = _auto_class(architecture_of(config), config)
     if auto_class is None:
         return None
-    return Loading("transformers", auto_class, f', device_map="auto"{trusted}')
+    return Loading("transformers", auto_class, f"{_AUTOMATIC}{trusted}")
 
 
 def diffusers_loading(class_name: str, dtype: str) -> Loading:
@@ -108,14 +136,19 @@ def diffusers_loading(class_name: str, dtype: str) -> Loading:
         class_name: its class, such as "FluxPipeline".
         dtype: the dtype of the tensors that are not packed, such as "bfloat16".
     """
-    return Loading("diffusers", class_name, f", torch_dtype=torch.{dtype}")
+    variable = "pipeline" if class_name.endswith("Pipeline") else "model"
+    arguments = f", torch_dtype=torch.{dtype}"
+    return Loading("diffusers", class_name, arguments, variable=variable)
 
 
 def loading_of_plan(plan: WritingPlan) -> Loading | None:
     """Returns how the result of a plan is loaded; None if nothing says how, or nothing loads it."""
     beside = [str(name) for name in plan.auxiliary]
     loading = loading_of(plan.config, beside, plan.output.format.dtype)
-    if loading is None or plan.readers is None:
+    if loading is None:
+        return None
+    loading = replace(loading, is_packed=bool(plan.weights))
+    if plan.readers is None:
         return loading
     return replace(loading, needs_nf4conv=True) if plan.readers.has_loader else None
 
@@ -145,6 +178,31 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
     if architecture.isidentifier() and architecture.isascii():
         return architecture
     return None
+
+
+def push_command(out: Path, repo: str = "") -> str:
+    """Returns the command that pushes a result.
+
+    Args:
+        out: the folder or the file.
+        repo: the repository; empty to name one after the result, for the user to complete.
+    """
+    inside = out.name if out.is_file() else "."
+    if not repo:
+        name = out.resolve().stem if out.is_file() else out.resolve().name
+        repo = f"YOUR_NAME/{_repository_name(name)}"
+    return " ".join(["hf", "upload", *map(shlex.quote, (repo, str(out), inside))])
+
+
+def _repository_name(name: str) -> str:
+    """Returns a name that the Hub takes: letters, digits, and single dots, dashes and underscores.
+
+    Source: https://huggingface.co/docs/hub/repositories-getting-started, and validate_repo_id of
+    huggingface_hub.
+    """
+    taken = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+    taken = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", taken)).removesuffix(".git")
+    return taken[:_LONGEST_NAME].strip("-.") or "model"
 
 
 def gpu_bytes(stored: int) -> int:

@@ -35,6 +35,7 @@ def model_card(
     figures: Figures,
     loading: Loading | None,
     base_model: str | None = None,
+    repo: str | None = None,
 ) -> str:
     """Composes the card of a quantized checkpoint.
 
@@ -43,6 +44,7 @@ def model_card(
         figures: sizes, and what was verified.
         loading: how the result is loaded. None if nothing says how.
         base_model: what the user calls the original. None to find that out.
+        repo: the repository that the result is pushed to. None if it is not.
 
     Returns:
         The content of README.md.
@@ -66,7 +68,7 @@ def model_card(
     parts = [
         sections.settings(subject, _compute_dtype(plan.config)),
         sections.kept_table(subject.jobs),
-        sections.use(loading, plan.readers),
+        sections.use(loading, plan.readers, repo),
     ]
     return _quantized_card(subject, parts)
 
@@ -133,6 +135,7 @@ def diffusers_card(
     figures: Mapping[str, Figures],
     verified: VerificationSummary | None,
     base_model: str | None = None,
+    repo: str | None = None,
 ) -> str:
     """Composes the card of a quantized diffusers pipeline.
 
@@ -143,6 +146,7 @@ def diffusers_card(
         figures: the sizes of each submodel, by its name.
         verified: what `--verify` measured of all submodels. None without it.
         base_model: what the user calls the original. None to find that out.
+        repo: the repository that the result is pushed to. None if it is not.
 
     Returns:
         The content of README.md.
@@ -170,7 +174,7 @@ def diffusers_card(
         sections.settings(subject, None),
         sections.submodels_table(plans, figures),
         sections.kept_table(jobs),
-        sections.use(loading),
+        sections.use(loading, repo=repo),
     ]
     return _quantized_card(subject, parts)
 

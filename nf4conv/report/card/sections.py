@@ -19,6 +19,12 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import KEPT, PACKED
 
+HERE: Final = "."
+"""What code loads in the folder of the checkpoint itself."""
+
+_ELSEWHERE: Final = '# runs in the folder of this model; elsewhere, put its path or name for "."'
+
+
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 """Characters that Markdown, or HTML in it, takes for more than themselves."""
 
@@ -212,20 +218,38 @@ def kept_table(jobs: Sequence[Job]) -> str:
     return "".join(lines)
 
 
-def use(loading: Loading | None, readers: Readers | None = None) -> str:
+def use(loading: Loading | None, readers: Readers | None = None, repo: str | None = None) -> str:
     """Returns the section with the code that loads the model.
 
     Args:
         loading: how it is loaded. None if nothing says how.
         readers: who reads its experts, if they are packed.
+        repo: the repository that the card is for. None if it is not known.
     """
     experts = "" if readers is None else f"\nIts {readers.text}.\n"
+    if readers is not None and readers.in_transformers_4:
+        experts += (
+            '\nWith transformers 4 (`pip install "transformers>=4.57,<5" accelerate '
+            "bitsandbytes`), leave out the first line.\n"
+        )
     if loading is None and readers is not None and not readers.has_loader:
         return f"## Use\n{experts}"
     if loading is None:
         return f"## Use\n\nIt loads as the original does, with bitsandbytes installed.\n{experts}"
-    call = loading.call("path or name of this model")
-    return f"## Use\n\n```python\n{loading.imports()}\n\nmodel = {call}\n```\n{experts}"
+    imports = "\n".join(loading.imports())
+    call = loading.call(HERE if repo is None else repo)
+    if repo is None:
+        call += f"\n{_ELSEWHERE}"
+    return (
+        f"## Use\n\n```bash\n{loading.install}\n```\n\n"
+        f"```python\n{imports}\n\n{call}\n```\n{experts}"
+    )
+
+
+def with_repository(card: str, loading: Loading, repo: str) -> str:
+    """Returns a card whose code loads the model from the Hub, given one that did not know where."""
+    here = f"{loading.call(HERE)}\n{_ELSEWHERE}\n"
+    return card.replace(here, f"{loading.call(repo)}\n")
 
 
 def check(subject: Subject) -> str:

@@ -122,6 +122,9 @@ class QuantizeReport(RunReport):
         bits_per_parameter: bits per parameter of the output's weight files.
         gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes.
         loading: Python code that loads the result. Empty if nothing says how it is loaded.
+        install: the command that installs what that code needs. Empty if there is no code.
+        push: the command that pushes the result. Empty if it was pushed, and if it has no
+            config.json.
         advice: why the result has many bits per parameter, and what would change that. Empty if it
             does not.
         verification: what `--verify` measured. None without it.
@@ -137,6 +140,8 @@ class QuantizeReport(RunReport):
     bits_per_parameter: float
     gpu_bytes: int
     loading: str
+    install: str
+    push: str
     advice: str
     verification: VerificationSummary | None = None
     pushed: str | None = None
@@ -152,6 +157,8 @@ class QuantizeReport(RunReport):
         bits_per_parameter: float,
         gpu_bytes: int,
         loading: str,
+        install: str,
+        push: str,
         advice: str,
         verification: VerificationSummary | None,
     ) -> "QuantizeReport":
@@ -164,6 +171,8 @@ class QuantizeReport(RunReport):
             bits_per_parameter=bits_per_parameter,
             gpu_bytes=gpu_bytes,
             loading=loading,
+            install=install,
+            push=push,
             advice=advice,
             verification=verification,
         )

@@ -1,10 +1,9 @@
 """Shows what `quantize`, `dequantize` and `finish` did."""
 
-import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from nf4conv.format.units import size
+from nf4conv.plan.writing import NO_CONFIG
 from nf4conv.report.results.runs import DequantizeReport, FinishReport, QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.report.text.terminal import printable
@@ -34,14 +33,15 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
         yield _timing(report, report.bytes_before)
     if report.verification is not None:
         yield _verification_line(report.verification)
-    for line in report.loading.splitlines():
-        yield f"load: {printable(line)}"
+    if NO_CONFIG in report.notes:
+        yield f"Note: {NO_CONFIG}"
+    if report.loading:
+        yield f"install: {report.install}"
+        yield f"load: {printable('; '.join(report.loading.splitlines()))}"
     if report.pushed is not None:
         yield f"pushed: {report.pushed}"
-    else:
-        repo = f"YOUR_NAME/{Path(report.out).resolve().name}"
-        arguments = f"{printable(shlex.quote(repo))} {printable(shlex.quote(report.out))}"
-        yield f"push: hf upload {arguments} ."
+    elif report.push:
+        yield f"push: {printable(report.push)}"
 
 
 def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
