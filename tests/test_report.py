@@ -6,10 +6,13 @@ import dataclasses
 import html
 import json
 import math
+import platform
 import re
 import shutil
 import subprocess
+from datetime import datetime, timezone
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ import pytest
 from checkpoints import write_source
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.report.as_json import write_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results.checks import VerifyReport
+from nf4conv.sources.stored_weights import Finding
 
 CPU = RunOptions(device="cpu")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -117,6 +122,42 @@ def test_it_has_every_figure_and_no_path_of_this_machine(
     assert found["normal"] == [["nf4/64", 0.092, 0.099]]
     assert (found["path"], found["source"]) == ("out", "source")
     assert str(Path(report.path).parent) not in content
+
+
+def test_faults_are_grouped_by_check_and_kind_of_module(reports: dict[str, VerifyReport]):
+    report = reports["failed"]
+    tensor = "model.layers.{}.mlp.up_proj.weight.absmax"
+    many = [Finding("scales", "m.safetensors", tensor.format(n), "negative") for n in range(40)]
+    notes = [Finding("names", "m.safetensors", "", "made otherwise", is_fault=False)]
+    report = dataclasses.replace(report, findings=(*notes, *many, *report.findings))
+    groups = embedded(page(report))["findings"]
+    assert groups[0]["check"] == "scales"
+    assert groups[0]["kind"] == "model.layers.*.mlp.up_proj"
+    assert len(groups[0]["lines"]) == 40
+    assert not groups[-1]["is_fault"]
+    assert groups[-1]["kind"] == ""
+    assert sum(len(group["lines"]) for group in groups) == len(report.findings)
+    keys = [(group["check"], group["kind"], group["is_fault"]) for group in groups]
+    assert len(set(keys)) == len(keys)
+
+
+def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, VerifyReport]):
+    when = datetime(2026, 11, 22, 22, 41, tzinfo=timezone.utc)
+    found = embedded(page(reports["passed"], when))
+    assert found["date"] == "2026-11-22 22:41 UTC"
+    assert found["command"] == "nf4conv verify out --source source"
+    assert found["settings"]["nf4conv"] == nf4conv.__version__
+    assert found["settings"]["torch"] == version("torch")
+    assert found["settings"]["python"] == platform.python_version()
+    strict = dataclasses.replace(
+        reports["passed"].settings, exact=True, tolerance=0.1, lora=("/home/me/my adapter",)
+    )
+    report = dataclasses.replace(reports["passed"], settings=strict)
+    content = page(report)
+    assert embedded(content)["command"] == (
+        "nf4conv verify out --source source --lora 'my adapter' --tolerance 0.1 --exact"
+    )
+    assert "/home/me" not in content
 
 
 def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):

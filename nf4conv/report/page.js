@@ -170,21 +170,34 @@ function tiles() {
     .append(...found.map(([value, label]) => make("div", [make("b", value), make("span", label)])));
 }
 
+// Shows the first of several lines, and the others when it is opened.
+const folded = (lines) =>
+  make("details", [
+    make("summary", `${lines[0]} … and ${count(lines.length - 1)} more`),
+    make(
+      "ul",
+      lines.slice(1).map((line) => make("li", line)),
+    ),
+  ]);
+
 function findings() {
   if (!report.findings.length) return;
-  const rows = report.findings.map((one) => [
-    one.check,
-    make("span", one.is_fault ? "✗ FAIL" : "note", { class: one.is_fault ? "bad" : "" }),
-    one.line,
+  const rows = report.findings.map((group) => [
+    group.check,
+    make("span", group.is_fault ? "✗ FAIL" : "note", { class: group.is_fault ? "bad" : "" }),
+    broken(group.kind || "the files"),
+    count(group.lines.length),
+    group.lines.length === 1 ? group.lines[0] : folded(group.lines),
   ]);
   section(
     "Findings",
     scroll(
-      table("What is wrong, or worth knowing", ["check", "", "where and what"], rows, [
-        "",
-        "left",
-        "text",
-      ]),
+      table(
+        "What is wrong, or worth knowing, by check and kind of module",
+        ["check", "", "kind of module", "times", "where and what"],
+        rows,
+        ["", "left", "text", "", "text"],
+      ),
     ),
   );
 }
@@ -524,6 +537,8 @@ function words() {
 
 function settings() {
   const rows = Object.entries({
+    command: report.command,
+    date: report.date,
     checkpoint: report.path,
     source: report.source ?? "none",
     ...report.settings,

@@ -22,6 +22,7 @@ class VerifySettings:
         device: the device that measured the values.
         nf4conv: the version of nf4conv.
         torch: the version of torch.
+        lora: the adapters that were merged into the source, as they were given.
     """
 
     tolerance: float | str
@@ -30,6 +31,7 @@ class VerifySettings:
     device: str
     nf4conv: str
     torch: str
+    lora: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
