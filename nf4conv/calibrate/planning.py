@@ -103,6 +103,14 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
             f"out"
         )
     texts, windows = _windows(source, options, model)
+    needs = estimate(
+        found.shapes(flow),
+        windows,
+        source.config,
+        options.calibrate_output,
+        options.calibration_memory,
+        found.bytes_on_disk,
+    )
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256, text.share) for text in texts),
         tokens=windows.tokens,
@@ -115,14 +123,7 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         bytes_spared=found.bytes_of_weights - found.bytes_on_disk,
         weights=found.weights,
         outputs=options.calibrate_output,
-        needs=estimate(
-            found.shapes(flow),
-            windows,
-            source.config,
-            options.calibrate_output,
-            options.calibration_memory,
-            found.bytes_on_disk,
-        ),
+        needs=needs,
         windows=windows,
         flow=flow,
         fillings=found.fillings,
