@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 
 import nf4conv
-from nf4conv.calibrate import calibrating, gradients
+from nf4conv.calibrate import block, calibrating, gradients
+from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.sources.header import read_header
@@ -190,6 +192,29 @@ def test_a_backward_pass_that_was_killed_ends_in_the_same_bytes(model, text, tmp
     nf4conv.quantize_checkpoint(model, tmp_path / "out", options, CPU)
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("outputs", [None, "all"])
+def test_what_held_out_windows_deny_keeps_the_search(model, text, tmp_path, monkeypatch, outputs):
+    """With outputs it is the two-sided cost that judges, and never the error of a layer."""
+
+    def equal(*_: Any) -> float:
+        return 1.0
+
+    def unasked(*_: Any) -> float:
+        raise AssertionError("judged by another objective")
+
+    monkeypatch.setattr(block, "layer_cost", unasked if outputs else equal)
+    monkeypatch.setattr(block, "two_sided_cost", equal if outputs else unasked)
+    nf4conv.quantize_checkpoint(model, tmp_path / "searched", QuantizeOptions(scales="search"), CPU)
+    options = options_for(text, calibrate_output=outputs)
+    nf4conv.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    for file in (tmp_path / "searched").glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    blocks = record_of(tmp_path / "out")["calibrated"]["blocks"]
+    assert {gain for of in blocks for gain in of["gains"].values()} == {1.0}
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
+    assert "14 of 14 weights keep the search" in shown.output
 
 
 def test_the_record_says_by_what(text, made):
@@ -487,8 +512,8 @@ def test_experts_that_few_tokens_reach_are_counted(tmp_path):
     )
     nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
     few = {}
-    for block in record_of(tmp_path / "out")["calibrated"]["blocks"]:
-        few |= block.get("few_tokens", {})
+    for of_block in record_of(tmp_path / "out")["calibrated"]["blocks"]:
+        few |= of_block.get("few_tokens", {})
     assert few
     assert all(0 <= tokens < 256 and ".experts." in name for name, tokens in few.items())
 

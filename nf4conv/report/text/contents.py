@@ -81,9 +81,10 @@ def _calibration(made: Mapping[str, Any]) -> Iterator[str]:
     yield printable(
         f"calibrated by {asked['tokens']:,} tokens of {names}, seed {asked['seed']}: {made_by}"
     )
+    weighted = ", weighted by what predictions depend on," if "outputs" in asked["knows"] else ""
     yield (
-        f"errors of layer outputs are {mean:.2f} of those of searched scales on other windows; "
-        f"{kept:,} of {len(gains):,} weights keep the search"
+        f"errors of layer outputs{weighted} are {mean:.2f} of those of searched scales on other "
+        f"windows; {kept:,} of {len(gains):,} weights keep the search"
     )
 
 
