@@ -113,96 +113,63 @@ if TYPE_CHECKING:
     from nf4conv.report.rows.weights import WeightRow as WeightRow
     from nf4conv.sources.stored_weights import Finding as Finding
 
-# The module of each public name. A name is imported when it is first used, because `nf4conv --help`
-# and plans must not wait for torch, whose import takes seconds.
-_MODULE_OF: Final = {
-    "AnyDequantizationPlan": "nf4conv.commands.dequantize",
-    "AnyQuantizationPlan": "nf4conv.commands.quantize",
-    "CheckResult": "nf4conv.report.rows.weights",
-    "CodecError": "nf4conv.errors",
-    "CompareOptions": "nf4conv.options",
-    "ComparedKind": "nf4conv.report.rows.comparison",
-    "ComparedRow": "nf4conv.report.rows.comparison",
-    "ComparisonPlan": "nf4conv.commands.compare",
-    "ComparisonReport": "nf4conv.report.results.checks",
-    "ComparisonSettings": "nf4conv.report.results.checks",
-    "DequantizationPlan": "nf4conv.plan.dequantization",
-    "DequantizationTotals": "nf4conv.plan.rows",
-    "DequantizeOptions": "nf4conv.options",
-    "DequantizeReport": "nf4conv.report.results.runs",
-    "DiffusersPlan": "nf4conv.plan.diffusers",
-    "DiffusersVerificationPlan": "nf4conv.commands.verify",
-    "Environment": "nf4conv.report.results.contents",
-    "EvaluateOptions": "nf4conv.options",
-    "Evaluation": "nf4conv.report.results.contents",
-    "Evaluations": "nf4conv.report.results.contents",
-    "Finding": "nf4conv.sources.stored_weights",
-    "FinishReport": "nf4conv.report.results.runs",
-    "InspectedKind": "nf4conv.report.rows.inspection",
-    "InspectedRow": "nf4conv.report.rows.inspection",
-    "Inspection": "nf4conv.report.results.contents",
-    "InspectionTotals": "nf4conv.report.rows.inspection",
-    "Nf4convError": "nf4conv.errors",
-    "OptionError": "nf4conv.errors",
-    "OutputError": "nf4conv.errors",
-    "PlanError": "nf4conv.errors",
-    "PlanKind": "nf4conv.plan.rows",
-    "PlanReport": "nf4conv.report.results.runs",
-    "PlanRow": "nf4conv.plan.rows",
-    "PushOptions": "nf4conv.options",
-    "QuantState": "nf4conv.codec.quant_state",
-    "QuantizationPlan": "nf4conv.plan.quantization",
-    "QuantizationTotals": "nf4conv.plan.rows",
-    "QuantizeOptions": "nf4conv.options",
-    "QuantizeReport": "nf4conv.report.results.runs",
-    "RunOptions": "nf4conv.options",
-    "SourceError": "nf4conv.errors",
-    "SourceOptions": "nf4conv.options",
-    "Status": "nf4conv.report.rows.comparison",
-    "StoredQuantization": "nf4conv.report.rows.inspection",
-    "VerificationError": "nf4conv.errors",
-    "VerificationPlan": "nf4conv.commands.verify",
-    "VerificationSummary": "nf4conv.report.rows.weights",
-    "VerifyOptions": "nf4conv.options",
-    "VerifyReport": "nf4conv.report.results.checks",
-    "VerifySettings": "nf4conv.report.results.checks",
-    "WeightKind": "nf4conv.report.rows.weights",
-    "WeightRow": "nf4conv.report.rows.weights",
-    "compare": "nf4conv.commands.shortcuts",
-    "compare_checkpoints": "nf4conv.commands.compare",
-    "decoded_linear_4bit": "nf4conv.codec.patching",
-    "dequantize": "nf4conv.commands.shortcuts",
-    "dequantize_4bit": "nf4conv.codec.ops",
-    "dequantize_checkpoint": "nf4conv.commands.dequantize",
-    "describe_plan": "nf4conv.commands.describe",
-    "environment": "nf4conv.commands.environment",
-    "evaluate_checkpoint": "nf4conv.commands.evaluate",
-    "evaluate_checkpoints": "nf4conv.commands.evaluate",
-    "execute_comparison": "nf4conv.commands.compare",
-    "execute_dequantization": "nf4conv.commands.dequantize",
-    "execute_quantization": "nf4conv.commands.quantize",
-    "execute_verification": "nf4conv.commands.verify",
-    "finish_checkpoint": "nf4conv.commands.finish",
-    "inspect": "nf4conv.commands.shortcuts",
-    "inspect_checkpoint": "nf4conv.commands.inspect",
-    "linear_4bit": "nf4conv.codec.linear",
-    "patch_linear_4bit": "nf4conv.codec.patching",
-    "plan_comparison": "nf4conv.commands.compare",
-    "plan_dequantization": "nf4conv.commands.dequantize",
-    "plan_part": "nf4conv.plan.parts",
-    "plan_quantization": "nf4conv.commands.quantize",
-    "plan_verification": "nf4conv.commands.verify",
-    "quantize": "nf4conv.commands.shortcuts",
-    "quantize_4bit": "nf4conv.codec.ops",
-    "quantize_checkpoint": "nf4conv.commands.quantize",
-    "second_opinion": "nf4conv.commands.quantize",
-    "to_json": "nf4conv.report.as_json",
-    "unpatch_linear_4bit": "nf4conv.codec.patching",
-    "verify": "nf4conv.commands.shortcuts",
-    "verify_checkpoint": "nf4conv.commands.verify",
-    "write_json": "nf4conv.report.as_json",
-    "write_page": "nf4conv.report.page",
+# The public names by their modules. A name is imported when it is first used, because
+# `nf4conv --help` and plans must not wait for torch, whose import takes seconds.
+_NAMES_IN: Final = {
+    "nf4conv.codec.linear": "linear_4bit",
+    "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
+    "nf4conv.codec.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
+    "nf4conv.codec.quant_state": "QuantState",
+    "nf4conv.commands.compare": (
+        "ComparisonPlan compare_checkpoints execute_comparison plan_comparison"
+    ),
+    "nf4conv.commands.dequantize": (
+        "AnyDequantizationPlan dequantize_checkpoint execute_dequantization plan_dequantization"
+    ),
+    "nf4conv.commands.describe": "describe_plan",
+    "nf4conv.commands.environment": "environment",
+    "nf4conv.commands.evaluate": "evaluate_checkpoint evaluate_checkpoints",
+    "nf4conv.commands.finish": "finish_checkpoint",
+    "nf4conv.commands.inspect": "inspect_checkpoint",
+    "nf4conv.commands.quantize": (
+        "AnyQuantizationPlan execute_quantization plan_quantization quantize_checkpoint "
+        "second_opinion"
+    ),
+    "nf4conv.commands.shortcuts": "compare dequantize inspect quantize verify",
+    "nf4conv.commands.verify": (
+        "DiffusersVerificationPlan VerificationPlan execute_verification plan_verification "
+        "verify_checkpoint"
+    ),
+    "nf4conv.errors": (
+        "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
+    ),
+    "nf4conv.options": (
+        "CompareOptions DequantizeOptions EvaluateOptions PushOptions QuantizeOptions "
+        "RunOptions SourceOptions VerifyOptions"
+    ),
+    "nf4conv.plan.dequantization": "DequantizationPlan",
+    "nf4conv.plan.diffusers": "DiffusersPlan",
+    "nf4conv.plan.parts": "plan_part",
+    "nf4conv.plan.quantization": "QuantizationPlan",
+    "nf4conv.plan.rows": "DequantizationTotals PlanKind PlanRow QuantizationTotals",
+    "nf4conv.report.as_json": "to_json write_json",
+    "nf4conv.report.page": "write_page",
+    "nf4conv.report.results.checks": (
+        "ComparisonReport ComparisonSettings VerifyReport VerifySettings"
+    ),
+    "nf4conv.report.results.contents": "Environment Evaluation Evaluations Inspection",
+    "nf4conv.report.results.runs": "DequantizeReport FinishReport PlanReport QuantizeReport",
+    "nf4conv.report.rows.comparison": "ComparedKind ComparedRow Status",
+    "nf4conv.report.rows.inspection": (
+        "InspectedKind InspectedRow InspectionTotals StoredQuantization"
+    ),
+    "nf4conv.report.rows.weights": "CheckResult VerificationSummary WeightKind WeightRow",
+    "nf4conv.sources.stored_weights": "Finding",
 }
+
+_MODULE_OF: Final[dict[str, str]] = {}
+for _module, _names in _NAMES_IN.items():
+    _MODULE_OF.update(dict.fromkeys(_names.split(), _module))
 
 __all__ = sorted(_MODULE_OF)
 

@@ -22,16 +22,16 @@ NonFinite: TypeAlias = Literal["refuse", "keep"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
 LoraExperts: TypeAlias = Literal["rank-major", "expert-major"]
 
-QUANT_TYPES: Final[tuple[QuantType, ...]] = get_args(QuantType)
-BLOCKSIZES: Final[tuple[Blocksize, ...]] = get_args(Blocksize)
-SCALES: Final[tuple[Scales, ...]] = get_args(Scales)
-DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
-QUANT_STORAGES: Final[tuple[QuantStorage, ...]] = get_args(QuantStorage)
-MOE: Final[tuple[Moe, ...]] = get_args(Moe)
-PLANNERS: Final[tuple[Planner, ...]] = get_args(Planner)
-NON_FINITE: Final[tuple[NonFinite, ...]] = get_args(NonFinite)
-OUTPUTS: Final[tuple[CalibrateOutput, ...]] = get_args(CalibrateOutput)
-LORA_EXPERTS: Final[tuple[LoraExperts, ...]] = get_args(LoraExperts)
+QUANT_TYPES: Final = get_args(QuantType)
+BLOCKSIZES: Final = get_args(Blocksize)
+SCALES: Final = get_args(Scales)
+DTYPES: Final = get_args(Dtype)
+QUANT_STORAGES: Final = get_args(QuantStorage)
+MOE: Final = get_args(Moe)
+PLANNERS: Final = get_args(Planner)
+NON_FINITE: Final = get_args(NonFinite)
+OUTPUTS: Final = get_args(CalibrateOutput)
+LORA_EXPERTS: Final = get_args(LoraExperts)
 
 MOE_ALIASES: Final[Mapping[str, Moe]] = {"per-expert": "packed"}
 """What an earlier release called a value."""
