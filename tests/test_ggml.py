@@ -6,13 +6,14 @@ import torch
 
 from nf4conv.codec.decode.ggml.decoding import DECODERS, decode_ggml
 from nf4conv.errors import CodecError
+from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME
 
 gguf = pytest.importorskip("gguf", reason="make test-gguf installs gguf")
 
 
 def random_blocks(block_type: str, count: int) -> np.ndarray:
     """Bytes of any value, in which no scale is NaN or infinite."""
-    size = DECODERS[block_type].size
+    size = BY_NAME[block_type].size
     random = np.random.default_rng(size).integers(0, 256, (count, size), dtype=np.uint8)
     halves = random.view(np.uint16) if size % 2 == 0 else None
     if halves is not None:  # wherever a half-precision number may be: none with all exponent bits
@@ -24,7 +25,7 @@ def random_blocks(block_type: str, count: int) -> np.ndarray:
 def test_every_type_decodes_like_gguf(block_type: str):
     blocks = random_blocks(block_type, 512)
     kind = gguf.GGMLQuantizationType[block_type]
-    assert (DECODERS[block_type].values, DECODERS[block_type].size) == gguf.GGML_QUANT_SIZES[kind]
+    assert BLOCK_TYPES[kind] == (block_type, *gguf.GGML_QUANT_SIZES[kind])
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks.reshape(64, -1), kind)
     found = decode_ggml(torch.from_numpy(blocks.reshape(64, -1)), block_type, torch.float32)

@@ -108,6 +108,12 @@ _variant_option = option(
     group=Group.SOURCE,
     help="Take the weight files with this word in their names, such as fp16.",
 )
+_config_from_option = option(
+    "--config-from",
+    group=Group.SOURCE,
+    metavar="MODEL",
+    help="For a GGUF file: take config.json and the tokenizer from this model.",
+)
 _stream_option = option(
     "--stream",
     group=Group.SOURCE,
@@ -137,6 +143,7 @@ repository_options = several(
     _revision_option,
     _subfolder_option,
     _variant_option,
+    _config_from_option,
     _cache_dir_option,
     _local_files_only_option,
     _token_option,
@@ -147,6 +154,7 @@ repository_and_stream_options = several(
     _revision_option,
     _subfolder_option,
     _variant_option,
+    _config_from_option,
     _stream_option,
     _cache_dir_option,
     _local_files_only_option,

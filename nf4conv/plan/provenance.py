@@ -26,6 +26,7 @@ from nf4conv.sources.tensors import (
     Bitsandbytes4bit,
     Bitsandbytes8bit,
     Fp4,
+    GgufBlocks,
     HalfQuadratic,
     Merged,
     PackedIntegers,
@@ -109,7 +110,7 @@ def _made_from(tensor: TensorInfo) -> str:
         return "bitsandbytes int8"
     if isinstance(encoding, Fp4):
         return "fp4 (e2m1)"
-    if isinstance(encoding, PackedIntegers | HalfQuadratic):
+    if isinstance(encoding, PackedIntegers | HalfQuadratic | GgufBlocks):
         return encoding.name
     _, values = encoding.parts[0]
     return _made_from(values)

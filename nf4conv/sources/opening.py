@@ -19,6 +19,7 @@ from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
 from nf4conv.sources.encodings.hqq import read_by_hqq
+from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.pickles.header import read_pickle_header
@@ -73,6 +74,8 @@ def present_encoded(opened: Source) -> Source:
         SourceError: tensors do not fit together; the message names them.
         UndecodableError: the checkpoint is quantized by a method that nf4conv does not decode.
     """
+    if opened.place is not None:
+        return opened  # a GGUF file, whose tensors say how they are decoded
     config = opened.config or {}
     exported = _exported(opened)
     dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
@@ -157,6 +160,8 @@ def _open(source: str, where: SourceOptions) -> Source:
     path = Path(source)
     try:
         if is_file(path):
+            if path.suffix == ".gguf":
+                return open_gguf(path, _folder_of_config(where))
             return _open_file(path)
         if path.is_dir():
             check_finished(path)
@@ -239,13 +244,21 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     )
 
 
+def _folder_of_config(where: SourceOptions) -> Path | None:
+    """Returns the folder that --config-from names, fetched without weights if it is on the Hub."""
+    if where.config_from is None:
+        return None
+    folder = Path(where.config_from)
+    if folder.is_dir():
+        return folder
+    if not is_repo_id(where.config_from):
+        raise SourceError(f"--config-from {where.config_from}: no such folder, and no model's name")
+    from nf4conv.sources.remote.hub import fetch_source  # huggingface_hub takes long to import
+
+    return fetch_source(where.config_from, replace(where, stream=True, subfolder=None)).folder
+
+
 def _open_file(path: Path) -> Source:
-    if path.suffix == ".gguf":
-        raise SourceError(
-            f"{path}: a GGUF file of llama.cpp, which is not read; give the checkpoint in 16 bits "
-            f"that it was made from",
-            path=path,
-        )
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent

@@ -59,6 +59,7 @@ class Source:
         fetched: where it came from on the Hub, and which weight files are still there; None for a
             local source.
         adapters: the adapters that have been merged into it.
+        place: what the user named, if that is not `folder`: a GGUF file.
     """
 
     folder: Path
@@ -71,8 +72,11 @@ class Source:
     stamps: Mapping[Path, Stamp] = field(default_factory=dict)
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
+    place: str | None = None
 
     def __str__(self) -> str:
+        if self.place is not None:
+            return self.place
         return str(self.folder if self.fetched is None else self.fetched.origin)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
+from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import QUANT_STATE_PREFIX
 
 DTYPE_BITS: Final = {
@@ -279,6 +280,36 @@ class Columns(_EncodingBase):
 
 
 @dataclass(frozen=True, slots=True)
+class GgufBlocks(_EncodingBase):
+    """A tensor of a GGUF file: blocks of llama.cpp, or values that its converter changed."""
+
+    values: TensorInfo  # [..., bytes] U8: the blocks of each row; or [...] in its dtype
+    block_type: (
+        str  # as llama.cpp spells it; "F32", "F16" or "BF16" if the values are stored as such
+    )
+    changed: str | None = None  # what the converter did, a word of format/gguf.py
+    heads: int = 0  # of the rows that it moved
+    key_value_heads: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"GGUF {self.block_type}"
+
+    @property
+    def parts(self) -> Parts:
+        return (("values", self.values),)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return (
+            isinstance(other, GgufBlocks)
+            and self.block_type == other.block_type
+            and self.changed == other.changed
+            and self.heads == other.heads
+            and self.key_value_heads == other.key_value_heads
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Bitsandbytes4bit(_EncodingBase):
     """A weight that bitsandbytes packed to NF4 or FP4 (docs/format.md).
 
@@ -451,6 +482,7 @@ Encoding: TypeAlias = (
     | PackedIntegers
     | HalfQuadratic
     | Columns
+    | GgufBlocks
     | Bitsandbytes4bit
     | Strided
     | Joined
@@ -520,13 +552,21 @@ def is_quantized(tensor: TensorInfo) -> bool:
     encoding = tensor.unmerged.encoding
     return isinstance(
         encoding,
-        Scaled | Bitsandbytes8bit | Fp4 | PackedIntegers | HalfQuadratic | Bitsandbytes4bit,
+        Scaled
+        | Bitsandbytes8bit
+        | Fp4
+        | PackedIntegers
+        | HalfQuadratic
+        | GgufBlocks
+        | Bitsandbytes4bit,
     )
 
 
 def is_of_few_bits(tensor: TensorInfo) -> bool:
     """Returns True if the tensor, or what adapters are merged into, is of integers below 8 bits."""
     encoding = tensor.unmerged.encoding
+    if isinstance(encoding, GgufBlocks):
+        return encoding.block_type not in ("Q8_0", *PLAIN)
     return isinstance(encoding, PackedIntegers | HalfQuadratic) and encoding.bits < 8
 
 

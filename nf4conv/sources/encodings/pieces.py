@@ -23,6 +23,7 @@ from nf4conv.sources.tensors import (
     Encoding,
     Excerpt,
     Fp4,
+    GgufBlocks,
     HalfQuadratic,
     Joined,
     LowRankDelta,
@@ -160,6 +161,8 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | PackedIntegers() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
+        case GgufBlocks() if encoding.changed is not None:
+            return False
         case Strided() | Joined() | Excerpt() | Columns() | HalfQuadratic():
             return False
         case _:
@@ -195,6 +198,8 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         return Scaled(values, scale, encoding.block)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
+    if isinstance(encoding, GgufBlocks):
+        return replace(encoding, values=_cut_rows(encoding.values, start, stop))
     if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
         values = _cut_rows(encoding.values, start, stop)
         return replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))

@@ -8,6 +8,7 @@ decoding.py  finds the decoder of a type, and decodes rows
 bytes.py     takes numbers apart: fields of bits, halves, words
 simple.py    decodes types with one scale for a block: Q4_0 … Q8_0, ternary, MXFP4, NVFP4, IQ4_NL
 nested.py    decodes types whose blocks have quantized scales: Q2_K … Q6_K, IQ4_XS
+undoing.py   undoes what llama.cpp's converter did to weights
 grids.py     decodes types whose codes are points of a grid: IQ1, IQ2, IQ3
 grids.json   holds the points
 """

@@ -22,7 +22,8 @@ def fields(block: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
     runs = block.reshape(len(block), -1, 1, run)
-    return ((runs >> shifts.view(1, 1, -1, 1)) & (2**bits - 1)).flatten(1)
+    found: torch.Tensor = (runs >> shifts.view(1, 1, -1, 1)) & (2**bits - 1)
+    return found.flatten(1)
 
 
 def bits_of_words(words: torch.Tensor, bits: int, step: int, count: int) -> torch.Tensor:
@@ -38,7 +39,8 @@ def bits_of_words(words: torch.Tensor, bits: int, step: int, count: int) -> torc
         [n, k * count] in the words' dtype.
     """
     shifts = torch.arange(0, step * count, step, device=words.device)
-    return ((words.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+    found: torch.Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return found.flatten(1)
 
 
 def halves(block: torch.Tensor) -> torch.Tensor:

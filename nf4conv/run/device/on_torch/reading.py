@@ -8,12 +8,15 @@ from typing import Final, TypeAlias
 import torch
 
 from nf4conv.codec.decode.fp4 import decode_fp4
+from nf4conv.codec.decode.ggml.decoding import decode_ggml
+from nf4conv.codec.decode.ggml.undoing import undo_change
 from nf4conv.codec.decode.halves import decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
+from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
@@ -27,6 +30,7 @@ from nf4conv.sources.tensors import (
     Excerpt,
     FileRange,
     Fp4,
+    GgufBlocks,
     HalfQuadratic,
     Joined,
     LowRankDelta,
@@ -59,6 +63,7 @@ _FromParts: TypeAlias = (
     | PackedIntegers
     | HalfQuadratic
     | Columns
+    | GgufBlocks
     | Bitsandbytes4bit
     | Strided
 )
@@ -145,6 +150,8 @@ def _decode(
             return _decode_integers(encoding, parts, dtype)
         case HalfQuadratic():
             return _decode_halves(tensor, encoding, parts)
+        case GgufBlocks():
+            return _decode_gguf(encoding, values, dtype)
         case Columns():
             raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
         case Bitsandbytes4bit():
@@ -199,6 +206,16 @@ def _decode_halves(
         tensor.shape,
         TORCH_DTYPES[tensor.dtype],
     )
+
+
+def _decode_gguf(encoding: GgufBlocks, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if encoding.block_type not in PLAIN:
+        # arithmetic is done before the values are rounded
+        wanted = torch.float32 if encoding.changed in (PLUS_ONE, NEGATIVE_EXP) else dtype
+        values = decode_ggml(values, encoding.block_type, wanted)
+    if encoding.changed is not None:
+        values = undo_change(values, encoding.changed, encoding.heads, encoding.key_value_heads)
+    return values.to(dtype).contiguous()
 
 
 def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:

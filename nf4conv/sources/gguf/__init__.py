@@ -1,0 +1,10 @@
+"""Reads GGUF files of llama.cpp as the checkpoints of transformers that they were made from.
+
+opening.py      opens a file, or all files of a split one
+header.py       reads metadata, and where the tensors are
+families.py     lists architectures: their names, what llama.cpp's converter moved, their configs
+presenting.py   presents a file's tensors under the names and in the layout of transformers
+settings.py     makes config.json of the metadata
+tokenizing.py   makes tokenizer.json of the metadata
+unpacked.py     writes these files to the cache, where a checkpoint's other files are looked for
+"""

@@ -1,0 +1,249 @@
+"""Reads the header of a GGUF file: its metadata, and where its tensors are.
+
+The layout is that of docs/gguf.md in ggml: magic, version, two counts, the metadata as pairs of key
+and value, a record for each tensor, and the tensors' bytes at multiples of the alignment. Versions
+2 and 3 in little-endian order are read. All counts and lengths are compared with the bytes that are
+left before anything is allocated.
+"""
+
+import array
+import math
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from nf4conv.errors import SourceError, named
+from nf4conv.format.gguf import BLOCK_TYPES, BlockType
+from nf4conv.sources.header import MOST_TENSORS, check_name
+
+MAGIC: Final = b"GGUF"
+
+_LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
+_LONGEST_STRING: Final = 2**24
+_MOST_DIMENSIONS: Final = 4
+_SMALLEST_PAIR: Final = 13  # bytes of a key without letters, a type, and a value of one byte
+_SMALLEST_RECORD: Final = 24
+
+_NUMBERS: Final = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""Formats of struct by type of a value; the others are bool, string and array."""
+_BOOL: Final = 7
+_STRING: Final = 8
+_ARRAY: Final = 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as its record describes it.
+
+    Attributes:
+        name: its name in the file.
+        shape: sizes, outermost first; the file has them the other way round.
+        block_type: how its values are stored.
+        file: the file.
+        start: where its bytes begin in that file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block_type: BlockType
+    file: Path
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.block_type.values * self.block_type.size
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a file.
+
+    Attributes:
+        metadata: numbers, strings, and lists of them, by key.
+        tensors: in the order of the records.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[GgufTensor, ...]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Reads the header of a file.
+
+    Raises:
+        SourceError: the file cannot be read, is no GGUF file that nf4conv reads, is cut off, or
+            contradicts itself; the message names file and tensor.
+    """
+    with named(path, SourceError), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        return _Parser(path, file, size).parse()
+
+
+class _Parser:
+    """Reads one header from its first byte to its last.
+
+    Args:
+        path: the file, for messages.
+        file: the same, opened.
+        size: its bytes.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
+        self._path = path
+        self._file = file
+        self._size = size
+        self._position = 0
+
+    def parse(self) -> GgufHeader:
+        """Reads the header."""
+        if self._take(4) != MAGIC:
+            raise self._error("is no GGUF file")
+        version = self._number("I")
+        if version not in (2, 3):
+            swapped = int.from_bytes(struct.pack("<I", version), "big")
+            if swapped in (2, 3):
+                raise self._error("is a GGUF file in big-endian order, which is not read")
+            raise self._error(f"is a GGUF file of version {version}; 2 and 3 are read")
+        tensor_count = self._number("Q")
+        pair_count = self._number("Q")
+        if tensor_count > MOST_TENSORS:
+            raise self._error(f"claims {tensor_count:,} tensors, as no model has")
+        self._check_count(pair_count, _SMALLEST_PAIR, "metadata entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"))
+        self._check_count(tensor_count, _SMALLEST_RECORD, "tensors")
+        records = [self._record() for _ in range(tensor_count)]
+        return GgufHeader(metadata, self._placed(records, metadata))
+
+    # --- metadata ------------------------------------------------------------------------------
+
+    def _value(self, kind: int) -> Any:
+        """Reads a value of the metadata."""
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _BOOL:
+            return self._number("B") != 0
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        raise self._error(f"has a value of type {kind}, which GGUF does not define")
+
+    def _array(self) -> list[Any]:
+        """Reads an array of numbers, bools or strings."""
+        kind = self._number("I")
+        count = self._number("Q")
+        if kind in _NUMBERS:
+            code = _NUMBERS[kind]
+            size = struct.calcsize(f"<{code}")
+            self._check_count(count, size, "numbers in an array")
+            return self._numbers(code, self._take(count * size))
+        if kind == _BOOL:
+            self._check_count(count, 1, "bools in an array")
+            return [byte != 0 for byte in self._take(count)]
+        if kind == _STRING:
+            self._check_count(count, 8, "strings in an array")
+            return [self._text() for _ in range(count)]
+        raise self._error(f"has an array of type {kind}, which is not read")
+
+    def _numbers(self, code: str, content: bytes) -> list[Any]:
+        """Reads numbers that stand one after the other."""
+        numbers = array.array(code, content)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _record(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        """Reads the record of a tensor: its name, shape, block type and offset."""
+        name = self._text()
+        check_name(self._path, name)
+        dimensions = self._number("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self._error(f"{name}: has {dimensions} dimensions", name)
+        sizes = [self._number("Q") for _ in range(dimensions)]
+        number = self._number("I")
+        offset = self._number("Q")
+        block_type = BLOCK_TYPES.get(number)
+        if block_type is None:
+            raise self._error(f"{name}: is of type {number}, which nf4conv does not decode", name)
+        return name, tuple(reversed(sizes)), block_type, offset
+
+    def _placed(
+        self,
+        records: list[tuple[str, tuple[int, ...], BlockType, int]],
+        metadata: Mapping[str, Any],
+    ) -> tuple[GgufTensor, ...]:
+        """Finds where the tensors' bytes are, and checks that they are in the file."""
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
+            raise self._error(f"has an alignment of {alignment!r}")
+        data = self._position + -self._position % alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, block_type, offset in records:
+            if name in tensors:
+                raise self._error(f"{name}: is there twice", name)
+            columns = shape[-1] if shape else 1
+            if columns % block_type.values != 0:
+                raise self._error(
+                    f"{name}: rows of {columns} values are no whole number of blocks of "
+                    f"{block_type.name}",
+                    name,
+                )
+            tensor = GgufTensor(name, shape, block_type, self._path, data + offset)
+            if tensor.start + tensor.nbytes > self._size:
+                raise self._error(
+                    f"{name}: reaches beyond the end of the file; the download is incomplete", name
+                )
+            tensors[name] = tensor
+        return tuple(tensors.values())
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        """Reads the next bytes."""
+        if self._position + count > min(self._size, _LONGEST_HEADER):
+            raise self._error("is cut off in its header; the download is incomplete")
+        content = self._file.read(count)
+        if len(content) != count:
+            raise self._error("is cut off in its header; the download is incomplete")
+        self._position += count
+        return content
+
+    def _number(self, code: str) -> Any:
+        """Reads a number, by its format of struct."""
+        [number] = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
+        return number
+
+    def _text(self) -> str:
+        """Reads a string. What is not UTF-8 in it is replaced, as in tokens of other encodings."""
+        length = self._number("Q")
+        if length > _LONGEST_STRING:
+            raise self._error(f"has a string of {length:,} bytes, which is too long")
+        return self._take(length).decode(errors="replace")
+
+    def _check_count(self, count: int, smallest: int, what: str) -> None:
+        """Refuses a count of things that the rest of the file cannot hold."""
+        if count * smallest > min(self._size, _LONGEST_HEADER) - self._position:
+            raise self._error(f"claims {count:,} {what}, more than the file holds")
+
+    def _error(self, what: str, tensor: str | None = None) -> SourceError:
+        return SourceError(f"{self._path}: {what}", path=self._path, tensor=tensor)

@@ -1,0 +1,166 @@
+"""Opens a GGUF file, or all files of a split one, as a checkpoint of transformers."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.errors import SourceError, UndecodableError
+from nf4conv.format.gguf import PLAIN
+from nf4conv.models.config import checkpoint_dtype
+from nf4conv.sources.gguf.families import FAMILIES, GgufFamily, family_of
+from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.presenting import heads_of, present
+from nf4conv.sources.gguf.settings import config_of
+from nf4conv.sources.gguf.tokenizing import tokenizer_files
+from nf4conv.sources.gguf.unpacked import unpack
+from nf4conv.sources.own_files import is_file, require_own
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.source import Source
+from nf4conv.sources.stamps import stamp_of
+from nf4conv.sources.weight_files import STEMS
+
+_PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MOST_FILES: Final = 10_000
+_TAGS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def open_gguf(path: Path, borrowed: Path | None = None) -> Source:
+    """Opens a GGUF file as the checkpoint that it was made from.
+
+    Args:
+        path: the file, or any file of a split one.
+        borrowed: the folder from which config.json, the tokenizer and other files are taken. None
+            makes config.json and the tokenizer of the file's metadata.
+
+    Raises:
+        UndecodableError: nf4conv does not know the architecture.
+        SourceError: a file is missing, cut off, or contradicts itself; the message names file and
+            tensor.
+    """
+    files = _files_of(path)
+    headers = [read_gguf_header(file) for file in files]
+    metadata = headers[0].metadata
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    _check_split(path, files, metadata, tensors)
+    family = _family(path, metadata)
+    config: Mapping[str, Any] = {}
+    if borrowed is not None:
+        config = read_json(require_own(borrowed / "config.json", borrowed))
+        _check_model_type(path, config, family)
+    dtype = _dtype_of(tensors, config)
+    presented = present(tensors, family, heads_of(metadata), dtype)
+    notes = [_note_on_types(tensors)]
+    if borrowed is None:
+        config = config_of(metadata, family, presented, dtype)
+        made = tokenizer_files(metadata)
+        borrowed = unpack(path, {"config.json": config, **made})
+        notes.append(_note_on_metadata(tensors, made))
+    return Source(
+        folder=borrowed,
+        root=borrowed,
+        files=tuple(files),
+        tensors=presented,
+        config=config,
+        stem=STEMS[0],
+        notes=tuple(notes),
+        stamps={file: stamp_of(file) for file in files},
+        place=str(path),
+    )
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Returns all files of a split model, or the only one."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if not 0 < count <= _MOST_FILES:
+        raise SourceError(f"{path}: is one of {count} files, which cannot be", path=path)
+    files = []
+    for number in range(1, count + 1):
+        file = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
+        if not is_file(file):
+            raise SourceError(f"{file}: is missing; {path.name} is one of {count} files", path=file)
+        files.append(file)
+    return files
+
+
+def _check_split(
+    path: Path, files: Sequence[Path], metadata: Mapping[str, Any], tensors: Sequence[GgufTensor]
+) -> None:
+    """Compares the files of a split model with what the first one says of them."""
+    count = metadata.get("split.count", 1)
+    if len(files) != max(count if isinstance(count, int) else 0, 1):
+        raise SourceError(
+            f"{path}: is one of {count} files of a model, whose names end with "
+            f"-00001-of-{count:05}.gguf and so on"
+        )
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise SourceError(f"{path}: {expected} tensors are announced, {len(tensors)} are there")
+    names = Counter(tensor.name for tensor in tensors)
+    for name, times in names.items():
+        if times > 1:
+            raise SourceError(f"{path}: {name}: is in {times} files", path=path, tensor=name)
+    if not tensors:
+        raise SourceError(f"{path}: no tensors", path=path)
+
+
+def _family(path: Path, metadata: Mapping[str, Any]) -> GgufFamily:
+    """Returns the family of a file's architecture."""
+    architecture = metadata.get("general.architecture")
+    experts = metadata.get(f"{architecture}.expert_count", 0)
+    family = family_of(str(architecture), experts if isinstance(experts, int) else 0)
+    if family is None:
+        raise UndecodableError(
+            f"{path}: GGUF of the architecture {architecture!r}, whose names nf4conv does not "
+            f"know; it knows {', '.join(FAMILIES)}",
+            path=path,
+        )
+    return family
+
+
+def _check_model_type(path: Path, config: Mapping[str, Any], family: GgufFamily) -> None:
+    """Refuses a config of another kind of model."""
+    model_type = config.get("model_type")
+    same = {"llama": ("llama", "mistral", "smollm3"), "gemma3_text": ("gemma3_text", "gemma3")}
+    if model_type not in same.get(family.model_type, (family.model_type,)):
+        raise SourceError(
+            f"{path}: is a {family.model_type}, but --config-from names a {model_type}", path=path
+        )
+
+
+def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
+    """Returns the tag of the dtype to present a model in.
+
+    That of most matrices, if they are not quantized; else that of the config that was borrowed, or
+    bfloat16, which holds all that the scales can.
+    """
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            sizes[tensor.block_type.name] += tensor.nbytes
+    [(most, _)] = sizes.most_common(1) or [("F32", 0)]
+    if most in PLAIN:
+        return most
+    return _TAGS.get(checkpoint_dtype(config) or "", "BF16")
+
+
+def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
+    counts = Counter(tensor.block_type.name for tensor in tensors)
+    listed = ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
+    return f"the source is a GGUF file: {listed}"
+
+
+def _note_on_metadata(tensors: Sequence[GgufTensor], made: Mapping[str, Any]) -> str:
+    """Returns a line about what was made of the metadata, and what is not in there."""
+    lacking = []
+    if not made:
+        lacking.append("no tokenizer that nf4conv can write")
+    if any(tensor.name.startswith("rope_f") for tensor in tensors):
+        lacking.append("not how rotary embeddings are scaled")
+    what = "config.json and the tokenizer are made" if made else "config.json is made"
+    but = f", which has {' and '.join(lacking)}" if lacking else ""
+    return f"{what} of the file's metadata{but}; --config-from REPO takes those of the original"

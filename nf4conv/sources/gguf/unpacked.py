@@ -1,0 +1,52 @@
+"""Writes what a GGUF file's metadata says as files of a checkpoint, into the user's cache."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nf4conv.errors import SourceError
+from nf4conv.system.files import create
+from nf4conv.system.private import cache_folder
+
+
+def unpack(path: Path, files: Mapping[str, Any]) -> Path:
+    """Writes small JSON files into a folder of the cache that belongs to a GGUF file.
+
+    Args:
+        path: the GGUF file.
+        files: the content of each file, by its name.
+
+    Returns:
+        The folder. Its name is that of the GGUF file without its ending.
+
+    Raises:
+        SourceError: there is no cache to write to.
+    """
+    cache = cache_folder()
+    contents = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
+    if cache is None:
+        raise SourceError(f"{path}: needs a home folder to unpack its metadata, or --config-from")
+    folder = cache / "gguf" / digest / path.stem
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            _write(folder / name, content)
+    except OSError as error:
+        raise SourceError(
+            f"{path}: its metadata cannot be unpacked: {error.filename}: {error.strerror}"
+        ) from error
+    return folder
+
+
+def _write(path: Path, content: str) -> None:
+    """Writes a file unless it is there with this content."""
+    if path.is_file() and not path.is_symlink() and path.read_bytes() == content.encode():
+        return
+    draft = path.with_name(f".{os.urandom(8).hex()}")
+    with os.fdopen(create(draft, 0o600), "w", encoding="utf-8") as file:
+        file.write(content)
+    draft.replace(path)

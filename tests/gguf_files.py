@@ -1,0 +1,111 @@
+"""Writes small GGUF files, good ones and bad ones, without the package `gguf`."""
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nf4conv.format.gguf import BY_NAME, PLAIN
+
+NUMBERS = {name: number for number, name in enumerate(["F32", "F16", "Q4_0", "Q4_1"])} | {
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q6_K": 14,
+    "IQ2_XXS": 16,
+    "BF16": 30,
+}
+
+LLAMA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 128,
+    "llama.embedding_length": 256,
+    "llama.feed_forward_length": 512,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.rope.dimension_count": 64,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.bos_token_id": 1,
+}
+
+SHAPES = {
+    "token_embd.weight": (64, 256),
+    "blk.0.attn_norm.weight": (256,),
+    "blk.0.attn_q.weight": (256, 256),
+    "blk.0.attn_k.weight": (128, 256),
+    "blk.0.attn_v.weight": (128, 256),
+    "blk.0.attn_output.weight": (256, 256),
+    "blk.0.ffn_norm.weight": (256,),
+    "blk.0.ffn_gate.weight": (512, 256),
+    "blk.0.ffn_up.weight": (512, 256),
+    "blk.0.ffn_down.weight": (256, 512),
+    "output_norm.weight": (256,),
+    "output.weight": (64, 256),
+}
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value(found: Any) -> bytes:
+    """A value of the metadata with its type."""
+    if isinstance(found, bool):
+        return struct.pack("<IB", 7, found)
+    if isinstance(found, int):
+        return struct.pack("<Ii", 5, found)
+    if isinstance(found, float):
+        return struct.pack("<If", 6, found)
+    if isinstance(found, str):
+        return struct.pack("<I", 8) + text(found)
+    first = value(found[0])
+    return (
+        struct.pack("<I", 9)
+        + first[:4]
+        + struct.pack("<Q", len(found))
+        + b"".join(value(one)[4:] for one in found)
+    )
+
+
+def stored(shape: tuple[int, ...], block_type: str, generator: torch.Generator) -> bytes:
+    """Random values, or blocks of them with small scales."""
+    if block_type in PLAIN:
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[block_type]
+        values = torch.randn(shape, generator=generator).to(dtype)
+        return values.contiguous().view(torch.uint8).numpy().tobytes()
+    _, count, size = BY_NAME[block_type]
+    blocks = torch.randint(0, 256, (torch.Size(shape).numel() // count, size), generator=generator)
+    blocks = blocks.to(torch.uint8)
+    scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    for place in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(block_type, (0,)):
+        blocks[:, place : place + 2] = scale
+    return blocks.numpy().tobytes()
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    default: str = "BF16",
+) -> Path:
+    """Writes a file; vectors are F32 as llama.cpp has them, matrices of the type given."""
+    metadata = LLAMA if metadata is None else metadata
+    shapes = SHAPES if shapes is None else shapes
+    generator = torch.Generator().manual_seed(0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(metadata))
+    for key, found in metadata.items():
+        head += text(key) + value(found)
+    data = b""
+    for name, shape in shapes.items():
+        block_type = (types or {}).get(name, default if len(shape) > 1 else "F32")
+        head += text(name) + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += struct.pack("<IQ", NUMBERS[block_type], len(data))
+        content = stored(shape, block_type, generator)
+        data += content + b"\0" * (-len(content) % 32)
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return path

@@ -1,0 +1,255 @@
+"""GGUF files as sources: every command takes them, and what is wrong with one is said in a line.
+
+tests/test_gguf_sources.py compares with llama.cpp's converter, tests/test_ggml.py with its decoder.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from gguf_files import LLAMA, SHAPES, text, write_gguf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nf4conv.cli import main
+from nf4conv.codec.decode.ggml.decoding import decode_ggml
+from nf4conv.errors import SourceError
+from nf4conv.sources.gguf.header import read_gguf_header
+from nf4conv.sources.opening import open_source
+
+TYPES = {
+    "blk.0.attn_q.weight": "Q4_K",
+    "blk.0.ffn_gate.weight": "Q6_K",
+    "blk.0.ffn_up.weight": "Q8_0",
+    "token_embd.weight": "Q4_0",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nf4conv" / "gguf"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def done(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def raw(path: Path, name: str) -> torch.Tensor:
+    """The bytes of a tensor, a row for each row."""
+    [tensor] = [one for one in read_gguf_header(path).tensors if one.name == name]
+    content = path.read_bytes()[tensor.start : tensor.start + tensor.nbytes]
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(tensor.shape[0], -1)
+
+
+def test_dequantize_writes_what_transformers_loads(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    queries = decode_ggml(raw(path, "blk.0.attn_q.weight"), "Q4_K", torch.float32)
+    rows = queries.view(4, 32, 2, 256).transpose(1, 2).reshape(256, 256)  # by heads
+    assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"], rows)
+    gate = decode_ggml(raw(path, "blk.0.ffn_gate.weight"), "Q6_K", torch.float32)
+    assert torch.equal(found["model.layers.0.mlp.gate_proj.weight"], gate)
+    norm = raw(path, "output_norm.weight").view(torch.float32).view(-1)
+    assert torch.equal(found["model.norm.weight"], norm)
+    assert len(found) == len(SHAPES)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert model.config.num_key_value_heads == 2
+    assert model.config.rms_norm_eps == 1e-5
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, rows)
+
+
+def test_every_command_takes_it(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    out = tmp_path / "out"
+    assert "GGUF" in done("inspect", path).stdout
+    assert "Q4_K" in done("quantize", path, out, "--dry-run", "--all").output
+    result = done("quantize", path, out, "--verify", "--device", "cpu")
+    assert "lossy" in result.output or "quantized" in result.output
+    record = json.loads((out / "nf4conv.json").read_text())
+    assert "GGUF Q4_K" in json.dumps(record)
+    assert str(tmp_path / "cache") not in json.dumps(record)
+    assert "model.gguf" in (out / "README.md").read_text()
+    done("verify", out, "--source", path, "--exact", "--device", "cpu")
+    done("compare", path, out, "--tolerance", "0.12", "--device", "cpu")
+    assert "already complete" in done("quantize", path, out, "--device", "cpu").output
+    done("dequantize", path, tmp_path / "back", "--device", "cpu")
+    done("compare", path, tmp_path / "back", "--device", "cpu")
+    # parts make the bytes of one run
+    for part in ("1/2", "2/2"):
+        small = ("--max-shard-size", "300KB", "--device", "cpu", "--part", part)
+        done("quantize", path, tmp_path / "parts", *small)
+    done("finish", tmp_path / "parts")
+    done("compare", out, tmp_path / "parts", "--device", "cpu")
+
+
+def test_values_are_decoded_once_whatever_the_pieces(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    for name, size in (("small", "64KB"), ("large", "64MB")):
+        options = ("--buffer-size", size, "--device", "cpu", "--workers", "2")
+        done("quantize", path, tmp_path / name, *options)
+    assert (tmp_path / "small" / "model.safetensors").read_bytes() == (
+        tmp_path / "large" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_config_and_tokenizer_of_the_original(tmp_path: Path, cache: Path):
+    original = tmp_path / "original"
+    original.mkdir()
+    config = {"model_type": "mistral", "dtype": "float16", "hidden_size": 256}
+    (original / "config.json").write_text(json.dumps(config))
+    (original / "tokenizer.json").write_text("{}")
+    path = write_gguf(tmp_path / "model.gguf", default="Q8_0")
+    done("dequantize", path, tmp_path / "out", "--config-from", original, "--device", "cpu")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {values.dtype for values in found.values()} == {torch.float16}
+    assert not cache.exists()
+    config["model_type"] = "qwen2"
+    (original / "config.json").write_text(json.dumps(config))
+    result = run("inspect", path, "--config-from", original)
+    assert result.exit_code == 2
+    assert "is a llama, but --config-from names a qwen2" in result.stderr
+
+
+def test_split_files(tmp_path: Path):
+    names = list(SHAPES)
+    for number, part in ((1, names[:5]), (2, names[5:])):
+        metadata = {**LLAMA, "split.count": 2, "split.tensors.count": len(SHAPES)}
+        shapes = {name: SHAPES[name] for name in part}
+        write_gguf(tmp_path / f"m-0000{number}-of-00002.gguf", metadata, shapes=shapes)
+    source = open_source(tmp_path / "m-00002-of-00002.gguf")
+    assert len(source.tensors) == len(SHAPES)
+    assert len(source.files) == 2
+    (tmp_path / "m-00001-of-00002.gguf").unlink()
+    with pytest.raises(SourceError, match=r"m-00001-of-00002.gguf: is missing"):
+        open_source(tmp_path / "m-00002-of-00002.gguf")
+
+
+def test_experts_come_one_by_one(tmp_path: Path):
+    metadata = {**LLAMA, "llama.expert_count": 3, "llama.expert_used_count": 2}
+    shapes = {name: shape for name, shape in SHAPES.items() if "ffn_g" not in name}
+    shapes = {name: shape for name, shape in shapes.items() if "ffn_up" not in name}
+    shapes |= {
+        "blk.0.ffn_gate_inp.weight": (3, 256),
+        "blk.0.ffn_gate_exps.weight": (3, 512, 256),
+        "blk.0.ffn_up_exps.weight": (3, 512, 256),
+        "blk.0.ffn_down_exps.weight": (3, 256, 512),
+    }
+    del shapes["blk.0.ffn_down.weight"]
+    path = write_gguf(
+        tmp_path / "model.gguf", metadata, {"blk.0.ffn_up_exps.weight": "Q4_K"}, shapes
+    )
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stack = raw(path, "blk.0.ffn_up_exps.weight").view(3, 512, -1)
+    third = decode_ggml(stack[2].contiguous(), "Q4_K", torch.float32)
+    assert torch.equal(found["model.layers.0.block_sparse_moe.experts.2.w3.weight"], third)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "mixtral"
+    assert config["num_local_experts"] == 3
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(SourceError) as raised:
+        open_source(path)
+    message = str(raised.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 10, 24, 100, 1000])
+def test_a_header_that_is_cut_off(tmp_path: Path, length: int):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:length])
+    assert "the download is incomplete" in refused(path) or "claims" in refused(path)
+
+
+def test_data_that_is_cut_off(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "output.weight: reaches beyond the end of the file" in refused(path)
+
+
+def patched(path: Path, offset: int, content: bytes) -> Path:
+    whole = bytearray(path.read_bytes())
+    whole[offset : offset + len(content)] = content
+    path.write_bytes(whole)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "said"),
+    [
+        (0, b"GGML", "is no GGUF file"),
+        (4, struct.pack("<I", 1), "version 1; 2 and 3 are read"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
+        (8, struct.pack("<Q", 10**4), "is cut off in its header"),
+        (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
+        (24, struct.pack("<Q", 2**40), "has a string of 1,099,511,627,776 bytes"),
+        (24, struct.pack("<Q", 2**23), "is cut off in its header"),
+        (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
+    ],
+)
+def test_counts_and_types_that_cannot_be(tmp_path: Path, offset: int, content: bytes, said: str):
+    path = patched(write_gguf(tmp_path / "model.gguf"), offset, content)
+    found = refused(path)
+    assert said in found or "claims" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"general.architecture": "wavtokenizer-dec"},
+            "GGUF of the architecture 'wavtokenizer-dec'",
+        ),
+        ({"general.alignment": 0}, "has an alignment of 0"),
+        ({"split.count": 3}, "is one of 3 files of a model"),
+        ({"split.tensors.count": 7}, "7 tensors are announced, 12 are there"),
+        ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, "5 heads"),
+    ],
+)
+def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], said: str):
+    assert said in refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
+
+
+def test_a_tensor_without_a_name_in_transformers(tmp_path: Path):
+    shapes = {**SHAPES, "blk.0.attn_sinks.weight": (4,)}
+    path = write_gguf(tmp_path / "model.gguf", shapes=shapes)
+    assert "blk.0.attn_sinks.weight: has no name in LlamaForCausalLM" in refused(path)
+
+
+def test_types_that_are_not_decoded(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf")
+    content = path.read_bytes()
+    place = content.index(text("output.weight")) + len(text("output.weight")) + 4 + 16
+    patched(path, place, struct.pack("<I", 41))
+    assert "output.weight: is of type 41, which nf4conv does not decode" in refused(path)
+    patched(path, place, struct.pack("<I", 12))
+    assert "output.weight" in refused(path) or "beyond the end" in refused(path)
+
+
+def test_the_source_is_never_cleared(tmp_path: Path):
+    """OUT that holds the file, and --overwrite."""
+    path = write_gguf(tmp_path / "model.gguf")
+    result = run("dequantize", path, tmp_path, "--overwrite", "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    assert path.exists()
