@@ -153,8 +153,8 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	  '*/llama.cpp/convert_hf_to_gguf.py' '*/llama.cpp/conversion' '*/llama.cpp/gguf-py'
 	mv $@.new $@
 
-test-gguf: $(VENV)/llama.cpp ## test the way from 4 bits with an adapter to GGUF, with llama.cpp's converter
-	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_docs.py
+test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's converter and its Python package
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_gguf_sources.py tests/test_ggml.py tests/test_docs.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## write the table of what the tests of diffusers find
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new

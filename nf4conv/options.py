@@ -124,6 +124,8 @@ class SourceOptions:
             weight files without such a word.
         stream: True fetches weights from the Hub when they are needed, and keeps no copy. Default:
             False, which downloads whole files.
+        gguf_file: the name of a GGUF file in the folder or repository, which is the source then.
+            None (default) takes safetensors, or pickles.
         config_from: for a GGUF file, the folder or model on the Hub from which config.json and the
             tokenizer are taken. None (default) makes them of the file's metadata.
     """
@@ -135,6 +137,7 @@ class SourceOptions:
     subfolder: str | None = None
     variant: str | None = None
     stream: bool = False
+    gguf_file: str | None = None
     config_from: str | None = None
 
 

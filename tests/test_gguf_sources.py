@@ -153,12 +153,12 @@ def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
 # Runs the converter. The hash of a tokenizer need not be one that it knows, and its parameters are
 # those of config.json too, of which transformers 5 leaves out some.
 _PROGRAM = """
-import json, runpy, sys
+import json, os, runpy, sys
 from pathlib import Path
 sys.argv = sys.argv[1:]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
 from conversion.base import ModelBase, TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel.get_vocab_base_pre = lambda self, tokenizer: os.environ.get("PRE_TOKENIZER", "gpt-2")
 parameters = ModelBase.load_hparams
 def load(folder, is_mistral_format=False):
     written = json.loads((Path(folder) / "config.json").read_text())
@@ -220,7 +220,7 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
     path = convert(source, out_type)
     options = DequantizeOptions(dtype="float16" if out_type == "f16" else "float32")
     where = SourceOptions(config_from=str(source))
-    dequantize_checkpoint(path, tmp_path / "back", options, CPU, where)
+    dequantize_checkpoint(path, tmp_path / "back", options, CPU, where=where)
     expected, found = state_of(source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys()
     if out_type == "f16":
@@ -235,3 +235,78 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
         expected = {name: decoded["blk.1.ffn_down.weight"]}
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
+
+
+TEXTS = [
+    "The quick brown fox's 12345 jumps, over   the lazy dog!\n\n  Ends\there.",
+    "naïve café – 你好, мир 😀",
+    " leading <s>special</s> and trailing ",
+]
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "gpt-2"])
+def test_a_byte_level_tokenizer_comes_back(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    from tokenizers import trainers
+
+    from nf4conv.sources.gguf.tokenizing import tokenizer_files
+
+    source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    like = tokenizer_files(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": kind,
+            "tokenizer.ggml.tokens": ["a"],
+            "tokenizer.ggml.merges": [],
+        }
+    )["tokenizer.json"]
+    whole = json.loads(tokenizer.to_str()) | {
+        key: like[key] for key in ("normalizer", "pre_tokenizer", "decoder")
+    }
+    tokenizer = Tokenizer.from_str(json.dumps(whole))
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXTS * 20, trainer)
+    tokenizer.save(str(source / "tokenizer.json"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    monkeypatch.setenv("PRE_TOKENIZER", kind)
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "back", run=CPU)
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    for text in TEXTS:
+        assert made.encode(text, add_special_tokens=False) == tokenizer.encode(text).ids
+        assert made.decode(tokenizer.encode(text).ids) == text
+    assert (made.bos_token, made.eos_token, made.pad_token) == ("<s>", "</s>", "<pad>")
+
+
+def test_a_tokenizer_of_sentencepiece_comes_back(tmp_path: Path):
+    import sentencepiece
+
+    source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
+    (source / "tokenizer.json").unlink()
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS * 50))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(source / "tokenizer"),
+        model_type="bpe",
+        vocab_size=380,
+        byte_fallback=True,
+        character_coverage=0.98,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 380}))
+    processor = sentencepiece.SentencePieceProcessor(str(source / "tokenizer.model"))
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "back", run=CPU)
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    for text in TEXTS[:2]:
+        assert made.encode(text) == [processor.bos_id(), *processor.encode(text)]
+        assert made.decode(processor.encode(text)) == text

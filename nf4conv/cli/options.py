@@ -108,6 +108,12 @@ _variant_option = option(
     group=Group.SOURCE,
     help="Take the weight files with this word in their names, such as fp16.",
 )
+_gguf_file_option = option(
+    "--gguf-file",
+    group=Group.SOURCE,
+    metavar="NAME",
+    help="Take the GGUF file with this name in SRC.",
+)
 _config_from_option = option(
     "--config-from",
     group=Group.SOURCE,
@@ -143,6 +149,7 @@ repository_options = several(
     _revision_option,
     _subfolder_option,
     _variant_option,
+    _gguf_file_option,
     _config_from_option,
     _cache_dir_option,
     _local_files_only_option,
@@ -154,6 +161,7 @@ repository_and_stream_options = several(
     _revision_option,
     _subfolder_option,
     _variant_option,
+    _gguf_file_option,
     _config_from_option,
     _stream_option,
     _cache_dir_option,

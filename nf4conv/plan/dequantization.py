@@ -97,7 +97,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         PlanError: the request cannot be met for this checkpoint.
     """
     packed = {tensor.name for tensor in source.tensors if is_quantized(tensor)}
-    if not packed and not options.lora:
+    is_of_gguf = source.place is not None  # the result differs from it even if nothing is decoded
+    if not packed and not options.lora and not is_of_gguf:
         raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
     wanted = {name for name in packed if is_wanted(name, options.include, options.exclude)}
     _check_stays(source, packed - wanted)
@@ -117,7 +118,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         config = _plain(config, dtype)
     notes = notes_on_links(source)
     is_of_others = any(is_quantized(tensor) and not is_in_4_bits(tensor) for tensor in tensors)
-    if options.lora or is_of_others:
+    if options.lora or is_of_others or is_of_gguf:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nf4conv.choose.unchanged import stored_format
 from nf4conv.errors import CodecError
+from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import (
     DTYPE_NAMES,
     QUANT_STATE_PREFIX,
@@ -110,6 +111,8 @@ def _made_from(tensor: TensorInfo) -> str:
         return "bitsandbytes int8"
     if isinstance(encoding, Fp4):
         return "fp4 (e2m1)"
+    if isinstance(encoding, GgufBlocks) and encoding.block_type in PLAIN:
+        return _made_from(encoding.values)
     if isinstance(encoding, PackedIntegers | HalfQuadratic | GgufBlocks):
         return encoding.name
     _, values = encoding.parts[0]

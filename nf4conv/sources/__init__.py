@@ -17,6 +17,7 @@ unfinished.py       recognises a folder in which a run has begun and not ended
 encodings/          presents weights that another quantization encoded as floats
 adapters/           reads LoRA adapters, and merges them into a source
 diffusers/          opens diffusers pipelines, gives denoisers their original names
+gguf/               reads GGUF files of llama.cpp
 pickles/            reads torch pickles, of which nothing is executed
 remote/             reads from the Hugging Face Hub
 """

@@ -163,6 +163,8 @@ def _open(source: str, where: SourceOptions) -> Source:
             if path.suffix == ".gguf":
                 return open_gguf(path, _folder_of_config(where))
             return _open_file(path)
+        if where.gguf_file is not None:
+            return _open_gguf_in(path, where.gguf_file, where)
         if path.is_dir():
             check_finished(path)
             return _open_folder(path, where)
@@ -244,6 +246,26 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     )
 
 
+def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
+    """Opens a GGUF file of a folder or a repository."""
+    if place.is_dir():
+        file = place / (where.subfolder or "") / name
+        if not is_file(file):
+            raise SourceError(f"{file}: no such file", path=file)
+        return open_gguf(require_own(file, place), _folder_of_config(where))
+    if not is_repo_id(str(place)):
+        raise SourceError(f"{place}: no such folder{_HINT}")
+    from nf4conv.sources.remote.hub import Fetched, fetch_gguf  # importing it takes long
+
+    file, origin = fetch_gguf(str(place), name, where)
+    opened = open_gguf(file, _folder_of_config(where))
+    fetched = Fetched(opened.folder, origin, None, {})
+    notes = opened.notes
+    if where.stream:
+        notes = (*notes, "the GGUF file was downloaded whole; only safetensors can be streamed")
+    return replace(opened, fetched=fetched, place=f"{origin}/{name}", notes=notes)
+
+
 def _folder_of_config(where: SourceOptions) -> Path | None:
     """Returns the folder that --config-from names, fetched without weights if it is on the Hub."""
     if where.config_from is None:
@@ -255,7 +277,8 @@ def _folder_of_config(where: SourceOptions) -> Path | None:
         raise SourceError(f"--config-from {where.config_from}: no such folder, and no model's name")
     from nf4conv.sources.remote.hub import fetch_source  # huggingface_hub takes long to import
 
-    return fetch_source(where.config_from, replace(where, stream=True, subfolder=None)).folder
+    without = replace(where, stream=True, subfolder=None, revision=None, variant=None)
+    return fetch_source(where.config_from, without).folder
 
 
 def _open_file(path: Path) -> Source:

@@ -45,6 +45,8 @@ def from_address(source: str, where: SourceOptions) -> tuple[str, SourceOptions]
         if inside[0] not in ("tree", "blob", "resolve") or len(inside) < 2:
             raise _no_model(source)
         is_file = inside[0] != "tree"
+        if is_file and inside[-1].endswith(".gguf"):
+            where = replace(where, gguf_file=where.gguf_file or inside[-1])
         revision = inside[1]
         inside = inside[2:-1] if is_file else inside[2:]
     if not _NAME.fullmatch(organisation) or not _NAME.fullmatch(name):

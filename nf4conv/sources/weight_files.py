@@ -106,5 +106,5 @@ def _what_else(names: Collection[str], variant: str | None) -> str:
     if variant is not None and any(name.endswith(".safetensors") for name in names):
         return "; without --variant there are weights"
     if any(name.endswith(".gguf") for name in names):
-        return "; it has GGUF files, which are not read"
+        return "; it has GGUF files: name one, --gguf-file NAME"
     return ""

@@ -1,7 +1,40 @@
-"""Makes tokenizer.json of the metadata of a GGUF file."""
+"""Makes tokenizer.json of the metadata of a GGUF file.
 
-from collections.abc import Mapping
-from typing import Any
+Two kinds of tokenizers are made: byte-level BPE with the ways of cutting text that Llama 3, Qwen 2
+and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have it. For others
+`tokenizer_files` returns nothing. The layout is that of the library tokenizers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
+_REST: Final = " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+_CUTS: Final[Mapping[str, str | None]] = {
+    "llama-bpe": f"{_MARKS}|\\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": f"{_MARKS}|\\p{{N}}|{_REST}",
+    "gpt-2": None,
+}
+"""The regular expression that cuts text into words, by `tokenizer.ggml.pre`.
+
+None is the one that the library has built in: that of GPT-2. Source: llama_tokenizer_pre in
+llama.cpp's llama-vocab.cpp.
+"""
+
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+"""Types of tokens that text is searched for before it is cut (llama_token_type in llama.h)."""
+
+_SPACE: Final = "▁"
+"""What SentencePiece writes for a space."""
+
+_ROLES: Final = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,5 +46,182 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Nothing, if nf4conv cannot make a tokenizer of the metadata.
     """
-    del metadata
-    return {}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kind = metadata.get("tokenizer.ggml.model")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        return {}
+    if len(set(tokens)) != len(tokens):  # two tokens of other bytes that are no text
+        return {}
+    made = None
+    if kind == "gpt2":
+        made = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        made = _of_sentencepiece(metadata, tokens)
+    if made is None:
+        return {}
+    common: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
+    common["added_tokens"] = _added_tokens(metadata, tokens)
+    common["post_processor"] = _post_processor(metadata, tokens, begins=kind == "llama")
+    settings = _settings(metadata, tokens)
+    return {"tokenizer.json": {**common, **made}, "tokenizer_config.json": settings}
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
+    """Returns what a byte-level BPE differs in; None if the way of cutting text is not known."""
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if pre not in _CUTS or not isinstance(merges, list):
+        return None
+    pattern = _CUTS[pre]
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    steps: list[dict[str, Any]] = []
+    if pattern is not None:
+        split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps.append({"type": "Split", **split})
+    steps.append({**to_bytes, "use_regex": pattern is None})
+    return {
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**to_bytes, "use_regex": True},
+        "model": {
+            **_bpe(tokens, [str(merge).split(" ") for merge in merges]),
+            "ignore_merges": pre == "llama-bpe",
+        },
+    }
+
+
+def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
+    """Returns what a BPE of SentencePiece differs in; None if there are no scores."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        return None
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    normalizers: list[dict[str, Any]] = []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        normalizers.append({"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    model = _bpe(tokens, _merges_by_score(tokens, scores))
+    model |= {"fuse_unk": True, "byte_fallback": True}
+    model["unk_token"] = _token(metadata, tokens, "unk_token")
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def _bpe(tokens: Sequence[str], merges: list[list[str]]) -> dict[str, Any]:
+    """Returns a model of BPE."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
+    """Returns the merges that do what SentencePiece does: the best token of two others first.
+
+    A token can be made of several pairs. Those whose parts have smaller numbers come first.
+    """
+    number_of = {token: number for number, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, int]] = []
+    for number, token in enumerate(tokens):
+        for place in range(1, len(token)):
+            left = number_of.get(token[:place])
+            right = number_of.get(token[place:])
+            if left is not None and right is not None:
+                found.append((-scores[number], number, left, right))
+    found.sort()
+    return [[tokens[left], tokens[right]] for _, _, left, right in found]
+
+
+def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the tokens that text is searched for before it is cut."""
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        return []
+    added = []
+    for number, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind in (_CONTROL, _USER_DEFINED):
+            whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            added.append({"id": number, "content": token, **whole, "special": kind == _CONTROL})
+    return added
+
+
+def _post_processor(
+    metadata: Mapping[str, Any], tokens: Sequence[str], *, begins: bool
+) -> dict[str, Any] | None:
+    """Returns what puts the first and last token around a text; None if neither is wanted.
+
+    Args:
+        metadata: of the file.
+        tokens: the vocabulary.
+        begins: True if a text begins with a token where the metadata does not say.
+    """
+    wanted = []
+    if metadata.get("tokenizer.ggml.add_bos_token", begins):
+        wanted.append(("bos_token", 0))
+    if metadata.get("tokenizer.ggml.add_eos_token", False):
+        wanted.append(("eos_token", 1))
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single: list[dict[str, Any]] = [text]
+    special = {}
+    for role, place in wanted:
+        token = _token(metadata, tokens, role)
+        if token is None:
+            continue
+        single.insert(len(single) * place, {"SpecialToken": {"id": token, "type_id": 0}})
+        number = metadata[_ROLES[role]]
+        special[token] = {"id": token, "ids": [number], "tokens": [token]}
+    if not special:
+        return None
+    second = [{kind: {**one, "type_id": 1}} for part in single for kind, one in part.items()]
+    for part in second:
+        if "Sequence" in part:
+            part["Sequence"]["id"] = "B"
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *second],
+        "special_tokens": special,
+    }
+
+
+def _settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """Returns the content of tokenizer_config.json."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for role in _ROLES:
+        token = _token(metadata, tokens, role)
+        if token is not None:
+            settings[role] = token
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    architecture = metadata.get("general.architecture")
+    length = metadata.get(f"{architecture}.context_length")
+    if isinstance(length, int):
+        settings["model_max_length"] = length
+    settings["clean_up_tokenization_spaces"] = False
+    return settings
+
+
+def _token(metadata: Mapping[str, Any], tokens: Sequence[str], role: str) -> str | None:
+    """Returns the token of a role, such as "bos_token"; None if there is none."""
+    number = metadata.get(_ROLES[role])
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        return None
+    return tokens[number]

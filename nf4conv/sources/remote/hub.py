@@ -395,6 +395,36 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     return repository.fetch_first(names), Origin(repo, repository.commit, "")
 
 
+def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Origin]:
+    """Fetches a GGUF file, or all files of a split one.
+
+    Args:
+        repo: "org/name".
+        name: of the file.
+        where: revision and subfolder, and how to reach the Hub.
+
+    Returns:
+        file: the file in the cache, beside which the others of a split one are.
+        origin: the place on the Hub that it came from.
+
+    Raises:
+        SourceError: the repository or the file does not exist, may not be read, or is not in the
+            cache when offline.
+    """
+    if where.local_files_only or is_offline():
+        fetched = _from_cache(repo, where, (name,))
+        return fetched.folder / name, fetched.origin
+    repository = Repository(repo, where)
+    wanted = f"{_prefix_of(where)}{name}"
+    if wanted not in repository.files:
+        others = sorted(file for file in repository.files if file.endswith(".gguf"))
+        raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
+    stem = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "-", wanted)
+    names = [file for file in repository.files if stem.endswith("-") and file.startswith(stem)]
+    root = repository.fetch_first(sorted({wanted, *names}))
+    return root / wanted, Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
+
+
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:
     """Fetches the model_index.json of a diffusers pipeline, and lists its other files.
 
