@@ -93,7 +93,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path):
 def test_a_gguf_file_is_named(tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
     error = command("quantize", tmp_path / "model.gguf", tmp_path / "out").stderr
-    assert "a GGUF file of llama.cpp, which is not read" in error
+    assert "model.gguf: is cut off in its header; the download is incomplete" in error
 
 
 @pytest.mark.parametrize(

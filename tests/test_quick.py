@@ -332,7 +332,7 @@ def test_python_m(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as left:
         enter()
     assert left.value.code == 0
-    assert capfd.readouterr().out.strip() == nf4conv.__version__
+    assert capfd.readouterr().out.strip() == f"nf4conv {nf4conv.__version__}"
 
 
 def test_every_module_was_imported():
